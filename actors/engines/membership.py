@@ -51,18 +51,24 @@ def first_row(role: str, id: str) -> LiveRow:
 
 
 async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
-    """Return a connection, closed with ``stack``; None when ``draining`` is set before there is one.
+    """Return a connection to a run that has rows, closed with ``stack``; None when ``draining`` is set before there is one.
 
-    Raises BusUnavailable after ``BUS_WAIT_S``.
+    Raises BusUnavailable after ``BUS_WAIT_S``, and NotFound when the run has none by then.
     """
-    deadline = time.monotonic() + BUS_WAIT_S
+    deadline, bus = time.monotonic() + BUS_WAIT_S, None
     while not draining.is_set():
         try:
-            return await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
-        except BusUnavailable as error:
+            if bus is None:
+                bus = await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
+            await bus.rows("live").read("none")
+            return bus
+        except (BusUnavailable, NotFound) as error:
             if time.monotonic() > deadline:
                 raise
-            logger.info("waiting for the bus error=%s", error)
+            what = "the bus" if bus is None else f"the streams of run {run}, made by its bus or learner"
+            logger.info("waiting for %s error=%s", what, error)
+            if bus is not None:
+                await asyncio.sleep(STEP_S)
     return None
 
 

@@ -59,13 +59,14 @@ async def step(bus: Bus) -> int:
 
 
 async def next_steps(run: Site, bus: Bus, number: int = 1, within_s: float = 200.0) -> float:
-    """Wait for that many further steps; return the seconds to the first of them."""
-    before, begin, first = await step(bus), time.monotonic(), 0.0
+    """Wait until the bus answers, then for that many further steps; return the seconds from the call to the first of them."""
+    begin, first = time.monotonic(), 0.0
+    before = await step(bus)
     try:
         async with asyncio.timeout(within_s):
             while (now := await step(bus)) < before + number:
                 first = first or (time.monotonic() - begin if now > before else 0.0)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.1)
     except TimeoutError:
         pytest.fail(f"{number} steps after step {before}: not within {within_s:g} s\n{run.logs()}")
     return first or time.monotonic() - begin
