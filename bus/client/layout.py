@@ -4,13 +4,15 @@ from collections.abc import Iterator
 
 from bus.client.jetstream import JetStream
 from bus.config import BusConfig
-from bus.errors import ConfigMismatch, NotFound, Refused
+from bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
+_NO_STORAGE = 10047
+"""A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left."""
 _ROW_DUPLICATE_WINDOW_S = 120
 """Seconds for which the server recognises a row that is written again."""
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
@@ -24,7 +26,7 @@ async def create_layout(jet: JetStream) -> None:
 
     TASKS is created last: other processes find a run by it (``bus/client/discovery.py``), and read its rows at once.
 
-    Raises ConfigMismatch naming stream and field, BusUnavailable.
+    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
     stream = subjects.stream(jet.run, subjects.TASKS)
     for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: config["name"] == stream):
@@ -130,6 +132,8 @@ async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) ->
     try:
         return await jet.call(verb, request)
     except Refused as error:
+        if error.code == _NO_STORAGE:
+            raise NoRoom(request["name"], request["max_bytes"]) from None
         if error.code not in _ALREADY_IN_USE:
             raise
         return await jet.call(info)

@@ -20,6 +20,8 @@ class FeederPlaces:
     """They admit the ranks."""
     checkpoints: Path
     """Root of the checkpoints."""
+    epoch: int = 0
+    """Epoch that the leader of several nodes has raised for this start; 0 = the feeder raises it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
