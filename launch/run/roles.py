@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.errors import BusError
-from bus.system.coroutines import first_of
+from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
 from launch.settings.config_loader import SettingsError
@@ -364,24 +364,15 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             phase="working",
             capabilities=capabilities,
         )
-        async with HeartbeatPublisher(bus, row) as heartbeat:
-            beside = [
-                asyncio.create_task(report_evicted(bus, heartbeat), name="evicted engines"),
-                asyncio.create_task(Witness(bus, heartbeat).run(), name="engines' addresses"),
-            ]
-            try:
-                await run_learner(
-                    arguments,
-                    num_ranks=len(variables),
-                    threads=config.learner.threads,
-                    draining=draining,
-                    drain_s=config.up.drain_s,
-                    variables=variables,
-                )
-            finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
+        async with HeartbeatPublisher(bus, row) as heartbeat, beside(report_evicted(bus, heartbeat), Witness(bus, heartbeat).run()):
+            await run_learner(
+                arguments,
+                num_ranks=len(variables),
+                threads=config.learner.threads,
+                draining=draining,
+                drain_s=config.up.drain_s,
+                variables=variables,
+            )
 
 
 def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]":

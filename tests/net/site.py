@@ -27,11 +27,14 @@ NO_END = 1_000_000
 
 
 class Site:
-    """One run. ``start`` its machines; ``draining`` ends it in order."""
+    """One run. ``start`` its machines; ``end_all_but_bus`` and ``audited`` at the end."""
 
     def __init__(self, lab: Lab, config: Path, *settings: str, run: str, machines: Sequence[str] = SITE) -> None:
+        """With ``node1`` among the machines the learner has two nodes, which share the run's directory."""
         self.lab, self.config, self.run, self.names = lab, config, run, tuple(machines)
-        self._settings = [word for setting in (f"directory={lab.disk}/run", *settings) for word in ("--set", setting)]
+        self._shared = "node1" in machines
+        where = lab.directory / "shared" if self._shared else lab.disk / "run"
+        self._settings = [word for setting in (f"directory={where}", *settings) for word in ("--set", setting)]
         self.started: dict[str, Started] = {}
 
     @property
@@ -41,8 +44,8 @@ class Site:
 
     @property
     def directory(self) -> Path:
-        """Directory of the run, on the learner's disk."""
-        return self.lab["node"].disk / "run"
+        """Directory of the run as this machine sees it: on the learner's disk, or shared."""
+        return self.lab.directory / "shared" if self._shared else self.lab["node"].disk / "run"
 
     def command(self, name: str) -> list[str]:
         """Return the command of a machine."""
@@ -51,7 +54,8 @@ class Site:
         at = [f"bus.host={self.lab['bus'].address}", f"bus.port={PORT}", "bus.insecure=true"]
         commands = {
             "bus": ["bus", *configured, *(word for setting in at for word in ("--set", setting))],
-            "node": ["learner", *configured, *on_bus],
+            "node": ["learner", *configured, *on_bus, *(("--nodes", "2", "--node-rank", "0") if self._shared else ())],
+            "node1": ["learner", *configured, *on_bus, "--nodes", "2", "--node-rank", "1"],
             "gpu": [*host, "engines=1"],
             "act0": [*host, "actors=1"],
             "act1": [*host, "actors=1"],
@@ -109,6 +113,7 @@ def site(
 ) -> Iterator[Site]:
     """Make the machines, their disks and a run, and put this thread into the desk's network. Nothing is started yet."""
     with Lab(directory, "desk", *machines, hosts=hosts, is_ipv6=is_ipv6) as lab:
-        put_prepared(config, lab["node"].disk / "run")
+        made = Site(lab, config, *settings, run=config.stem, machines=machines)
+        put_prepared(config, made.directory)
         with lab["desk"].inside():
-            yield Site(lab, config, *settings, run=config.stem, machines=machines)
+            yield made
