@@ -85,6 +85,7 @@ class ProcessStatus(TypedDict):
     load: dict[str, float]
     capabilities: Value
     unreadable: str
+    nonce: str
     verified: bool
     """A learner or router has reached it at its address. Of engines alone."""
     unreachable: list[str]
@@ -189,6 +190,7 @@ def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> ProcessSta
         "load": row.load,
         "capabilities": asdict(row.capabilities),
         "unreadable": row.unreadable,
+        "nonce": row.nonce,
         "verified": verified(row.nonce, alive),
         "unreachable": unreachable(row.nonce, alive),
     }
@@ -309,7 +311,7 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 def _unverified(row: ProcessStatus) -> str:
     """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all others."""
-    waits = row["role"] == "engine" and row["phase"] == "serving" and not row["verified"] and not row["unreachable"]
+    waits = row["role"] == "engine" and row["phase"] == "serving" and row["nonce"] and not row["verified"] and not row["unreachable"]
     return f"a learner or router to reach it at {row['address']}" if waits else ""
 
 
