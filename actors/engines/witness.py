@@ -96,7 +96,7 @@ class Witness:
         called = self._called[row.nonce]
         before = called.error
         called.note(error, asyncio.get_running_loop().time())
-        if called.error != before:
+        if bool(called.error) != bool(before):
             text = "engine unreachable" if called.error else "engine reachable again"
             log.warning("%s id=%s address=%s error=%s", text, row.id, row.address, called.error or before)
 
@@ -160,8 +160,9 @@ class OwnAddress:
                 is_verified = verified(self._nonce, rows)
                 errors = unreachable(self._nonce, rows)
                 trouble = "; ".join([*errors, CURE]) if errors else ""
+                if bool(trouble) != bool(self.trouble):  # the texts of connections that fail in turn are no events
+                    log.warning("%s", trouble or "reachable again")
                 if trouble != self.trouble:
-                    log.warning("%s", trouble) if trouble else log.info("reachable again")
                     self.trouble = trouble
                     changed()
             await asyncio.sleep(CHECK_EVERY_S if is_verified else LOOK_EVERY_S)

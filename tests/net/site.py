@@ -83,11 +83,14 @@ class Site:
             yield bus
 
     def end_all_but_bus(self) -> dict[str, int]:
-        """Drain all machines but the bus; return their exit codes."""
-        names = [name for name in self.names if name != "bus" and name in self.started]
-        for name in names:
-            self.started[name].send(signal.SIGTERM)
-        return {name: self.started[name].end(90) for name in names}
+        """Drain all machines but the bus, actors first and the engines last, which they need; return the exit codes."""
+        codes = {}
+        for stage in (("act0", "act1", "router"), ("node", "node1"), ("gpu",)):
+            names = [name for name in stage if name in self.started]
+            for name in names:
+                self.started[name].send(signal.SIGTERM)
+            codes |= {name: self.started[name].end(90) for name in names}
+        return codes
 
     async def audited(self) -> RunAccounting:
         """Audit a run at rest, which must be right: by the project's own audit, and by the tests' auditor, which shares no code with it."""

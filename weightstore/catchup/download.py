@@ -47,7 +47,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
                 path.unlink()
         rename_into_place(aside, directory, durable=False)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
+        raise SnapshotUnavailable(url, str(error) or type(error).__name__, is_connected=False) from None
     except OSError as error:  # the disk is full
         await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
         raise SnapshotUnavailable(url, f"it cannot be written: {error}") from error

@@ -66,7 +66,8 @@ class Loading:
         try:
             await fetch(url, directory, await self._keys.headers())
         except (SnapshotUnavailable, SnapshotBroken) as error:
-            return self._failed("snapshot not fetched", error, cure=cure_of(url))
+            connected = isinstance(error, SnapshotBroken) or error.is_connected
+            return self._failed("snapshot not fetched", error, cure="" if connected else cure_of(url))
         try:
             return self.version() >= row.version or await self.from_directory(row, directory)
         finally:
