@@ -10,7 +10,7 @@ SGLANG ?= .venv-sglang
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k sglang test test-chaos test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run gsm8k sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -25,10 +25,10 @@ gsm8k: setup
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
-TESTS := tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
-test test-chaos test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES :=
+test test-chaos test-net test-net-all test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES :=
 
 # Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
@@ -39,6 +39,14 @@ test: setup
 # Runs of which processes are killed at chosen instants, frozen, replaced or cut off. `.ci/run` runs these too.
 test-chaos: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/chaos $(BESIDE)
+
+# Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
+# One after the other, as they measure. The second one takes longer cuts, too. Both print the times to the next step.
+test-net: setup
+	$(BIN)/python -m pytest -s -m "not slow" tests/net
+
+test-net-all: setup
+	$(BIN)/python -m pytest -s tests/net
 
 test-all: check
 	$(BIN)/python -m pytest -m "not gpu" tests/chaos $(TESTS) $(BESIDE)

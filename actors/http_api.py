@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
+NONCE_HEADER = "X-Tidemill-Nonce"
+"""Header of an engine's answer to GET /health: the nonce of its live row."""
 MEMORY = frozenset({"kv_cache", "weights"})
 """Kinds of memory that an engine can release."""
 MAX_DEPTH = 100

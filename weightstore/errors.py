@@ -71,9 +71,10 @@ class SnapshotBroken(WeightstoreError):
 class SnapshotUnavailable(WeightstoreError):
     """A snapshot cannot be downloaded: its server has gone, or has removed it."""
 
-    def __init__(self, url: str, reason: str) -> None:
+    def __init__(self, url: str, reason: str, *, is_connected: bool = True) -> None:
+        """``is_connected``: the server, or some server, has answered."""
         super().__init__(url, reason)
-        self.url, self.reason = url, reason
+        self.url, self.reason, self.is_connected = url, reason, is_connected
 
     def __str__(self) -> str:
         return f"snapshot {self.url}: {self.reason}"

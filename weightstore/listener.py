@@ -15,6 +15,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from bus.client.reach import in_url
 from bus.config import is_loopback
 from bus.errors import BusError
 from bus.liveness.keys import Keys, RunKeys
@@ -148,8 +149,7 @@ def _admission(access: Access, body_s: float) -> Middleware:
 
 def url_of(host: str, port: int) -> str:
     """Return the URL; ``host`` is a name or an address, with or without brackets, and may have its own port (a forwarded one)."""
-    if host.count(":") > 1 and not host.startswith("["):
-        host = f"[{host}]"
+    host = in_url(host)
     has_port = ":" in host.rpartition("]")[2]
     return f"http://{host}" if has_port else f"http://{host}:{port}"
 

@@ -18,6 +18,7 @@ from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
+from bus.liveness.waiting import Waiting
 from bus.streams.bus import Bus, connect
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import LiveRow
@@ -50,39 +51,51 @@ def first_row(role: str, id: str) -> LiveRow:
 
 
 async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
-    """Return a connection, closed with ``stack``; None when ``draining`` is set before there is one.
+    """Return a connection to a run that has rows, closed with ``stack``; None when ``draining`` is set before there is one.
 
-    Raises BusUnavailable after ``BUS_WAIT_S``.
+    Raises BusUnavailable after ``BUS_WAIT_S``, and NotFound when the run has none by then.
     """
-    deadline = time.monotonic() + BUS_WAIT_S
+    deadline, bus = time.monotonic() + BUS_WAIT_S, None
     while not draining.is_set():
         try:
-            return await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
-        except BusUnavailable as error:
+            if bus is None:
+                bus = await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
+            await bus.rows("live").read("none")
+            return bus
+        except (BusUnavailable, NotFound) as error:
             if time.monotonic() > deadline:
                 raise
-            logger.info("waiting for the bus error=%s", error)
+            what = "the bus" if bus is None else f"the streams of run {run}, made by its bus or learner"
+            logger.info("waiting for %s error=%s", what, error)
+            if bus is not None:
+                await asyncio.sleep(STEP_S)
     return None
 
 
-async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> JsonObject | None:
+async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, id: str, allowed: Sequence[str] = ()) -> JsonObject | None:
     """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
+    While it waits, there is a live row ``<role>.<id>`` with the reason.
     ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
     a setting that fits none of them, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
-    while not draining.is_set():
-        try:
-            row = await bus.rows("run").get(CONFIG_KEY)
-            if row is not None:
-                refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
-                return row[0]
-        except BusError as error:
-            logger.info("waiting for the config of the run error=%s", error)
-        if time.monotonic() > deadline:
-            raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY})")
-        await asyncio.sleep(STEP_S / 4)
+    async with AsyncExitStack() as stack:
+        waiting: Waiting | None = None
+        while not draining.is_set():
+            try:
+                row = await bus.rows("run").get(CONFIG_KEY)
+                if row is not None:
+                    refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
+                    return row[0]
+            except BusError as error:
+                logger.info("waiting for the config of the run error=%s", error)
+            if time.monotonic() > deadline:
+                raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY}); cure: start its learner")
+            if waiting is None:
+                text = f"the config of run {bus.run}, which its learner writes (row run/{CONFIG_KEY})"
+                waiting = await stack.enter_async_context(Waiting(bus, first_row(role, id), text))
+            await asyncio.sleep(STEP_S / 4)
     return None
 
 

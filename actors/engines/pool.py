@@ -53,6 +53,8 @@ class EngineStatus:
     """Reason for which it does not serve; else empty."""
     process: str = ""
     """Identity of the process that is now at this URL; empty = unknown."""
+    nonce: str = ""
+    """Nonce of its live row; empty = unknown."""
 
 
 class EngineDiscovery(Protocol):
@@ -87,6 +89,7 @@ class BusDiscovery:
                 version=row.version,
                 remark=row.phase,
                 process=f"{row.host} {row.id} {row.pid}",
+                nonce=row.nonce,
             )
             for row in await self._view.alive("engine")
             if row.address
@@ -137,6 +140,8 @@ class _PooledEngine:
     in_flight: int = 0
     failures: int = 0
     """Number of failures in a row."""
+    error: str = ""
+    """The last of them."""
     quarantined_until: float = 0.0
     chosen: int = 0
     """Number of the pool's choice that last selected it."""
@@ -161,6 +166,9 @@ class EngineOverview(TypedDict):
     failures: int
     remark: str
     """Reason why it does not serve; empty if it does."""
+    nonce: str
+    error: str
+    """The last failure, when the newest request has failed."""
 
 
 class EnginePool:
@@ -280,6 +288,8 @@ class EnginePool:
                 "in_flight": entry.in_flight,
                 "failures": entry.failures,
                 "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
+                "nonce": entry.status.nonce,
+                "error": entry.error if entry.failures else "",
             }
             for entry in self._entries.values()
         ]
@@ -332,6 +342,7 @@ class EnginePool:
         first_s, longest_s = self._quarantine_s
         pause_s = min(first_s * 2**entry.failures, longest_s)
         entry.failures += 1
+        entry.error = str(error)
         entry.quarantined_until = now + pause_s
         logger.warning("engine quarantined id=%s pause_s=%.1f failures=%d error=%s", entry.status.id, pause_s, entry.failures, error)
 

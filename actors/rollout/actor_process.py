@@ -10,6 +10,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
+from actors.engines.witness import failing
 from actors.errors import ActorRefused
 from actors.rollout.activity import Activity
 from actors.rollout.actor import Actor
@@ -49,7 +50,7 @@ async def run_actor(
         # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            found = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
+            found = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
         if found is None:
             return
         actor_config = actor_config or section(found, "actor", ActorConfig)
@@ -69,7 +70,7 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
     async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
         async with asyncio.TaskGroup() as beside:
             discovering = beside.create_task(engines.run(), name="engines")
-            publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity), name="live row")
+            publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row")
             watching = beside.create_task(_watch_refusal(bus, id), name="refusal")
             await actor.run(draining)
             for task in (discovering, publishing, watching):
@@ -87,10 +88,10 @@ async def _watch_refusal(bus: Bus, id: str) -> None:
             raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
-async def _update_heartbeat(heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity) -> None:
+async def _update_heartbeat(heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool) -> None:
     """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.in_flight)}
-        heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load)
+        heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load, reached=failing(engines))
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 READ_S = 1.0
 """Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
-Ask = Callable[[str], Awaitable[int]]
-"""Function that returns the version served at a URL. Raises NotServing when the engine reports that it does not serve, EngineError when it
-does not answer."""
+Ask = Callable[[str, str], Awaitable[int]]
+"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing when another process is
+there, or the engine reports that it does not serve, EngineError when there is no answer."""
 
 
 class NotServing(EngineUnavailable):
-    """The engine answers, and reports that it does not serve now."""
+    """The engine answers, and reports that it does not serve now; or another process answers."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,8 @@ class WorkerDiscovery:
         before = self._serves(health)
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
-                health.version = await self._ask(url)
+                row = self._rows.get(url)
+                health.version = await self._ask(url, "" if row is None else row.nonce)
             health.failures, health.reason = 0, ""
         except NotServing as error:
             health.version, health.failures, health.reason = max(health.version, 0), 0, error.reason

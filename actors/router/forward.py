@@ -23,6 +23,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.engines.pool import EnginePool, NoEngine
 from actors.engines.port import Engine
 from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
+from actors.http_api import NONCE_HEADER
 from actors.router.config import RouterConfig
 from actors.router.discovery import NotServing
 from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
@@ -186,10 +187,15 @@ class Asker:
     def __init__(self, session: aiohttp.ClientSession, keys: RunKeys | None = None) -> None:
         self._session, self._keys = session, keys
 
-    async def __call__(self, url: str) -> int:
-        """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable."""
+    async def __call__(self, url: str, nonce: str = "") -> int:
+        """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable.
+
+        ``nonce``: that of the engine's live row, which the answer must have; empty = unknown.
+        """
         try:
             async with self._session.get(url + "/health") as response:
+                if nonce and response.headers.get(NONCE_HEADER) != nonce:
+                    raise NotServing(url, "another process answers there than the one of the live row")
                 if response.status != HTTPStatus.OK:
                     raise NotServing(url, f"/health: HTTP {response.status}")
             headers = {} if self._keys is None else await self._keys.headers()

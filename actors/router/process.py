@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from actors.engines.membership import connected, default_id, first_row
+from actors.engines.witness import Witness
 from actors.router.config import RouterConfig
 from actors.router.server import Router
 from bus.client.reach import reach, route_to
@@ -26,7 +27,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
     Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
     """
     async with AsyncExitStack() as stack:
-        view, heartbeat, keys = None, None, None
+        bus, view, heartbeat, keys = None, None, None, None
         if bus_url:
             bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
             if bus is None:
@@ -40,7 +41,8 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
         url = await router.start()
         log.info("listening url=%s", url)
         try:
-            await first_of(_update_heartbeat(router, heartbeat), router.failed(), draining.wait())
+            witness = [] if bus is None or heartbeat is None else [Witness(bus, heartbeat).run()]
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
         finally:
             await router.close(drain_s)
 

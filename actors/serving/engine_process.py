@@ -18,6 +18,7 @@ from pathlib import Path
 
 from actors.config import EngineConfig
 from actors.engines.membership import connected, default_id, first_row
+from actors.engines.witness import OwnAddress
 from actors.errors import EngineFailed
 from actors.scratch import Scratch
 from actors.serving.authority import Authority
@@ -139,6 +140,7 @@ class _Served:
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
         self.engine: ServedEngine | None = None
         """None until it has started."""
+        self.own_address: OwnAddress | None = None
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
@@ -175,7 +177,9 @@ class _Served:
         """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
             follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
-            await first_of(follower.run(), self._update_row_periodically(), draining.wait(), engine.failed())
+            own_address = self.own_address = OwnAddress(self._bus, engine.nonce)
+            beside = self._update_row_periodically(), own_address.run(self.update_row)
+            await first_of(follower.run(), *beside, draining.wait(), engine.failed())
 
     def set_waits_for(self, text: str) -> None:
         """Set the engine's reason for waiting, empty when there is none, and update the live row."""
@@ -192,6 +196,8 @@ class _Served:
                 version=engine.version,
                 epoch=engine.epoch,
                 address=engine.url,
+                nonce=engine.nonce,
+                trouble="" if self.own_address is None else self.own_address.trouble,
                 handles=engine.handles,
                 place=self._place,
                 load=engine.stats(),

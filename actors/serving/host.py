@@ -20,6 +20,7 @@ from actors.serving.handles import HandleListener
 from actors.serving.port import PHASES, Backend, ServedEngine, Updates
 from actors.serving.server import EngineServer
 from actors.text.text import Text
+from bus.client.ids import nonce
 from bus.client.waiter import Waiter
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         self.model_dir, self.config = Path(model_dir), config or EngineConfig()
         self.authority = authority or Authority()
         self.url = self.handles = ""
+        self.nonce = nonce()
         self.unfinished = 0
         """Number of accepted responses that have not ended."""
         self.awaiting_version = 0

@@ -29,6 +29,8 @@ class ServedEngine(Protocol):
 
     phase: str
     url: str
+    nonce: str
+    """Random text of this process: its answers to GET /health have it in a header, for callers that verify the address."""
     handles: str
     """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 

@@ -8,6 +8,7 @@ from aiohttp import web
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.http_api import (
     COMMANDS,
+    NONCE_HEADER,
     body_of,
     done,
     group_in,
@@ -35,7 +36,7 @@ class EngineServer:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
         self._access = Access(engine.authority.keys, COMMANDS, engine.authority.note)
         routes = {**self._routes(), **self._update_routes(), **backend.own_routes(self._command), **OpenAiRoutes(engine, backend).routes()}
-        self.listener = Listener(routes, self._access, middlewares=[translate])
+        self.listener = Listener(routes, self._access, middlewares=[self._with_nonce, translate])
 
     def _routes(self) -> dict[str, Handler]:
         model_info, server_info = _json(self._backend.model_info), _json(self._backend.server_info)
@@ -127,6 +128,14 @@ class EngineServer:
         if everything:
             await self._access.want(request, admin=True)
         return await self._backend.abort(None if everything else rid, body)
+
+    @web.middleware
+    async def _with_nonce(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Add the nonce to the answers of /health, whether the engine serves or not: the caller verifies the address."""
+        response = await handler(request)
+        if request.path == "/health":
+            response.headers[NONCE_HEADER] = self._engine.nonce
+        return response
 
     async def _health(self, request: web.Request) -> web.Response:
         self._engine.require_servable()

@@ -24,11 +24,13 @@ _MAX_WAITING = 16_384
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with that of the server.
 
+    TASKS is created last: other processes find a run by it (``bus/client/discovery.py``), and read its rows at once.
+
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
-    for config in stream_configs(jet.run, jet.config):
-        await _ensure_stream(jet, config)
     stream = subjects.stream(jet.run, subjects.TASKS)
+    for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: config["name"] == stream):
+        await _ensure_stream(jet, config)
     for config in consumer_configs(jet.run, jet.config):
         await _ensure_consumer(jet, stream, config)
 

@@ -40,7 +40,7 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
     ``host``: auto, or an address to bind; ``advertise``: empty = the bound one, or where that is a wildcard the one of the route.
     Raises ValueError, with ``name`` for the setting, for an address that would be advertised and that the machine of the bus cannot reach.
     """
-    bind = route.local if host == AUTO else host
+    bind = route.local if host == AUTO else host.strip("[]")  # an IPv6 address may be given as URLs have it
     shown = advertise or (route.local if is_wildcard(bind) else bind)
     if not route.is_here and (is_loopback(bare(shown)) or is_wildcard(bare(shown))):
         raise ValueError(f"{name}: want an address that other machines reach (the bus is on one), got {shown}; cure: auto, or --advertise")
@@ -69,6 +69,11 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return host == ""
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs and host:port have it: an IPv6 address in brackets."""
+    return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
 
 def bare(shown: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from bus.client.reach import in_url
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server.ports import KeptPort
@@ -215,7 +216,7 @@ class EmbeddedServer:
             return KeptPort(self.config.host, number)
         except OSError as error:
             if self._url or not number:
-                raise ServerFailed(f"it cannot listen at {self.config.host}:{number}: {error}") from error
+                raise ServerFailed(f"it cannot listen at {in_url(self.config.host)}:{number}: {error}") from error
             return self._keep(0)  # taken by another program since the last run, and no process of this run knows it yet
 
     def _last_port(self) -> int:
@@ -236,7 +237,7 @@ class EmbeddedServer:
         """Write the configuration and return its path. One field a line: on one line nats-server requires commas."""
         quoted = json.dumps
         lines = [
-            f"listen: {quoted(f'{self.config.host}:{self._port()}')}",
+            f"listen: {quoted(f'{in_url(self.config.host)}:{self._port()}')}",
             f"ports_file_dir: {quoted(str(self.directory))}",
             f"max_payload: {self.config.max_payload_bytes}",
             "jetstream {",

@@ -1,7 +1,11 @@
 """Concurrent coroutines: run until the first of them ends, and find the first error in a group."""
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
+
+log = logging.getLogger(__name__)
 
 
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
@@ -19,6 +23,25 @@ async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], .
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
     return futures
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[object, object, object]) -> AsyncIterator[None]:
+    """Run background loops while entered. The error of one that ends is logged at once, and ends nothing else."""
+    tasks = [asyncio.create_task(work, name=getattr(work, "__qualname__", None)) for work in works]
+    for task in tasks:
+        task.add_done_callback(_log_error)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_error(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background loop ended name=%s", task.get_name(), exc_info=error)
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -381,6 +381,10 @@ class LiveRow:
     """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can share memory."""
     unreadable: str = ""
     """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
+    nonce: str = ""
+    """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
+    reached: dict[str, str] = field(default_factory=dict)
+    """Engines that this process has called at their addresses: nonce -> the error; empty = the nonce came back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ def _codec(want: str, check: Callable[[object], object]) -> FieldCodec:
 
 TEXT, WHOLE, NATURAL = _codec("text", _text), _codec("an integer of 64 bits", _whole), _codec("an integer >= 0", _natural)
 TEXTS, NATURALS = _codec("a list of text", _texts), _codec("a list of integers >= 0", _naturals)
+_TEXT_BY_KEY = keyed(TEXT, TEXT)
 NUMBERS, FLAG = keyed(TEXT, _codec("a finite number", _number)), _codec("true or false", _flag)
 
 
@@ -185,6 +186,8 @@ _LIVE = _of(
         "handles": TEXT,
         "place": TEXT,
         "unreadable": TEXT,
+        "nonce": TEXT,
+        "reached": _TEXT_BY_KEY,
     },
 )
 

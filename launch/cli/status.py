@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from actors.engines.witness import CURE, unreachable, verified
 from bus.client.jetstream import StreamState
 from bus.client.rows import Value
 from bus.errors import NotFound
@@ -84,6 +85,11 @@ class ProcessStatus(TypedDict):
     load: dict[str, float]
     capabilities: Value
     unreadable: str
+    nonce: str
+    verified: bool
+    """A learner or router has reached it at its address. Of engines alone."""
+    unreachable: list[str]
+    """The processes that do not reach it at its address, each with its error."""
 
 
 class RunStatus(TypedDict):
@@ -122,7 +128,7 @@ async def read_status(bus: Bus) -> RunStatus:
     plans = await _read_plans(bus)
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
-    issued = await _issued(bus, plans.tasks)
+    issued, alive = await _issued(bus, plans.tasks), [row for row, age in rows if not age]
     return {
         "run": bus.run,
         "step": plans.newest.step if plans.newest is not None else 0,
@@ -147,7 +153,7 @@ async def read_status(bus: Bus) -> RunStatus:
             for name, place in (await Cursors(bus).all()).items()
             if place.created == state.created
         },
-        "processes": [_process(row, age) for row, age in rows],
+        "processes": [_process(row, age, alive) for row, age in rows],
         "unreadable": str(bus.refusals),
     }
 
@@ -169,7 +175,7 @@ def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -
     }
 
 
-def _process(row: LiveRow, age_s: float) -> ProcessStatus:
+def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> ProcessStatus:
     return {
         "role": row.role,
         "id": row.id,
@@ -184,6 +190,9 @@ def _process(row: LiveRow, age_s: float) -> ProcessStatus:
         "load": row.load,
         "capabilities": asdict(row.capabilities),
         "unreadable": row.unreadable,
+        "nonce": row.nonce,
+        "verified": verified(row.nonce, alive),
+        "unreachable": unreachable(row.nonce, alive),
     }
 
 
@@ -276,7 +285,10 @@ def print_status(console: Console, status: RunStatus) -> None:
     for actor in samples["refused"]:
         console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
     for row in status["processes"]:
-        if row["trouble"]:
+        if row["unreachable"]:
+            text = f"{row['role']} {row['id']} at {row['address']} is {'; '.join(row['unreachable'])}; {CURE}"
+            console.print(plain(text), style="bold red", markup=False)
+        elif row["trouble"]:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     for name, cursor in status["cursors"].items():
@@ -289,12 +301,18 @@ def print_status(console: Console, status: RunStatus) -> None:
         phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
         name = f"{row['role']} {row['id']}"
-        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"]))
+        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"] or _unverified(row)))
     console.print(table)
     passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
     for where, text in passed_over.items():
         if text:
             console.print(f"passed over {where}: {text}", style="yellow", markup=False)
+
+
+def _unverified(row: ProcessStatus) -> str:
+    """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all others."""
+    waits = row["role"] == "engine" and row["phase"] == "serving" and row["nonce"] and not row["verified"] and not row["unreachable"]
+    return f"a learner or router to reach it at {row['address']}" if waits else ""
 
 
 def _cell(text: str) -> Text:

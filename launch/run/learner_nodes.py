@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from actors.engines.witness import Witness
 from bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import make_keys
 from bus.streams.bus import connect
+from bus.system.coroutines import beside
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
 from launch.devices.errors import DeviceError
@@ -97,6 +99,8 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             capabilities=_capabilities(used),
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
+        if row.node == 0:  # its rank 0 pushes to the engines
+            await stack.enter_async_context(beside(Witness(bus, heartbeat).run()))
         work = NodeWork(config, arguments, node, own, interface=interface_of(_bound(addresses)))
         limits = Limits(wait_s=config.learner.nodes_wait_s)
 

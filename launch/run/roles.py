@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.errors import BusError
-from bus.system.coroutines import first_of
+from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
 from launch.settings.config_loader import SettingsError
@@ -136,15 +136,17 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
     """
+    from actors.engines.membership import default_id
     from actors.scratch import Scratch
     from actors.serving import engine_process
     from bus.client.reach import AUTO
     from launch.settings.wiring import engine_factory
 
+    id = id or default_id()
     with Scratch("model") as fetched:
         if config is None:
             run = run or await found_run(bus_url, "engine", draining)
-            config = await config_on_bus(run, bus_url, "engine", draining, own) if run else None
+            config = await config_on_bus(run, bus_url, "engine", id, draining, own) if run else None
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
@@ -156,7 +158,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
             config = dataclasses.replace(config, engine=elsewhere)
         engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
         engine, held = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
-        model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
+        model = await model_here(config, bus_url, id, fetched.path / "model", draining)
         if model is None:
             return
         places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=held)
@@ -190,7 +192,7 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     return engine, held
 
 
-async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
+async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
@@ -200,7 +202,7 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+        values = None if bus is None else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed)
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
@@ -208,7 +210,8 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import connected
+    from actors.engines.membership import connected, first_row
+    from bus.liveness.waiting import Waiting
     from weightstore.catchup.joining import fetch_model
 
     model = Path(config.model.path)
@@ -219,23 +222,26 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
         bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
         if bus is None:
             return None
-        await first_of(fetch_model(bus, into, engine=name), draining.wait())
+        waiting = await stack.enter_async_context(Waiting(bus, first_row("engine", name), "the model from the learner"))
+        await first_of(fetch_model(bus, into, engine=name, on_wait=waiting.set), draining.wait())
     return None if draining.is_set() else into
 
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
+    from actors.engines.membership import default_id
     from actors.rollout import actor_process
 
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return
+    id = id or default_id()
     if config is None and own.changed:
-        config = await config_on_bus(run, bus_url, "actor", draining, own)
+        config = await config_on_bus(run, bus_url, "actor", id, draining, own)
         if config is None:
             return
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
-    await actor_process.run_actor(bus_url, run, actor, bus, draining, id or None, allowed=own.allowed)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id, allowed=own.allowed)
 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
@@ -336,6 +342,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
+    from actors.engines.witness import Witness
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import make_keys
     from bus.streams.bus import connect
@@ -357,20 +364,15 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             phase="working",
             capabilities=capabilities,
         )
-        async with HeartbeatPublisher(bus, row) as heartbeat:
-            reporting = asyncio.create_task(report_evicted(bus, heartbeat), name="evicted engines")
-            try:
-                await run_learner(
-                    arguments,
-                    num_ranks=len(variables),
-                    threads=config.learner.threads,
-                    draining=draining,
-                    drain_s=config.up.drain_s,
-                    variables=variables,
-                )
-            finally:
-                reporting.cancel()
-                await asyncio.gather(reporting, return_exceptions=True)
+        async with HeartbeatPublisher(bus, row) as heartbeat, beside(report_evicted(bus, heartbeat), Witness(bus, heartbeat).run()):
+            await run_learner(
+                arguments,
+                num_ranks=len(variables),
+                threads=config.learner.threads,
+                draining=draining,
+                drain_s=config.up.drain_s,
+                variables=variables,
+            )
 
 
 def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]":

@@ -1,6 +1,7 @@
 """YAML as plain values with the line of each. Every defect of a text is one SettingsError of one line, whichever error the parser has."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
 SHOWN_CHARACTERS = 120
 """Most characters of a value in a message."""
+_BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
 
 
@@ -48,7 +50,12 @@ def read(file: Path) -> tuple[Any, dict[str, int]]:
 
 
 def value(text: str, where: str) -> Any:
-    """Return the value of a YAML text. Raises SettingsError that begins with ``where``."""
+    """Return the value of a YAML text. An IPv6 address in brackets is text, where YAML would read a list.
+
+    Raises SettingsError that begins with ``where``.
+    """
+    if _BRACKETED.fullmatch(text.strip()):
+        return text.strip()
     return _parse(text, lambda _: where)[0]
 
 

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from bus.errors import ConfigMismatch, NoRoom
 from bus.wire import subjects
@@ -19,10 +20,26 @@ async def test_creating_the_layout_twice_changes_nothing(open_bus: BusOpener) ->
         assert await bus.samples.info() == before
 
 
+async def test_the_stream_by_which_runs_are_found_is_created_last(open_bus: BusOpener) -> None:
+    """A host that found the run between two streams read a bucket that was not there, and ended."""
+    created: list[str] = []
+
+    async def note(message: Msg) -> None:
+        created.append(message.subject.rsplit(".", 1)[1])
+
+    async with open_bus(layout=False, name="onlooker") as onlooker, onlooker.jet.connection.subscribed("$JS.API.STREAM.CREATE.*", note):
+        await onlooker.jet.connection.nc.flush()
+        async with open_bus() as bus:
+            pass
+        await onlooker.jet.connection.nc.flush()
+    assert created[-1] == subjects.stream(bus.run, subjects.TASKS)
+    assert subjects.bucket_stream(bus.run, "live") in created
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "field"),
     [
-        ("duplicate_window_s", 60.0, "TASKS.duplicate_window"),
+        ("duplicate_window_s", 60.0, "SAMPLES.duplicate_window"),
         ("samples_max_bytes", 1_000_000, "SAMPLES.max_bytes"),
         ("lease_s", 7.0, "TASKS.rollout.ack_wait"),
     ],

@@ -97,3 +97,13 @@ def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_before_the_start_it_has_no_url(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="not started yet"):
         _ = EmbeddedServer(tmp_path, BusConfig()).url
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_it_listens_at_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    with EmbeddedServer(tmp_path, BusConfig(host=host)) as server:
+        assert server.url.startswith("nats://[::1]:")
+        socket.create_connection(("::1", int(server.url.rsplit(":", 1)[1])), timeout=5).close()
+        url = server.url
+        server.kill()
+        assert server.start() == url

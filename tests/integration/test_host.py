@@ -132,6 +132,16 @@ async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, h
         assert await LiveView(bus).refresh("host") == [], "it leaves no row behind"
 
 
+async def test_a_host_that_is_there_before_the_run_waits_for_its_streams(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus(layout=False) as bus:
+        host = hosts("h", "--run", bus.run, "actors=1")
+        while f"waiting for the streams of run {bus.run}" not in host.log:  # noqa: ASYNC110 - a log file has no event here
+            await asyncio.sleep(0.05)
+        await bus.create_layout()
+        await configured(bus)
+        await until_actors(bus, "actor-h-0")
+
+
 async def test_a_killed_host_takes_its_children_with_it_and_a_restart_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)

@@ -1,6 +1,7 @@
 """`tidemill status` and `tidemill tail` as a user calls them, against a run made by hand on a real nats-server."""
 
 import asyncio
+import contextlib
 import io
 import json
 import subprocess
@@ -126,6 +127,31 @@ async def test_status_shows_invalid_samples_and_refused_actors(open_bus: BusOpen
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     assert "3 buffered, 744 invalid (rollout_log_probs 740, version 4; by actor [b]wire-bad 744)" in text, text
     assert "actor wire-bad sends only invalid samples and is refused" in text, text
+
+
+async def test_status_names_engines_that_are_not_reached_at_their_address(open_bus: BusOpener) -> None:
+    def engine(id: str, nonce: str) -> LiveRow:
+        address = f"http://10.0.0.7:{30000 + len(id)}"
+        return LiveRow(
+            role="engine", id=id, host="h", pid=1, phase="serving", version=3, address=address, nonce=nonce, trouble="its own words"
+        )
+
+    rows = [engine("reached", "aa"), engine("far", "bb"), engine("new", "cc"), engine("older-release", "")]
+    learner = LiveRow(role="learner", id="learner", host="l", pid=2, phase="working", reached={"aa": "", "bb": "no route", "gone": "x"})
+    router = LiveRow(role="router", id="r", host="r", pid=3, phase="serving", reached={"bb": "another process answers there"})
+    shown = Console(file=io.StringIO(), width=400, color_system=None)
+    async with open_bus() as bus, contextlib.AsyncExitStack() as stack:
+        for row in (*rows, learner, router):
+            await stack.enter_async_context(HeartbeatPublisher(bus, row, 0.2))
+        status = await read_status(bus)
+        print_status(shown, status)
+    seen = {row["id"]: (row["verified"], len(row["unreachable"])) for row in status["processes"] if row["role"] == "engine"}
+    assert seen == {"reached": (True, 0), "far": (False, 2), "new": (False, 0), "older-release": (False, 0)}
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    errors = "unreachable from learner learner: no route; unreachable from router r: another process answers there"
+    assert f"engine far at http://10.0.0.7:30003 is {errors}; cure: engine: --advertise ADDRESS" in text, text
+    assert text.count("its own words") == 3, "the line above has its trouble"
+    assert text.count("a learner or router to reach it at http://10.0.0.7:30003") == 1, "that of new"
 
 
 async def test_tail_shows_the_newest_samples_and_follows(open_bus: BusOpener) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.system.coroutines import first_error, first_of
+from bus.system.coroutines import beside, first_error, first_of
 
 
 async def test_the_first_end_cancels_the_others_and_is_reported() -> None:
@@ -49,3 +49,27 @@ def test_the_first_error_inside_of_groups() -> None:
     inner = KeyError("x")
     assert first_error(BaseExceptionGroup("a", [ExceptionGroup("b", [inner, OSError()]), KeyboardInterrupt()])) is inner
     assert first_error(inner) is inner
+
+
+async def test_a_background_loop_that_ends_is_logged_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    running, ended = asyncio.Event(), asyncio.Event()
+
+    async def works() -> None:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def breaks() -> None:
+        raise KeyError("no such row")
+
+    async with beside(works(), breaks()):
+        await running.wait()
+        while not caplog.records:  # noqa: ASYNC110 - a record of the log has no event
+            await asyncio.sleep(0)
+        assert not ended.is_set()
+    assert ended.is_set()
+    assert "background loop ended" in caplog.text
+    assert "no such row" in caplog.text
+    assert "breaks" in caplog.text

@@ -213,3 +213,13 @@ def test_every_setting_is_explained() -> None:
         default = getattr(RunConfig(), field.name)
         if dataclasses.is_dataclass(default):
             assert type(default).__doc__, field.name
+
+
+@pytest.mark.parametrize("given", ["[fd77::10]", "[::1]:30000", "fd77::10", "[fe80::1%eth0]"])
+def test_an_ipv6_address_is_text_with_and_without_brackets(given: str) -> None:
+    loaded = load([], [f"engine.advertise={given}"], {"TIDEMILL_WEIGHTS__ADVERTISE": given})
+    assert (loaded.config.engine.advertise, loaded.config.weights.advertise) == (given, given)
+
+
+def test_a_list_in_brackets_is_still_a_list() -> None:
+    assert load([], ["sampling.stop=[a:b:c, d]", "learner.devices=[0, 1]"]).config.sampling.stop == ("a:b:c", "d")

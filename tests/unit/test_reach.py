@@ -2,7 +2,7 @@
 
 import pytest
 
-from bus.client.reach import Reach, Route, bare, reach
+from bus.client.reach import Reach, Route, bare, in_url, reach
 
 HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route("10.0.0.7", False)
 
@@ -15,6 +15,7 @@ HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route(
         ("auto", "", ELSEWHERE, Reach("10.0.0.7", "10.0.0.7")),
         ("auto", "", Route("fd00::7", False), Reach("fd00::7", "fd00::7")),
         ("0.0.0.0", "", ELSEWHERE, Reach("0.0.0.0", "10.0.0.7")),
+        ("[fd00::9]", "", Route("fd00::7", False), Reach("fd00::9", "fd00::9")),
         ("::", "", Route("fd00::7", False), Reach("::", "fd00::7")),
         ("192.168.1.7", "", ELSEWHERE, Reach("192.168.1.7", "192.168.1.7")),
         ("0.0.0.0", "gpu7.lab:30000", ELSEWHERE, Reach("0.0.0.0", "gpu7.lab:30000")),
@@ -39,3 +40,8 @@ def test_nothing_is_advertised_that_the_machine_of_the_bus_cannot_reach(host: st
 )
 def test_the_host_of_what_is_advertised(shown: str, host: str) -> None:
     assert bare(shown) == host
+
+
+@pytest.mark.parametrize(("host", "written"), [("h", "h"), ("10.0.0.5", "10.0.0.5"), ("::1", "[::1]"), ("[::1]", "[::1]"), ("h:1", "h:1")])
+def test_the_host_in_a_url(host: str, written: str) -> None:
+    assert in_url(host) == written

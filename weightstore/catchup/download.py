@@ -16,6 +16,8 @@ _CHUNK_BYTES = 1 << 20
 """Bytes that are received, or hashed, at a time."""
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
+_CONNECT_S = 5.0
+"""Deadline of a connection: one that is tried anew gets through at once when a network is back, and TCP alone repeats ever more rarely."""
 _TRIES = 3
 """Downloads of a file while its bytes do not have its digest. An interrupted one is not repeated here: the next ``fetch`` continues it."""
 
@@ -31,7 +33,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
     # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire: nothing is unpacked.
-    timeout = aiohttp.ClientTimeout(total=None, connect=_READ_S, sock_read=_READ_S)
+    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=_READ_S)
     try:
         aside.mkdir(parents=True, exist_ok=True)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=headers) as session:
@@ -45,7 +47,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
                 path.unlink()
         rename_into_place(aside, directory, durable=False)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
+        raise SnapshotUnavailable(url, str(error) or type(error).__name__, is_connected=False) from None
     except OSError as error:  # the disk is full
         await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
         raise SnapshotUnavailable(url, f"it cannot be written: {error}") from error

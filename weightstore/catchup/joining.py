@@ -72,8 +72,11 @@ async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sou
     return goal
 
 
-async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
-    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet. Waits without a deadline."""
+async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = lambda text: None) -> None:
+    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet. Waits without a deadline.
+
+    ``on_wait``: called with the thing that is waited for, and after a failure with its reason.
+    """
     at = -1
 
     async def copy(directory: Path, version: int, epoch: int) -> None:
@@ -82,13 +85,14 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
 
-    joiner = Joiner(id=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"))
+    joiner = Joiner(id=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
     while at < 0:
         try:
             await catch_up(bus, joiner, deadline_s=_FETCH_S)
         except (CatchUpTimeout, BusError) as error:
             _log.warning("no model yet, trying on engine=%s error=%s", engine, error)
         if at < 0:  # nothing published yet
+            on_wait("version 0 from the learner")
             await asyncio.sleep(_POLL_S)
 
 

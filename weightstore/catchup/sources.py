@@ -66,7 +66,8 @@ class Loading:
         try:
             await fetch(url, directory, await self._keys.headers())
         except (SnapshotUnavailable, SnapshotBroken) as error:
-            return self._failed("snapshot not fetched", error)
+            connected = isinstance(error, SnapshotBroken) or error.is_connected
+            return self._failed("snapshot not fetched", error, cure="" if connected else cure_of(url))
         try:
             return self.version() >= row.version or await self.from_directory(row, directory)
         finally:
@@ -84,12 +85,19 @@ class Loading:
     def waiting(self, text: str) -> None:
         """Report ``text`` as the thing that the engine waits for."""
         self.waits_for = text
-        self._on_wait(text)
+        self._on_wait(f"{text} (last failure: {self.failure})" if self.failure else text)
 
-    def _failed(self, event: str, error: Exception) -> bool:
-        _log.warning("%s engine=%s error=%r", event, self.engine, error)
-        self.failure = str(error)
+    def _failed(self, event: str, error: Exception, *, cure: str = "") -> bool:
+        self.failure = f"{error}; cure: {cure}" if cure else str(error)
+        _log.warning("%s engine=%s error=%s", event, self.engine, self.failure)
         return False
+
+
+def cure_of(url: str) -> str:
+    """Return the likely cure where nothing answers at the address of a snapshot: the process that advertises it names another one."""
+    if "/snapshots/" in url:
+        return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
+    return "learner: --set weights.advertise=ADDRESS that this machine reaches"
 
 
 class Peers:
