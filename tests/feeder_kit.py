@@ -13,7 +13,7 @@ from bus.config import BusConfig
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch, encode
 from learner.data.prompts import PromptFile
@@ -134,9 +134,9 @@ class World:
                 if stop("done", step):
                     return start
                 if batch.state:
-                    path = checkpoints.staging(self.root, step=step, epoch=start.epoch)
+                    path = disk.staging(self.root, step=step, epoch=start.epoch)
                     (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
-                    client.checkpointed(step, str(checkpoints.commit(path, batch.state)))
+                    client.checkpointed(step, str(disk.commit(path, batch.state)))
                 if stop("checkpoint", step):
                     return start
                 if not batch.recorded or step == start.recorded_until:

@@ -30,7 +30,7 @@ from bus.system.coroutines import first_of
 from bus.wire import subjects
 from bus.wire.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.batch import build_batches, encode
 from learner.data.datasource import Disposition, Waits
 from learner.data.lost import LostTasks
@@ -165,7 +165,7 @@ class Feeder:
         """Return the verified checkpoint with the initial weights, if the run starts from one. Raises CheckpointCorrupt."""
         if resumed.checkpoint is not None or self._rules.from_checkpoint is None:
             return None
-        await asyncio.to_thread(checkpoints.verify, self._rules.from_checkpoint)
+        await asyncio.to_thread(disk.verify, self._rules.from_checkpoint)
         return str(self._rules.from_checkpoint)
 
     def _make_outcomes(self, resumed: Resumed) -> Outcomes:

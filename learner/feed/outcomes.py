@@ -16,8 +16,8 @@ from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan
-from learner import checkpoints
-from learner.checkpoints import Checkpoint
+from learner.checkpoints import disk
+from learner.checkpoints.disk import Checkpoint
 from learner.data.batch import StepBatch
 from learner.data.datasource import read_state
 from learner.errors import FeedError
@@ -100,13 +100,13 @@ class Outcomes:
             log.info("metrics unsent error=%s", error)
 
     async def _checkpointed(self, step: int, path: Path) -> None:
-        one = checkpoints.named(path)
+        one = disk.named(path)
         here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
         # A row that names a wrong directory would make every later start fail, so the report is not trusted.
         if not here or one.step != step or step > self._done or step not in self._plans:
             want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
             raise FeedError("checkpointed", want, (step, str(path)))
-        state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
+        state = read_state(await asyncio.to_thread(disk.read_state, path))
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
             raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
@@ -138,8 +138,8 @@ class Outcomes:
     async def _trim(self, latest: Checkpoint, state: JsonMapping) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
-        kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
-        oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
+        kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest)
+        oldest = read_state(await asyncio.to_thread(disk.read_state, kept[-1].path))
         history = self._bus.config.history_samples
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)

@@ -33,7 +33,9 @@ class RankPlaces:
     model_dir: Path
     """Initial weights, configuration and tokenizer, in Hugging Face format."""
     checkpoints: Path
-    """Root of the checkpoints, as the feeder's."""
+    """Root of the checkpoints, as the feeder's; with ``learner.checkpoint.store: local`` that of this rank's node."""
+    node: int = 0
+    """Node of the rank."""
     snapshots: Path
     """Snapshots of versions are kept here."""
     final_dir: Path

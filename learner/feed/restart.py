@@ -11,7 +11,7 @@ from pathlib import Path
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
@@ -51,7 +51,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
-        source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
+        source = DataSource.restore(rules, await asyncio.to_thread(disk.read_state, checkpoint), epoch=epoch)
     versions = await _register_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
@@ -85,17 +85,17 @@ def _usable(root: Path, row: JsonMapping) -> Path:
     Raises NoCheckpoint if none is valid.
     """
     latest = root / Path(row["directory"]).name  # only the name, because the root may have been moved
-    before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
-    found, corrupt = checkpoints.latest_valid([latest, *before])
+    before = [one.path for one in disk.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
+    found, corrupt = disk.latest_valid([latest, *before])
     if found is None:
         raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
     for path in corrupt:
-        checkpoints.set_aside(path)
+        disk.set_aside(path)
     return found
 
 
 def _refuse_lost_plans(run: str, root: Path, *, has_place: bool) -> None:
-    if not has_place and (kept := checkpoints.listed(root)):
+    if not has_place and (kept := disk.listed(root)):
         raise RunLost(run, str(kept[0].path))
 
 

@@ -17,9 +17,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch.distributed.checkpoint.storage import WriteResult
 
 from learner.errors import CheckpointCorrupt, ConfigRefused
-from learner.megatron.checkpoint_writer import InProcessSave
+from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
@@ -28,6 +29,32 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the content of a checkpoint."""
+
+
+def stage(
+    directory: Path,
+    *,
+    step: int,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    proximal: WeightBackup | None = None,
+    numbers: Mapping[str, float] | None = None,
+    copies: HostCopies | None = None,
+) -> Staged:
+    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or one for all).
+
+    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common part then.
+    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
+    """
+    policy.memory.want("a checkpoint")
+    strategy = StagedSave(copies)
+    with megatron_device():
+        content = _sharded(policy, optimizer, proximal, is_loading=False)
+        content["rng"] = _rng_object(_rng_state())
+        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
+        dist_checkpointing.save(content, str(directory), strategy)
+    assert strategy.staged is not None
+    return strategy.staged
 
 
 def save(
@@ -39,16 +66,13 @@ def save(
     proximal: WeightBackup | None = None,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
-    """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process.
-
-    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
-    """
-    policy.memory.want("a checkpoint")
-    with megatron_device():
-        content = _sharded(policy, optimizer, proximal, is_loading=False)
-        content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
-        dist_checkpointing.save(content, str(directory), InProcessSave())
+    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
+    staged = stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers)
+    results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, staged.write())
+    if dist.get_rank() == 0:
+        staged.finish([one for one in results if one is not None])
+    dist.barrier()
 
 
 def load(

@@ -18,7 +18,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
-from learner.checkpoints import listed
+from learner.checkpoints.disk import listed
 from learner.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World

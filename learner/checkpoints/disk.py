@@ -1,12 +1,14 @@
 """Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
 
-``<root>/step-<k>-epoch-<e>/`` holds what the ranks wrote, ``state.msgpack`` (the DataSource as of plan k) and ``manifest.json``
-(size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp`` is being written,
-``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
+``<root>/step-<k>-epoch-<e>/`` holds what the ranks of this node wrote, ``state.msgpack`` (the DataSource as of plan k) and
+``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp``
+is being written, ``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
+
+On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest; ``held`` names the
+files that are here, and ``verify`` wants all of them.
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -18,14 +20,13 @@ from pathlib import Path
 
 from bus.system.files import sync
 from bus.wire.json_object import JsonObject
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import MANIFEST, STATE, FileEntry, Manifest
 from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
-MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
-_BLOCK = 1 << 22
-"""Bytes that are read and hashed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -38,7 +39,7 @@ class Checkpoint:
 
 
 def staging(root: Path, *, step: int, epoch: int) -> Path:
-    """Return a new empty directory into which the ranks write the checkpoint. One rank calls it, and ``commit`` when all have written."""
+    """Return a new empty directory into which the ranks of a node write the checkpoint. One of them calls it."""
     path = root / f"step-{step}-epoch-{epoch}.tmp"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -50,21 +51,39 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
 
     ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the disk refuses.
     """
+    (tmp / STATE).write_bytes(state)
+    entries = digest(tmp, sorted(_files(tmp)))
+    write_manifest(tmp, Manifest(files={name: one.written_by((0,)) for name, one in entries.items()}, extra=dict(extra or {})).encode())
+    return publish(tmp)
+
+
+def digest(tmp: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    """Return size and digests of these files, each of which is synced to the disk. Raises OSError."""
+    # Threads are enough: hashing and reading release the GIL.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: manifests.digested(tmp / name, durable=True), names), strict=True))
+
+
+def write_files(tmp: Path, files: Mapping[str, bytes]) -> None:
+    """Write these files, durably. Raises OSError."""
+    for name, data in files.items():
+        (tmp / name).write_bytes(data)
+        sync(tmp / name)
+
+
+def write_manifest(tmp: Path, data: bytes) -> None:
+    """Write the manifest's file, durably. Raises OSError."""
+    write_files(tmp, {MANIFEST: data})
+
+
+def publish(tmp: Path) -> Path:
+    """Rename a staging directory, whose files are synced, into place. Returns its path. Raises FileExistsError, OSError."""
     path = tmp.with_suffix("")
     if path.exists():
         raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
-    (tmp / STATE).write_bytes(state)
-    names = sorted(_files(tmp))
-    # Threads are enough: hashing and reading release the GIL.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda name: _digest(tmp / name, sync=True), names))
-    files = {name: {"size": (tmp / name).stat().st_size, "sha256": digest} for name, digest in zip(names, digests, strict=True)}
-    manifest = {"schema": SCHEMA, "extra": extra or {}, "files": files}
-    (tmp / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
-    sync(tmp / MANIFEST)
     # All content and all names are on the disk before the rename, and the rename before this returns: a directory with its final
     # name is complete, also after a loss of power.
-    for directory in sorted({tmp, *((tmp / name).parent for name in names)}, reverse=True):
+    for directory in sorted({tmp, *((tmp / name).parent for name in _files(tmp))}, reverse=True):
         sync(directory)
     tmp.rename(path)
     sync(path.parent)
@@ -73,16 +92,19 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
 
 def verify(path: Path) -> JsonObject:
     """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs."""
-    manifest = _manifest(path)
-    files: dict[str, dict[str, object]] = manifest["files"]
-    if more := sorted(set(_files(path)) - set(files) - {MANIFEST}):
+    manifest = manifests.read(path)
+    if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
         raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for error in pool.map(lambda item: _difference(path, *item), sorted(files.items())):
+        for error in pool.map(lambda item: _difference(path, *item), sorted(manifest.files.items())):
             if error is not None:
                 raise error
-    extra: dict[str, object] = manifest["extra"]
-    return extra
+    return manifest.extra
+
+
+def held(path: Path) -> dict[str, FileEntry]:
+    """Return the entries of the manifest whose file is here with its size; the content is not read. Raises CheckpointCorrupt."""
+    return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
 
 
 def read_state(path: Path) -> bytes:
@@ -149,43 +171,24 @@ def _files(path: Path) -> list[str]:
     return [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
 
 
-def _manifest(path: Path) -> JsonObject:
+def _has_size(file: Path, size: int) -> bool:
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointCorrupt(str(path), MANIFEST, "a manifest", "no such file") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointCorrupt(str(path), MANIFEST, "a JSON map", str(error)) from error
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not {"files", "extra", "sha256"} <= manifest.keys():
-        raise CheckpointCorrupt(str(path), MANIFEST, f"files, extra and sha256 under schema {SCHEMA}", str(manifest)[:80])
-    if (seal := manifest.pop("sha256")) != (found := _seal(manifest)):
-        raise CheckpointCorrupt(str(path), MANIFEST, f"sha256 {seal}", found)
-    return manifest
+        return file.stat().st_size == size
+    except OSError:
+        return False
 
 
-def _seal(manifest: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _difference(path: Path, name: str, wanted: Mapping[str, object]) -> CheckpointCorrupt | None:
+def _difference(path: Path, name: str, wanted: FileEntry) -> CheckpointCorrupt | None:
     file = path / name
     if not file.is_file():
-        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", "no such file")
+        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", "no such file")
     try:
-        if (size := file.stat().st_size) != wanted["size"]:
-            return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", f"{size} bytes")
-        if (digest := _digest(file)) != wanted["sha256"]:
-            return CheckpointCorrupt(str(path), name, f"sha256 {wanted['sha256']}", digest)
+        if (size := file.stat().st_size) != wanted.size:
+            return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", f"{size} bytes")
+        with file.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != wanted.sha256:
+            return CheckpointCorrupt(str(path), name, f"sha256 {wanted.sha256}", found)
     except OSError as error:  # the disk fails to read the file
-        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", str(error))
+        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", str(error))
     return None
-
-
-def _digest(file: Path, *, sync: bool = False) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-        if sync:
-            os.fsync(opened.fileno())
-    return digest.hexdigest()
