@@ -19,11 +19,13 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.storage import WriteResult
 
+from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.peer_reader import PeerLoad
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +78,18 @@ def save(
 
 
 def load(
-    directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None
+    directory: Path,
+    *,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    proximal: WeightBackup | None = None,
+    files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    Returns the step and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that
-    are needed, ConfigRefused when it is one of another model.
+    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step and the numbers of
+    the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that are needed, or no node has a range
+    intact, and ConfigRefused when it is one of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     if facts["format"] != FORMAT:
@@ -97,7 +105,7 @@ def load(
             content["rng"] = _rng_object(None)
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
-            loaded = dist_checkpointing.load(content, str(directory))
+            loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         policy.module.load_state_dict(loaded["model"])
         optimizer.inner.load_state_dict(loaded["optimizer"])
     if proximal is not None:

@@ -99,6 +99,11 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory with the copy of this rank's state."""
+        return 0 if self._copies is None else self._copies.bytes
+
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
         """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is written.
 
@@ -126,7 +131,7 @@ class Checkpoints:
             _run(writing, lambda: self._write(staged, data_state, extra, began))
             self.collect(wait=True)
             return
-        log.info("checkpoint staged step=%d bytes=%d seconds=%.3f", step, self._copies.bytes, time.monotonic() - began)
+        log.info("checkpoint staged step=%d bytes=%d seconds=%.3f", step, self.copied_bytes, time.monotonic() - began)
         work = (writing, lambda: self._write(staged, data_state, extra, began))
         # A daemon: a rank that ends with an error must not wait for a peer that is gone.
         threading.Thread(target=_run, args=work, name="checkpoint", daemon=True).start()
