@@ -44,6 +44,7 @@ class World:
     digests: dict[int, set[str]] = field(default_factory=dict)
     """Digests of the batches served to ranks, by step: one digest if they were always the same."""
     batches: list[StepBatch] = field(default_factory=list)
+    num_nodes: int = 1
 
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
@@ -64,7 +65,9 @@ class World:
         }
         with KeptPort() as port:
             url = f"tcp://127.0.0.1:{port.number}"
-            places = FeederPlaces(run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root)
+            places = FeederPlaces(
+                run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root, num_nodes=self.num_nodes
+            )
             feeding = asyncio.create_task(run_feeder(places, self.prompts(), **(values | changes)), name="feeder")
             try:
                 yield url, feeding

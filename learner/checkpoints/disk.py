@@ -102,6 +102,14 @@ def verify(path: Path) -> JsonObject:
     return manifest.extra
 
 
+def damaged(path: Path) -> list[CheckpointCorrupt]:
+    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a manifest."""
+    files = manifests.read(path).files
+    here = sorted((name, entry) for name, entry in files.items() if (path / name).is_file())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return [error for error in pool.map(lambda item: _difference(path, *item), here) if error is not None]
+
+
 def held(path: Path) -> dict[str, FileEntry]:
     """Return the entries of the manifest whose file is here with its size; the content is not read. Raises CheckpointCorrupt."""
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
@@ -137,6 +145,13 @@ def set_aside(path: Path) -> None:
         aside = path.with_suffix(".corrupt")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
+
+
+def set_aside_file(path: Path, name: str) -> None:
+    """Move a corrupt file out of its checkpoint, into a directory of the same name with ``.corrupt``."""
+    target = path.with_suffix(".corrupt") / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (path / name).rename(target)
 
 
 def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:

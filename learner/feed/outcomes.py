@@ -21,6 +21,7 @@ from learner.checkpoints.disk import Checkpoint
 from learner.data.batch import StepBatch
 from learner.data.datasource import read_state
 from learner.errors import FeedError
+from learner.feed.copies import Copies, manifest_digest
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
 
@@ -44,12 +45,16 @@ class Outcomes:
         root: Path,
         keep_checkpoints: int,
         on_published: Callable[[int, int], None],
+        copies: Copies | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it. ``copies``: as of ``resume``."""
         step = resumed.source.step
         self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
         self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
         self._done = step
+        self._copies = copies
+        self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
+        """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
         self.checkpoint_step = step
         """Step of the latest checkpoint."""
@@ -110,14 +115,36 @@ class Outcomes:
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
             raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
-        await self._bus.retry(lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
-        log.info("checkpoint committed step=%d path=%s", step, path)
-        self.checkpoint_step = step
+        digest = await asyncio.to_thread(manifest_digest, path)
+        row = {"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain, "manifest": digest}
+        if self._copies is None:
+            await self._make_latest(one, state, row)
+        else:  # the reports behind this one do not wait for the copies
+            self._written.put_nowait((one, state, row))
+
+    async def follow_copies(self) -> None:
+        """Make each checkpoint the latest when it has its copies, until cancelled. Raises Fenced."""
+        while True:
+            one, state, row = await self._written.get()
+            assert self._copies is not None
+            await self._copies.wait(one.path)
+            await self._make_latest(one, state, row)
+            self._written.task_done()
+
+    async def all_copied(self) -> None:
+        """Wait until every reported checkpoint is the latest, or was."""
+        await self._written.join()
+
+    async def _make_latest(self, one: Checkpoint, state: JsonMapping, row: Value) -> None:
+        """Write the row of the latest checkpoint, then trim. Raises Fenced."""
+        await self._bus.retry(lambda: self._commit(row))
+        log.info("checkpoint committed step=%d path=%s", one.step, one.path)
+        self.checkpoint_step = one.step
         try:
             await self._trim(one, state)
         except BusUnavailable as error:
             log.warning("streams not trimmed, the next checkpoint will error=%s", error)
-        if step == self._steps:
+        if one.step == self._steps:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:

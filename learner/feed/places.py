@@ -20,6 +20,8 @@ class FeederPlaces:
     """They admit the ranks."""
     checkpoints: Path
     """Root of the checkpoints."""
+    num_nodes: int = 1
+    """Nodes of the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,14 @@ from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
 from learner.checkpoints import disk
+from learner.checkpoints.keeper import CHECKPOINT_KEY
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
+from learner.feed.copies import Copies
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain"}`` of the latest checkpoint."""
 _STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
 
 
@@ -39,13 +39,14 @@ class Resumed:
     """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
 
 
-async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
+async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: Copies | None = None) -> Resumed:
     """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
-    Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
+    ``copies``: the checkpoints are spread over nodes; None = all are below ``root``. Raises NoCheckpoint, RunLost, ReplayMismatch,
+    ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
-    checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
+    checkpoint = None if row is None else await _loaded(root, row[0], copies)
     if checkpoint is None:
         # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
         cursor = await bus.samples.cursor()
@@ -77,6 +78,11 @@ async def recorded_versions(bus: Bus) -> dict[int, int]:
         if isinstance(record, Plan):
             versions |= record.version_steps
     return versions
+
+
+async def _loaded(root: Path, row: JsonMapping, copies: Copies | None) -> Path:
+    """Return the checkpoint to load. Raises NoCheckpoint."""
+    return await asyncio.to_thread(_usable, root, row) if copies is None else await copies.whole(row)
 
 
 def _usable(root: Path, row: JsonMapping) -> Path:

@@ -25,11 +25,14 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from learner.checkpoints import disk
+from learner.checkpoints import disk, fetch
+from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
 from learner.config import CheckpointConfig
 from learner.errors import CheckpointUnwritten
 from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
 from learner.megatron import state
 from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
@@ -95,9 +98,32 @@ class Checkpoints:
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = Layout(places.node, shared=config.store == "shared")
+        self._is_local = len(self._layout.all_nodes) > 1
         # On CUDA the default group is NCCL's, whose collectives of objects would wait for the kernels of a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
+
+    def load(self, start: Start) -> dict[str, float]:
+        """Load the start's checkpoint on all ranks; files that this node lacks come from the others. Returns the algorithm's numbers.
+
+        Raises CheckpointCorrupt when no node has a file intact, and as ``state.load``.
+        """
+        assert start.checkpoint is not None
+        directory, files = Path(start.checkpoint), None
+        client = PeerClient(
+            [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node]
+        )
+        try:
+            if self._is_local:
+                directory = self._root / directory.name  # the path is that of rank 0's node
+                if self._layout.is_first and start.manifest:
+                    fetch.complete(directory, client, sha256=start.manifest)
+                dist.barrier()
+                files = CheckpointFiles(directory, manifests.read(directory).files, client)
+            _, numbers = state.load(directory, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal, files=files)
+        finally:
+            client.close()
+        return numbers
 
     @property
     def copied_bytes(self) -> int:

@@ -213,8 +213,7 @@ class Rank:
         with self._sigterm_noted():
             start = start or self._feed.hello()
             if start.checkpoint is not None:
-                _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
-                self._trainer.kl_scale = numbers["kl_scale"]
+                self._trainer.kl_scale = self.checkpoints.load(start)["kl_scale"]
             elif start.initial is not None:
                 self._begin_with(Path(start.initial))
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
