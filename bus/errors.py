@@ -138,6 +138,22 @@ class Refused(BusError):
         return f"{self.where}: refused by the server: {self.reason} ({self.code})"
 
 
+class NoRoom(BusError):
+    """The server's disk has less room than a stream may take."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, stream: str, max_bytes: int) -> None:
+        super().__init__(stream, max_bytes)
+        self.stream, self.max_bytes = stream, max_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stream}: want room for {self.max_bytes / 1e9:.1f} GB (bus.samples_max_bytes) in three quarters of what is free on the "
+            "disk of the nats-server, got less; lower bus.samples_max_bytes, or keep the server's store on a larger disk"
+        )
+
+
 class StreamReplaced(BusError):
     """The stream is not the one that the cursor was made for: it was deleted and created again, or restored."""
 

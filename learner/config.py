@@ -127,6 +127,12 @@ class LearnerConfig:
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
     """GPUs of the ranks, one each in their order: numbers of nvidia-smi or UUIDs; empty = the first ones (docs/devices.md)."""
+    nodes: int = 1
+    """Machines with ranks, an agent on each (docs/machines.md); 0 = from the variables of torchrun or Slurm."""
+    nodes_wait_s: float = 600.0
+    """Seconds that the agents of several nodes wait for one that is not there."""
+    insecure_network: bool = False
+    """Let ranks of several nodes talk over public addresses: torch's store, gloo and NCCL have no authentication."""
     threads: int = 1
     """Torch threads of a rank on CPU."""
     seed: int = 0
@@ -165,9 +171,17 @@ class LearnerConfig:
             "tensor_parallel",
             "threads",
         )
-        for name in (*positive, "batch_timeout_s"):
+        for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.nodes < 0:
+            raise ValueError(f"nodes: want >= 0, got {self.nodes}")
+        world = self.data_parallel * self.tensor_parallel
+        if self.nodes > 1 and (world % self.nodes or world // self.nodes % self.tensor_parallel):
+            raise ValueError(
+                f"nodes: want a divisor of data_parallel = {self.data_parallel}, so that each has the same number of whole tensor-parallel "
+                f"groups, got {self.nodes}"
+            )
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 
 from bus.client.jetstream import JetStream
 from bus.config import BusConfig
-from bus.errors import ConfigMismatch, NotFound, Refused
+from bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
+_NO_STORAGE = 10047
+"""A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left."""
 _ROW_DUPLICATE_WINDOW_S = 120
 """Seconds for which the server recognises a row that is written again."""
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
@@ -22,7 +24,7 @@ _MAX_WAITING = 16_384
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with that of the server.
 
-    Raises ConfigMismatch naming stream and field, BusUnavailable.
+    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
     for config in stream_configs(jet.run, jet.config):
         await _ensure_stream(jet, config)
@@ -128,6 +130,8 @@ async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) ->
     try:
         return await jet.call(verb, request)
     except Refused as error:
+        if error.code == _NO_STORAGE:
+            raise NoRoom(request["name"], request["max_bytes"]) from None
         if error.code not in _ALREADY_IN_USE:
             raise
         return await jet.call(info)

@@ -74,6 +74,12 @@ def _texts(value: object) -> list[str]:
     return [_text(item) for item in value]
 
 
+def _naturals(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_natural(item) for item in value]
+
+
 def _ranks(value: object) -> int:
     number = _whole(value)
     if not 1 <= number <= MOST_RANKS:
@@ -86,7 +92,7 @@ def _codec(want: str, check: Callable[[object], object]) -> FieldCodec:
 
 
 TEXT, WHOLE, NATURAL = _codec("text", _text), _codec("an integer of 64 bits", _whole), _codec("an integer >= 0", _natural)
-TEXTS = _codec("a list of text", _texts)
+TEXTS, NATURALS = _codec("a list of text", _texts), _codec("a list of integers >= 0", _naturals)
 NUMBERS, FLAG = keyed(TEXT, _codec("a finite number", _number)), _codec("true or false", _flag)
 
 
@@ -203,6 +209,19 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
         "api_key": Shape({"key": TEXT}, {}),
         "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),
+        "node.*": Shape(
+            {"node": NATURAL, "nodes": NATURAL, "nonce": TEXT},
+            {
+                **dict.fromkeys(("phase", "agent", "host", "place", "address", "key", "checkpoint_url", "reason", "waits_for"), TEXT),
+                **dict.fromkeys(("epoch", "pid", "device_memory_bytes", "exit_code", "beats"), NATURAL),
+                "versions": keyed(TEXT, TEXT),
+                "devices": TEXTS,
+            },
+        ),
+        "attempt": Shape(
+            {"epoch": NATURAL, "nonces": TEXTS, "ranks": NATURALS, "master": TEXT, "feeder": TEXT, "feeder_key": TEXT},
+            {"state": TEXT, "proof": TEXT, "reason": TEXT, "exit_code": NATURAL},
+        ),
         "cursor.*": Shape({"created": TEXT, "floor": NATURAL}, {"policy": TEXT, "owner": TEXT, "given_up": FLAG}),
     },
     "live": {"*": _LIVE},

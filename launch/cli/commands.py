@@ -310,12 +310,27 @@ def learner(args: argparse.Namespace) -> int:
     if wanted is None:
         return 0
     require("learner")
+    from launch.run.node_rank import node_place
+
+    place = node_place(wanted.learner.nodes, args.node_rank, os.environ)
+    if place.nodes != wanted.learner.nodes:
+        args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
+        wanted = _loaded(args).config
     if not args.checked:
         _refuse(args, _loaded(args), starts_workers=False, resumes=True)
     from launch.run import process, roles
 
-    process.set_up_logging("learner", args.id)
+    process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address = _address(args, wanted, LEARNER)
+    if place.nodes > 1:
+        from launch.run import learner_nodes
+
+        given = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
+        return process.run(
+            lambda draining: learner_nodes.run_agent(wanted, address, given, _children_arguments(args), draining),
+            drain_s=wanted.up.drain_s + 5,
+            uvloop=False,
+        )
     return process.run(
         lambda draining: roles.run_learner(wanted, address, args.id, _children_arguments(args), draining),
         drain_s=wanted.up.drain_s + 5,
@@ -338,7 +353,9 @@ def feeder(args: argparse.Namespace) -> int:
 
     process.set_up_logging("feeder")
     address, keys = _address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
-    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, keys, draining), drain_s=wanted.up.drain_s)
+    return process.run(
+        lambda draining: roles.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch), drain_s=wanted.up.drain_s
+    )
 
 
 def rank(args: argparse.Namespace) -> int:

@@ -89,6 +89,18 @@ def _add_processes(commands: "Commands") -> None:
     _configured(learner)
     _on_bus(learner)
     learner.add_argument("--id", default="", help="its name on the bus")
+    learner.add_argument(
+        "--nodes",
+        action="append",
+        dest="set",
+        type=lambda count: f"learner.nodes={0 if count == 'auto' else count}",
+        metavar="N",
+        help="machines with ranks, each with one such command: learner.nodes; auto = from the variables of torchrun or Slurm",
+    )
+    learner.add_argument(
+        "--node-rank", type=int, default=None, metavar="R", help="number of this machine, 0 to N - 1; node 0 is the leader"
+    )
+    _reached_at(learner)
     learner.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     _from_checkpoint(learner)
 
@@ -188,6 +200,7 @@ def _inner_parser() -> argparse.ArgumentParser:
         _configured(inner)
         _on_bus(inner)
         inner.add_argument("--feeder-url", required=True)
+        inner.add_argument("--epoch", type=int, default=0, help="of this start, if it was raised already")
         inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
     return parser
 

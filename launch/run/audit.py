@@ -34,7 +34,7 @@ class RunAccounting:
     """The count of every sample of a run, and the problems found."""
 
     published: int = 0
-    """Logical training samples, the trimmed ones that PLAN names included; parts of large ones count once."""
+    """Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones count once."""
     trained: int = 0
     """Samples named by plans."""
     trained_twice: int = 0
@@ -46,7 +46,7 @@ class RunAccounting:
     duplicates: int = 0
     """Samples of a place of which another sample was trained."""
     invalid: int = 0
-    """Samples that are undecodable, violate the invariants, or have no task or version of this run."""
+    """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the learner counted."""
     invalid_by_field: Counter[str] = field(default_factory=Counter)
     invalid_by_actor: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
@@ -84,6 +84,13 @@ class RunAccounting:
         count_of(self.invalid_by_field, wrong)
         count_of(self.invalid_by_actor, actor)
 
+    def refuse_trimmed(self, by_field: Counter[str], by_actor: Counter[str]) -> None:
+        """Count invalid samples that are gone from the stream."""
+        self.published += by_field.total()
+        self.invalid += by_field.total()
+        self.invalid_by_field += by_field
+        self.invalid_by_actor += by_actor
+
     def add_problem(self, text: str) -> None:
         """Record the description of a problem; those after the first ``_MAX_PROBLEMS`` are not kept."""
         if len(self.problems) < _MAX_PROBLEMS:
@@ -98,6 +105,9 @@ class CheckpointCursor:
     settled: frozenset[int]
     step: int = 0
     """Step of the checkpoint: samples of plans up to it must be settled."""
+    invalid_by_field: Mapping[str, int] = field(default_factory=dict)
+    """Invalid samples that the learner had counted by then; likewise ``invalid_by_actor``."""
+    invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.floor or seq in self.settled
@@ -152,6 +162,8 @@ class _Audit:
         """Place of each trained sequence by the sample itself."""
         self._late: dict[int, Place] = {}
         """Samples of trained tasks that no record names."""
+        self._refused: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        """Invalid samples in the stream that the cursor is past, by field and by actor."""
         self._tasks: dict[int, Task] = {}
 
     # ---- PLAN and TASKS
@@ -210,7 +222,7 @@ class _Audit:
             progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
             if isinstance(received.sample, WireError):
                 self.accounting.published += 1
-                self.accounting.refuse(field_of(received.sample), received.actor)
+                self._refuse(received.seq, field_of(received.sample), received.actor)
             elif received.sample.kind is Kind.EVAL:
                 self.accounting.eval += 1
             else:
@@ -250,7 +262,7 @@ class _Audit:
         elif sample.status in (Status.FAILED, Status.ABORTED):
             accounting.dropped[sample.status.value] += 1
         elif wrong := self._wrong(seq, sample):
-            accounting.refuse(wrong, actor)
+            self._refuse(seq, wrong, actor)
         elif sample.task in self._dropped_task:
             accounting.dropped[self._dropped_task[sample.task]] += 1
         elif sample.task in self._step_of_task:
@@ -259,6 +271,12 @@ class _Audit:
             self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record")
         else:
             accounting.buffered += 1
+
+    def _refuse(self, seq: int, wrong: str, actor: str) -> None:
+        self.accounting.refuse(wrong, actor)
+        if self._cursor is not None and seq in self._cursor:
+            count_of(self._refused[0], wrong)
+            count_of(self._refused[1], actor)
 
     def _wrong(self, seq: int, sample: Sample) -> str:
         """Return the field that made training the sample impossible; empty if it is valid.
@@ -320,6 +338,9 @@ class _Audit:
                 self.accounting.duplicates += 1
             else:
                 self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
+        if self.accounting.trimmed and self._cursor is not None:
+            counted = (Counter(self._cursor.invalid_by_field), Counter(self._cursor.invalid_by_actor))
+            self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
 
     def _twice(self, text: str) -> None:
         self.accounting.trained_twice += 1
@@ -345,11 +366,18 @@ def read_cursor(checkpoints: Path) -> CheckpointCursor | None:
     from learner.checkpoints import disk
     from learner.data.datasource import read_state
 
-    path, _ = disk.latest_valid(one.path for one in disk.listed(checkpoints))
+    path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True)
     if path is None:
         return None
     state = read_state(disk.read_state(path))
-    return CheckpointCursor(int(state["samples"]["floor"]), frozenset(state["samples"]["settled"]), int(state["step"]))
+    counts = state["tally"]
+    return CheckpointCursor(
+        int(state["samples"]["floor"]),
+        frozenset(state["samples"]["settled"]),
+        int(state["step"]),
+        counts["invalid"],
+        counts.get("invalid_of", {}),  # missing in snapshots from before actors were counted
+    )
 
 
 def mean(values: list[float]) -> float:

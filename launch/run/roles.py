@@ -405,8 +405,12 @@ async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
             heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
 
 
-async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
+async def run_feeder(
+    config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event, *, epoch: int = 0
+) -> None:
     """Run the feeder of a learner with the run's settings, until its last step is done or ``draining`` is set.
+
+    ``epoch``: of this start, if its parent has raised it.
 
     Raises SettingsError for a directory without a model, and the errors of ``learner.feed.feeder.run_feeder``.
     """
@@ -440,7 +444,16 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
         shuffle=data.shuffle,
         seed=data.seed,
     )
-    places = FeederPlaces(run=config.run, bus_url=bus_url, bus=config.bus, listen=feeder_url, keys=keys, checkpoints=config.checkpoints)
+    places = FeederPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        bus=config.bus,
+        listen=feeder_url,
+        keys=keys,
+        checkpoints=config.checkpoints,
+        num_nodes=config.learner.nodes,
+        epoch=epoch,
+    )
     await feeder.run_feeder(
         places,
         prompts,
@@ -467,6 +480,7 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys")
         feeder_keys=keys,
         model_dir=Path(config.model.path),
         checkpoints=config.checkpoints,
+        node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
         snapshots=config.root / "snapshots",
         final_dir=config.root / "final",
     )

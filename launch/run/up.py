@@ -217,6 +217,10 @@ class Up:
     def _write_config(self) -> None:
         write_whole(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
 
+    def _leader(self) -> list[str]:
+        """Return the arguments of the learner's leader: this machine's part of a learner on several."""
+        return [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
+
     def _arguments(self, command: str) -> list[str]:
         return [command, "--config", str(self._root / CONFIG_FILE)]
 
@@ -258,7 +262,7 @@ class Up:
         metrics.unlink(missing_ok=True)  # the watch writes it again, from the records of PLAN
         self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
-            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked"])
+            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()])
             self._host = Host(
                 bus,
                 self._supervisor,

@@ -21,7 +21,7 @@ from pathlib import Path
 from bus.system.files import sync
 from bus.wire.json_object import JsonObject
 from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, STATE, FileEntry, Manifest
+from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
@@ -90,13 +90,17 @@ def publish(tmp: Path) -> Path:
     return path
 
 
-def verify(path: Path) -> JsonObject:
-    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs."""
+def verify(path: Path, *, partly: bool = False) -> JsonObject:
+    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs.
+
+    ``partly``: files that other nodes have written may be missing.
+    """
     manifest = manifests.read(path)
+    wanted = sorted((name, one) for name, one in manifest.files.items() if not (partly and _is_elsewhere(path, name, one)))
     if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
         raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for error in pool.map(lambda item: _difference(path, *item), sorted(manifest.files.items())):
+        for error in pool.map(lambda item: _difference(path, *item), wanted):
             if error is not None:
                 raise error
     return manifest.extra
@@ -126,12 +130,20 @@ def listed(root: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
 
 
-def latest_valid(candidates: Iterable[Path]) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
+def is_spread(path: Path) -> bool:
+    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable manifest."""
+    try:
+        return any(one.holders not in ((), (0,)) for one in manifests.read(path).files.values())
+    except CheckpointCorrupt:
+        return False
+
+
+def latest_valid(candidates: Iterable[Path], *, partly: bool = False) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
     """Return the first candidate that verifies (None without one), and the errors of those before it, which are also logged."""
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
-            verify(path)
+            verify(path, partly=partly)
             return path, corrupt
         except CheckpointCorrupt as error:
             corrupt[path] = error
@@ -191,6 +203,10 @@ def _has_size(file: Path, size: int) -> bool:
         return file.stat().st_size == size
     except OSError:
         return False
+
+
+def _is_elsewhere(path: Path, name: str, entry: FileEntry) -> bool:
+    return entry.holders not in ((), (0,)) and name not in METADATA and not (path / name).exists()
 
 
 def _difference(path: Path, name: str, wanted: FileEntry) -> CheckpointCorrupt | None:

@@ -30,15 +30,15 @@ HOME = 0
 """Node of the feeder and of rank 0."""
 _SAY_S = 30.0
 """Time between two lines of the log about missing copies."""
-ASK_S = 10.0
-"""Enough for a listener of a process that has just started."""
+ASK_S = 600.0
+"""The agents of all nodes are alive when a feeder starts; their keepers answer when they have read and verified their disks."""
 
 
 class Copies:
     """The checkpoints below ``root``, of which each node has its part."""
 
     def __init__(self, bus: Bus, root: Path, *, num_nodes: int, copies: int, ask_s: float = ASK_S) -> None:
-        """``ask_s``: time for which a node that does not answer is asked again at the start; after that it counts as lost."""
+        """``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost."""
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
         self.waits_for = ""
         """What a checkpoint waits for; empty = none waits."""
@@ -53,13 +53,25 @@ class Copies:
 
         This node has its metadata then. Raises NoCheckpoint, which names missing files and the nodes on which they were last seen.
         """
-        rows, peers = await holders(self._bus), await self.peers()
-        return await asyncio.to_thread(self._whole, row, rows, peers)
+        deadline = time.monotonic() + self._ask_s
+        while True:
+            rows, peers = await holders(self._bus), await self.peers()
+            held, failures = await asyncio.to_thread(_asked, peers)
+            silent = [node for node in range(self._num_nodes) if node != HOME and node not in held]
+            late = time.monotonic() >= deadline
+            if not silent or late:
+                break
+            self.waits_for = f"the checkpoints of node {', '.join(map(str, silent))}"
+            await asyncio.sleep(INTERVAL_S / 4)
+        self.waits_for = ""
+        for failure in failures:
+            log.error("checkpoints of a node are lost until it is back: %s", failure)
+        return await asyncio.to_thread(self._whole, row, rows, held, peers)
 
-    def _whole(self, row: JsonMapping, rows: dict[int, Holder], peers: list[Peer]) -> Path:
-        client = PeerClient(peers)
+    def _whole(self, row: JsonMapping, rows: dict[int, Holder], asked: dict[int, dict[str, list[str]]], peers: list[Peer]) -> Path:
+        client = PeerClient([peer for peer in peers if peer.node in asked])
         try:
-            held = {HOME: held_below(self._root)} | _asked(client, self._ask_s)
+            held = {HOME: held_below(self._root), **asked}
             latest = Path(row["directory"]).name
             order = _order({name for names in held.values() for name in names}, latest, row["step"])
             seen = {node: one.held for node, one in rows.items()}
@@ -114,23 +126,17 @@ def manifest_digest(path: Path) -> str:
     return manifests.digest_of((path / MANIFEST).read_bytes())
 
 
-def _asked(client: PeerClient, ask_s: float) -> dict[int, dict[str, list[str]]]:
-    """Return what each node that answers has."""
-    found = {}
-    deadline = time.monotonic() + ask_s
-    left = list(client.peers)
-    while left:
-        for peer in tuple(left):
-            try:
-                found[peer.node] = fetch.held_by(client, peer)
-                left.remove(peer)
-            except PeerFailed as error:
-                if time.monotonic() >= deadline:
-                    log.error("checkpoints of a node are lost until it is back: %s", error)
-                    left.remove(peer)
-        if left:
-            time.sleep(INTERVAL_S / 4)
-    return found
+def _asked(peers: list[Peer]) -> tuple[dict[int, dict[str, list[str]]], list[PeerFailed]]:
+    """Return what each node has, and the failures of those that do not answer."""
+    found, failures = {}, []
+    client = PeerClient(peers)
+    for peer in peers:
+        try:
+            found[peer.node] = fetch.held_by(client, peer)
+        except PeerFailed as error:
+            failures.append(error)
+    client.close()
+    return found, failures
 
 
 def _order(names: set[str], latest: str, step: int) -> list[str]:

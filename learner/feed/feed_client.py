@@ -45,6 +45,7 @@ class FeedClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
         admit_by(self._socket, keys)
+        self._socket.setsockopt(zmq.IPV6, int("[" in url))
         self._socket.connect(url)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Authentication on the feeder's socket (CURVE): only holders of the ranks' key may connect. Others are refused before any message.
+"""Authentication on the feeder's socket (CURVE): only holders of a key of the ranks may connect. Others are refused before any message.
 
 Consumes authentication requests of libzmq (ZAP) and its events of failed handshakes; produces refusals. Runs until it is cancelled.
 """
@@ -26,7 +26,7 @@ class Gate:
     """Authenticates the peers of one socket. Create it before the socket is bound, on a context that no other gate uses."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: FeedKeys) -> None:
-        self._socket, self._admitted = socket, z85.decode(keys.ranks_public)
+        self._socket, self._admitted = socket, [z85.decode(key) for key in (keys.ranks_public, *keys.others_public)]
         self._questions = context.socket(zmq.REP)
         self._questions.bind(_ZAP)
         self._failures = socket.get_monitor_socket(_FAILED)
@@ -44,9 +44,12 @@ class Gate:
         while True:
             # The frames of request and answer, in the order of ZeroMQ RFC 27; the credentials of CURVE are the public key of the client.
             version, request, _domain, _address, _identity, mechanism, *credentials = await self._questions.recv_multipart()
-            admitted = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._admitted)
+            admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._is_admitted(credentials[0])
             status = (b"200", b"OK") if admitted else (b"400", b"not a rank of this start")
             await self._questions.send_multipart([version, request, *status, b"", b""])
+
+    def _is_admitted(self, key: bytes) -> bool:
+        return any([hmac.compare_digest(key, admitted) for admitted in self._admitted])
 
     async def _count(self, refused: Callable[[str], None]) -> None:
         while True:

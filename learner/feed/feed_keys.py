@@ -14,12 +14,14 @@ import zmq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedKeys:
-    """Two key pairs (Z85): one of the feeder, and one that all ranks share. A secret is empty in a process that must not have it."""
+    """Two key pairs (Z85): one of the feeder, one that all ranks of a node share. A secret is empty in a process that must not have it."""
 
     feeder_public: str
     ranks_public: str
     feeder_secret: str = field(default="", repr=False)
     ranks_secret: str = field(default="", repr=False)
+    others_public: tuple[str, ...] = ()
+    """Public keys of the ranks of other nodes, which the feeder admits, too."""
 
     @classmethod
     def new(cls) -> Self:
@@ -48,6 +50,7 @@ class FeedKeys:
         """Return the keys from an inherited descriptor, and close it. Raises ValueError when it has none."""
         try:
             with os.fdopen(descriptor) as file:
-                return cls(**json.load(file))
-        except (OSError, TypeError, ValueError) as error:
+                values = json.load(file)
+            return cls(**values | {"others_public": tuple(values.get("others_public", ()))})
+        except (OSError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"--feeder-keys {descriptor}: want an inherited descriptor with the keys of this start: {error}") from None

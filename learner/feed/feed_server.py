@@ -66,6 +66,7 @@ class FeedServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages beyond it without an error
         self._socket.setsockopt(zmq.LINGER, 1_000)
+        self._socket.setsockopt(zmq.IPV6, int("[" in listen))
         self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

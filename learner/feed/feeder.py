@@ -97,4 +97,5 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         pad_to=learner.tensor_parallel,
         eos_ids=model.eos_ids,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
+        epoch=places.epoch,
     )

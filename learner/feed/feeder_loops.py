@@ -85,6 +85,8 @@ class FeederRules:
     """Tokens that end a response; empty = not known."""
     from_checkpoint: Path | None = None
     """Checkpoint with the initial weights of the run; None = those of the model directory."""
+    epoch: int = 0
+    """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
 
 
 class Feeder:
@@ -122,7 +124,7 @@ class Feeder:
         async with asyncio.TaskGroup() as group:
             # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
-            self._epoch = await raise_epoch(self._bus)
+            self._epoch = await self._own_epoch()
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
@@ -135,6 +137,15 @@ class Feeder:
                 await self._over(draining)
                 for loop_task in loops:
                     loop_task.cancel()
+
+    async def _own_epoch(self) -> int:
+        """Return the epoch of this start. Raises Fenced when a later one was raised."""
+        if not self._rules.epoch:
+            return await raise_epoch(self._bus)
+        newest = await current_epoch(self._bus)
+        if newest > self._rules.epoch:
+            raise Fenced(f"run.{EPOCH_KEY}", self._rules.epoch, newest)
+        return self._rules.epoch
 
     async def _begin(self) -> None:
         """Take over the streams, restore the state, and start the ranks."""

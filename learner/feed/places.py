@@ -22,6 +22,8 @@ class FeederPlaces:
     """Root of the checkpoints."""
     num_nodes: int = 1
     """Nodes of the learner."""
+    epoch: int = 0
+    """Epoch that the leader of several nodes has raised for this start; 0 = the feeder raises it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

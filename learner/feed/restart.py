@@ -96,7 +96,8 @@ def _usable(root: Path, row: JsonMapping) -> Path:
     if found is None:
         raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
     for path in corrupt:
-        disk.set_aside(path)
+        if not disk.is_spread(path):  # else it is not damaged: the rest is on other nodes, which this start does not have
+            disk.set_aside(path)
     return found
 
 

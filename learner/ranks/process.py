@@ -1,10 +1,10 @@
-"""Parent process of the learner's feeder and ranks.
+"""Parent process of the learner's feeder and ranks, or of the ranks of one node.
 
 It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or without its feeder,
 can only wait. It knows no bus and no model, and loads no torch.
 
-    parent -- feeder            one
-           -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product
+    parent -- feeder            one, on the first node
+           -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product, in equal parts on the nodes
 
 Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the
 current step), and the feeder when all ranks have ended.
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from bus import exit_codes
 from bus.server.ports import KeptPort
@@ -50,6 +51,24 @@ class ChildFailed(LearnerError):
         return "\n".join([first, *(f"  {line}" for line in self.last_lines)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The ranks of one node, and where they find the others. On one machine they are all ranks."""
+
+    first_rank: int = 0
+    num_ranks: int
+    world: int
+    """Number of ranks of all nodes."""
+    master: tuple[str, int]
+    """Host and port of torch's store, which rank 0 opens."""
+    feeder_url: str
+    listen: str = ""
+    """Where this node's feeder listens; empty = the feeder is on another node."""
+    keys: FeedKeys
+    epoch: int = 0
+    """Epoch that was raised for this start; 0 = the feeder raises it."""
+
+
 async def run_learner(
     arguments: Sequence[str],
     *,
@@ -60,7 +79,30 @@ async def run_learner(
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
 ) -> None:
-    """Run feeder and ranks until all have ended with success, or until ``draining`` is set and they have drained.
+    """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other arguments."""
+    with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
+        url = f"tcp://{host}:{feeder_port.number}"
+        part = Part(
+            num_ranks=num_ranks,
+            world=num_ranks,
+            master=(host, master_port.number),
+            feeder_url=url,
+            listen=url,
+            keys=FeedKeys.new(),
+        )
+        await run_part(arguments, part, draining=draining, threads=threads, drain_s=drain_s, variables=variables)
+
+
+async def run_part(
+    arguments: Sequence[str],
+    part: Part,
+    *,
+    draining: asyncio.Event,
+    threads: int = 1,
+    drain_s: float = 600.0,
+    variables: Sequence[Mapping[str, str]] = (),
+) -> None:
+    """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
 
     ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
     ``variables``: environment of each rank, over the one that it gets here; empty = no more.
@@ -68,23 +110,24 @@ async def run_learner(
     that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
     command = [sys.executable, "-m", "launch"]
-    children: list[Child] = []
-    keys = FeedKeys.new()
-    with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
-        feeder_url = f"tcp://{host}:{feeder_port.number}"
-        try:
-            children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}, keys.for_feeder()))
-            for rank in range(num_ranks):
-                environment = _rank_environment(rank, num_ranks, host, master_port.number, threads)
-                environment |= variables[rank] if variables else {}
-                rank_command = [*command, "rank", *arguments, "--feeder-url", feeder_url]
-                children.append(await _start(f"rank {rank}", rank_command, environment, keys.for_ranks()))
-            await _watch(children[0], children[1:], draining, drain_s)
-        except ChildFailed as first:
-            await _end(children)
-            raise next((_failed(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
-        finally:
-            await _end(children)
+    feeder: Child | None = None
+    ranks: list[Child] = []
+    try:
+        if part.listen:
+            words = [*command, "feeder", *arguments, "--feeder-url", part.listen]
+            words += ["--epoch", str(part.epoch)] if part.epoch else []
+            feeder = await _start("feeder", words, {}, part.keys.for_feeder())
+        for local in range(part.num_ranks):
+            environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
+            rank_command = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
+            ranks.append(await _start(f"rank {part.first_rank + local}", rank_command, environment, part.keys.for_ranks()))
+        await _watch(feeder, ranks, draining, drain_s)
+    except ChildFailed as first:
+        children = [*([feeder] if feeder else []), *ranks]
+        await _end(children)
+        raise next((_failed(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
+    finally:
+        await _end([*([feeder] if feeder else []), *ranks])
 
 
 async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> Child:
@@ -99,9 +142,10 @@ async def _start(name: str, command: Sequence[str], environment: Mapping[str, st
     return child
 
 
-async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
+async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
     """Wait until all children have ended with success. Raises ChildFailed for the first that fails."""
-    ends = {asyncio.create_task(child.wait()): child for child in (feeder, *ranks)}
+    feeders = (feeder,) if feeder is not None else ()
+    ends = {asyncio.create_task(child.wait()): child for child in (*feeders, *ranks)}
     drain = asyncio.create_task(draining.wait())
     left: set[asyncio.Task[int]] = set(ends)
     deadline: float | None = None
@@ -118,12 +162,12 @@ async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event,
             if drain in done and deadline is None:
                 deadline = loop.time() + drain_s
                 log.info("draining: the ranks finish their step")
-                _signal(ranks or (feeder,), signal.SIGTERM)
+                _signal(ranks or feeders, signal.SIGTERM)
             for task in [task for task in left if task in done]:
                 left.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
-            if {ends[task] for task in left} == {feeder} and deadline is not None:
-                _signal((feeder,), signal.SIGTERM)  # all ranks have ended
+            if deadline is not None and {ends[task] for task in left} == set(feeders):
+                _signal(feeders, signal.SIGTERM)  # all ranks of this node have ended
     finally:
         for task in (*ends, drain):
             task.cancel()
@@ -163,11 +207,12 @@ async def _end(children: Sequence[Child]) -> None:
         await asyncio.gather(*ends, return_exceptions=True)
 
 
-def _rank_environment(rank: int, world: int, host: str, port: int, threads: int) -> dict[str, str]:
+def _rank_environment(part: Part, local: int, threads: int) -> dict[str, str]:
+    host, port = part.master
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
+        "RANK": str(part.first_rank + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(part.world),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),

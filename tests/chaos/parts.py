@@ -78,13 +78,19 @@ class Parts:
     def root(self) -> Path:
         return self.directory / "run"
 
-    def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL") -> Part:
-        """Start ``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`)."""
+    def start(
+        self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL", words: Sequence[str] = ()
+    ) -> Part:
+        """Start ``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`).
+
+        ``words``: further arguments.
+        """
         how = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
         command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):
             command += ["--set", setting]
+        command += words
         name = name or role
         if role in ("actor", "engine") or (role == "learner" and not instant):
             command += ["--id", name]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bus.errors import ConfigMismatch
+from bus.errors import ConfigMismatch, NoRoom
 from bus.wire import subjects
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
@@ -34,6 +34,12 @@ async def test_another_setting_than_the_servers_is_named(open_bus: BusOpener, se
         with pytest.raises(ConfigMismatch) as caught:
             await other.create_layout()
     assert f"{caught.value.name}.{caught.value.field}" == f"TM_{run}_{field}"
+
+
+async def test_a_stream_larger_than_the_disk_is_refused_with_the_remedy(open_bus: BusOpener) -> None:
+    async with open_bus(layout=False, samples_max_bytes=10**18) as bus:
+        with pytest.raises(NoRoom, match=r"_SAMPLES: want room for 1000000000\.0 GB \(bus\.samples_max_bytes\)"):
+            await bus.create_layout()
 
 
 async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) -> None:

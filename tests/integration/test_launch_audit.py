@@ -225,6 +225,28 @@ async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> N
     assert twice.trained_twice == 2
 
 
+async def test_invalid_samples_that_were_trimmed_are_those_that_the_learner_counted(open_bus: BusOpener) -> None:
+    """Three were invalid before the checkpoint, of which one is still in the stream; a fourth came after it."""
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        for beyond in (7, 8):
+            await run.sample(0, beyond)
+        trained = [await run.sample(0, index) for index in (0, 1)]
+        third = await run.sample(0, 9)
+        await run.sample(0, 10)
+        await run.plan(1, [0], trained, steps={0: 0})
+        cursor = CheckpointCursor(third, frozenset(), 1, {"index": 3})
+        whole, _ = await audit(bus, cursor)
+        (actor,) = whole.invalid_by_actor
+        await bus.samples.trim(trained[0])
+        accounting, _ = await audit(bus, replace(cursor, invalid_by_actor={actor: 3}))
+    for one in (whole, accounting):
+        assert (one.published, one.invalid, one.invalid_by_field, one.balance()) == (6, 4, {"index": 4}, True), one
+        assert one.invalid_by_actor == {actor: 4}, one
+    assert accounting.trimmed == 2 and accounting.lost == 0
+
+
 async def test_a_trained_sample_that_the_cursor_would_give_again_is_seen(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)

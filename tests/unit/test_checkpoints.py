@@ -157,6 +157,27 @@ def test_held_are_the_files_that_are_here(tmp_path: Path) -> None:
     assert disk.held(path).keys() == {"state.msgpack"}
 
 
+def test_files_of_other_nodes_may_be_missing(tmp_path: Path) -> None:
+    """For readers of the data's state; the metadata and this node's files may not."""
+    tmp = disk.staging(tmp_path, step=2, epoch=1)
+    names = ["__0_0.distcp", "__1_0.distcp", *sorted(manifests.METADATA)]
+    for name in names:
+        (tmp / name).write_bytes(name.encode())
+    files = {name: entry.written_by([1] if name == "__1_0.distcp" else [0]) for name, entry in disk.digest(tmp, names).items()}
+    disk.write_manifest(tmp, Manifest(files=files, extra={}).encode())
+    path = disk.publish(tmp)
+    assert disk.is_spread(path) and not disk.is_spread(write(tmp_path, 3))
+    (path / "__1_0.distcp").unlink()
+    assert disk.verify(path, partly=True) == {}
+    with pytest.raises(CheckpointCorrupt, match="want 12 bytes, got no such file"):
+        disk.verify(path)
+    for name in ("__0_0.distcp", ".metadata"):
+        (path / name).rename(tmp_path / "aside")
+        with pytest.raises(CheckpointCorrupt, match="no such file"):
+            disk.verify(path, partly=True)
+        (tmp_path / "aside").rename(path / name)
+
+
 def test_blocks_are_digested_as_the_file_is(tmp_path: Path) -> None:
     content = bytes(range(256)) * (BLOCK_BYTES // 256) + b"more"
     (tmp_path / "file").write_bytes(content)

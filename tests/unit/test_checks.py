@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_every_error_is_named_at_once(tmp_path: Path) -> None:
         report.refuse()
     assert failed.value.exit_code == 78
     assert len(str(failed.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("free", "stored", "finding"),
+    [
+        (10_000_000, 5_000_000, ("good", "the bus's samples up to 0.0 GB")),
+        (10_000_000, 8_000_000, ("error", "bus.samples_max_bytes: want <= three quarters of what is free")),
+        (1_000_000, 740_000, ("warning", "directory: want room for 0.0 GB of checkpoints beside 0.0 GB of samples")),
+        (100_000, 5_000, ("error", "directory: want 0.0 GB for 2 checkpoints")),
+    ],
+)
+def test_the_disk_has_room_for_checkpoints_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, stored: int, finding: tuple[str, str]
+) -> None:
+    """The nats-server takes three quarters of a free disk, and reserves room for a stream when it makes it."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))  # type: ignore[attr-defined]
+    report = checked(tmp_path, f"bus.samples_max_bytes={stored}", "bus.history_samples=0", "learner.steps=1")
+    severity, text = finding
+    found = {"good": report.findings, "error": report.errors, "warning": report.warnings}[severity]
+    assert [text in one.text for one in found if one.topic == "disk"] == [True], report.findings
+
+
+def test_a_stream_that_exists_has_its_room(tmp_path: Path) -> None:
+    (tmp_path / "run" / "bus").mkdir(parents=True)
+    assert "disk" not in [error.topic for error in checked(tmp_path, f"bus.samples_max_bytes={10**18}").errors]
 
 
 def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:

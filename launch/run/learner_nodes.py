@@ -1,0 +1,273 @@
+"""The learner on several machines: this machine's agent, with the facts of the machine and the commands of its ranks.
+
+The agent itself (``learner/nodes/``) knows no devices, no settings and no environment.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.liveness.keys import make_keys
+from bus.streams.bus import Bus, connect
+from bus.system.files import write_whole
+from bus.wire.messages import Capabilities, LiveRow
+from launch.devices.errors import DeviceError
+from launch.devices.nccl import nccl_of
+from launch.devices.placement import place
+from launch.devices.shapes import Device, Node, RankPlace
+from launch.devices.visible import this_node
+from launch.devices.wanted import rank_variables, want_of
+from launch.run.access import auth_dir, write_keys
+from launch.run.interfaces import interface_of
+from launch.run.node_rank import NodePlace
+from launch.settings.config_loader import to_map
+from launch.settings.run_config import RunConfig
+from learner.checkpoints.keeper import Keeper, Ring
+from learner.nodes.agent import Agent, Limits
+from learner.nodes.agreement import refuse_public
+from learner.nodes.errors import NodeRefused
+from learner.nodes.node_rows import NodeRow
+from learner.nodes.own_row import here
+from learner.ranks.process import Part, run_part
+
+LONG_WAIT_S = 300.0
+"""Seconds that an agent waits for a bus that is started after it."""
+PROOF = ".nodes"
+"""File in the directory of the checkpoints, with which the leader proves that all nodes share it."""
+PROOF_S = 30.0
+"""Seconds for a written file to be seen on another node: a client of NFS keeps what it knows of a directory for some seconds."""
+PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the command line says of this node."""
+
+    place: NodePlace
+    host: str = ""
+    advertise: str = ""
+    id: str = ""
+
+
+async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event) -> None:
+    """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's configuration.
+
+    Raises DeviceError, ValueError for an address, and as ``learner.nodes.agent.Agent.run``.
+    """
+    addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
+    node = await asyncio.to_thread(this_node, os.environ)
+    own = _own_devices(node, config)
+    row = NodeRow(
+        node=given.place.rank,
+        nodes=given.place.nodes,
+        nonce="",
+        host=socket.gethostname(),
+        place=here(),
+        pid=os.getpid(),
+        address=bare(addresses.advertised),
+        versions=await asyncio.to_thread(_versions, config),
+        devices=tuple(device.uuid for device in own),
+        device_memory_bytes=min((device.memory_bytes for device in own), default=0),
+    )
+    name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
+        await bus.create_layout()
+        if row.node == 0:
+            await bus.rows("run").put("config", to_map(config))
+            write_keys(auth_dir(config), await make_keys(bus))
+        used = own[: _ranks(config) // row.nodes]
+        live = LiveRow(
+            role="learner",
+            id=name,
+            host=row.host,
+            pid=row.pid,
+            phase="waiting",
+            capabilities=_capabilities(used),
+        )
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
+        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
+        limits = Limits(wait_s=config.learner.nodes_wait_s)
+
+        def on_wait(text: str) -> None:
+            """Show in ``tidemill status`` what the agent waits for, and why the last attempt ended."""
+            heartbeat.update(phase="waiting" if text else "working", waits_for=text, trouble=agent.row.reason)
+
+        agent = Agent(bus, row, work, bind=addresses.bind, limits=limits, on_wait=on_wait)
+        await agent.run(draining)
+
+
+class NodeWork:
+    """The ranks of this node: ``learner.nodes.port.Work``."""
+
+    def __init__(
+        self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace
+    ) -> None:
+        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
+        self._interface = interface_of(_bound(reach))
+        self._place = place
+        self._is_local = config.learner.checkpoint.store == "local"
+
+    @asynccontextmanager
+    async def opened(self, bus: Bus) -> AsyncIterator[None]:
+        """Keep the checkpoints of this node, if it has some of its own. Raises OSError, BusUnavailable."""
+        if not self._is_local:
+            yield
+            return
+        ring = Ring(
+            node=self._place.rank,
+            num_nodes=self._place.nodes,
+            copies=self._config.learner.checkpoint.copies,
+            keep=self._config.learner.keep_checkpoints,
+        )
+        keeper = Keeper(bus, self._config.checkpoints, ring, reach=self._reach)
+        async with keeper.opened():
+            keeping = asyncio.create_task(keeper.run(), name="keeper")
+            try:
+                yield
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+
+    def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
+        """Return the number of ranks of each node. Raises NodeRefused."""
+        nodes = [_node_of(row) for row in offers]
+        want = dataclasses.replace(want_of(self._config, nodes[0], learner=True, engines=0), learner_devices=())
+        try:
+            ranks = place(nodes, want).ranks
+        except DeviceError as error:
+            raise NodeRefused("learner", "devices for all ranks", str(error), "see there") from None
+        counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
+        if not all(counts):
+            found = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
+            raise NodeRefused(
+                "learner.nodes", f"ranks on each of {len(nodes)} nodes", found, "a host for engines is no node: lower --nodes"
+            )
+        return counts
+
+    async def prove(self, proof: str) -> None:
+        """Write the proof into the directory of the checkpoints. Raises OSError."""
+        if self._is_local:
+            return
+        await asyncio.to_thread(write_whole, self._config.checkpoints / PROOF, proof)
+
+    async def check(self, proof: str) -> None:
+        """Read the leader's proof. Raises NodeRefused when it does not appear in this node's directory of the checkpoints."""
+        if self._is_local:
+            return
+        file, found = self._config.checkpoints / PROOF, ""
+        deadline = asyncio.get_running_loop().time() + PROOF_S
+        while asyncio.get_running_loop().time() < deadline:
+            found = await asyncio.to_thread(_text, file)
+            if found == proof:
+                return
+            await asyncio.sleep(0.2)
+        got = f"{found[:40]!r} in {file} on {socket.gethostname()}"
+        raise NodeRefused(
+            "checkpoints",
+            f"one directory that all nodes share (the leader wrote {proof!r})",
+            got,
+            "directory: a shared path, or learner.checkpoint.store: local",
+        )
+
+    async def run(self, part: Part, draining: asyncio.Event) -> None:
+        """Run the processes of this node. Raises ChildFailed."""
+        count = part.num_ranks
+        uuids = tuple(device.uuid for device in self._devices[:count])
+        places = [RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids) for local in range(count)]
+        more = network_variables(self._interface, os.environ)
+        await run_part(
+            self._arguments,
+            part,
+            draining=draining,
+            threads=self._config.learner.threads,
+            drain_s=self._config.up.drain_s,
+            variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
+        )
+
+
+def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that name the interface to its peers. Those that the user has set are left alone.
+
+    NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
+    """
+    variables = {name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given}
+    # Under torchrun, torch would take the store that torchrun's agent serves, which is not the one of this attempt.
+    return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
+    """Return where this node listens and how others reach it. Raises ValueError. Blocks while a host name is looked up."""
+    addresses = reach(given.host or AUTO, given.advertise, route_to(bus_url), name="learner: --host")
+    refuse_public(bare(addresses.advertised), insecure=config.learner.insecure_network)
+    return addresses
+
+
+def _bound(addresses: Reach) -> str:
+    """Return the address whose interface ranks use."""
+    return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
+
+
+def _ranks(config: RunConfig) -> int:
+    return config.learner.data_parallel * config.learner.tensor_parallel
+
+
+def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
+    """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in vain."""
+    if not node.devices or config.learner.device == "cpu":
+        return ()
+    count = _ranks(config) // config.learner.nodes
+    want = dataclasses.replace(want_of(config, node, learner=True, engines=0), ranks=count)
+    chosen = place([node], want).ranks
+    return tuple(next(device for device in node.devices if device.uuid == rank.uuid) for rank in chosen if rank.uuids)
+
+
+def _node_of(row: NodeRow) -> Node:
+    devices = tuple(
+        Device(index=index, uuid=uuid, memory_bytes=row.device_memory_bytes, slice=0 if uuid.startswith("MIG") else -1)
+        for index, uuid in enumerate(row.devices)
+    )
+    return Node(rank=row.node, host=row.host, devices=devices)
+
+
+def _capabilities(used: Sequence[Device]) -> Capabilities:
+    if not used:
+        return Capabilities()
+    memory = min(device.memory_bytes for device in used)
+    return Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
+
+
+def _versions(config: RunConfig) -> dict[str, str]:
+    """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
+    code = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
+        code.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    kept = config.learner.checkpoint
+    versions = {"code": code.hexdigest()[:12], "settings": config.digest()[:12], "python": platform.python_version()}
+    versions["learner.checkpoint"] = f"store {kept.store}, copies {kept.copies}"
+    for package in ("torch", "megatron-core", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    return versions
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

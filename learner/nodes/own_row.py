@@ -1,0 +1,149 @@
+"""The row of an agent: claimed at its start, renewed every second by compare-and-set, so that a node rank has one agent.
+
+Consumes nothing; produces the row. A claim waits until the row of an agent before it has been silent for long enough.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bus.client.rows import Rows
+from bus.client.waiter import Waiter
+from bus.errors import BusError, BusUnavailable, RowConflict, WireError
+from learner.nodes.errors import NodeRefused, NodeReplaced
+from learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+WRITE_S = 5.0
+"""Seconds after which an unanswered write is made again."""
+_LOOK_S = 0.5
+
+
+def here() -> str:
+    """Return the boot id and the process-id namespace of this process; empty where there is none (not Linux)."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class OwnRow:
+    """The row of this agent."""
+
+    def __init__(self, rows: Rows, row: NodeRow) -> None:
+        self.row = row
+        self._rows, self._key = rows, f"{NODE_KEY}.{row.node}"
+        self._revision = 0
+        self._wake, self._written = Waiter(), Waiter()
+        self._changes = self._stored = 0
+
+    def update(self, **changes: object) -> None:
+        """Change fields of the row, which is written at once."""
+        self.row = replace(self.row, **changes)  # type: ignore[arg-type]
+        self._changes += 1
+        self._wake.wake()
+
+    async def stored(self, within_s: float) -> bool:
+        """Return whether the bus has the row as it is now, or a newer one, within this time."""
+        changes = self._changes
+        deadline = time.monotonic() + within_s
+        while self._stored < changes and (left := deadline - time.monotonic()) > 0:
+            await self._written.wait(left)
+        return self._stored >= changes
+
+    async def claim(self, silence_s: float) -> None:
+        """Write the row for the first time. Raises NodeRefused when another agent has this node rank, BusUnavailable."""
+        began = time.monotonic()
+        known: int | None = None
+        while True:
+            value, revision = await self._rows.read(self._key)
+            other = None if value is None else self._parsed(value)
+            changed = known is not None and revision != known
+            if other is not None and changed and other.phase is not Phase.FAILED:
+                raise _taken(self.row, other)
+            over = time.monotonic() - began > silence_s
+            if other is None or over or other.phase is Phase.FAILED or _is_gone(other, self.row):
+                try:
+                    self._revision = await self._rows.update(self._key, row_value(self.row), revision)
+                    return
+                except RowConflict:  # another agent was faster: the next reading shows it
+                    known = -1 if known is None else known
+                    continue
+            if known is None:
+                log.warning("%s has a row from %s pid=%d: waiting up to %.0f s for its next heartbeat", self._key, *_of(other), silence_s)
+            known = revision
+            await asyncio.sleep(_LOOK_S)
+
+    async def keep(self) -> None:
+        """Background loop: write the row every second and after each change. Raises NodeReplaced when another agent has taken it over."""
+        while True:
+            changes = self._changes
+            self.row = replace(self.row, beats=self.row.beats + 1)
+            try:
+                async with asyncio.timeout(WRITE_S):
+                    self._revision = await self._rows.update(self._key, row_value(self.row), self._revision)
+                self._stored = changes
+                self._written.wake()
+            except RowConflict:
+                await self._reconcile()
+                continue
+            except (BusError, TimeoutError) as error:
+                log.warning("row unsent key=%s error=%s", self._key, str(error) or "no answer")
+            await self._wake.wait(BEAT_S)
+
+    async def remove(self) -> None:
+        """Remove the row, unless another agent has it; give up after some seconds."""
+        try:
+            async with asyncio.timeout(WRITE_S):
+                value, _ = await self._rows.read(self._key)
+                found = None if value is None else self._parsed(value)
+                if found is not None and found.agent == self.row.agent:
+                    await self._rows.delete(self._key)
+        except (BusError, TimeoutError) as error:
+            log.warning("row not removed key=%s error=%s", self._key, str(error) or "no answer")
+
+    async def _reconcile(self) -> None:
+        """Adopt the revision of a write of ours whose answer was lost. Raises NodeReplaced for another agent's."""
+        try:
+            value, revision = await self._rows.read(self._key)
+        except BusUnavailable:
+            return
+        found = None if value is None else self._parsed(value)
+        if found is not None and found.agent != self.row.agent:
+            raise NodeReplaced(self.row.node, f"{found.host} pid {found.pid}")
+        self._revision = revision  # also that of an unreadable row, or of none
+
+    def _parsed(self, value: dict[str, object]) -> NodeRow | None:
+        """Return the row; None for one that does not fit, which is replaced."""
+        try:
+            return node_of(self._key, value)
+        except WireError as error:
+            log.warning("row %s cannot be read and is replaced: %s", self._key, error)
+            return None
+
+
+def _of(row: NodeRow) -> tuple[str, int]:
+    return row.host, row.pid
+
+
+def _taken(mine: NodeRow, other: NodeRow) -> NodeRefused:
+    got = f"a second one: node rank {mine.node} has an agent on {other.host}, pid {other.pid}"
+    return NodeRefused(f"--node-rank {mine.node}", "one agent", got, "give every node a rank of its own, or end the other agent")
+
+
+def _is_gone(other: NodeRow, mine: NodeRow) -> bool:
+    """Return whether the agent ran on this machine and has ended. One elsewhere can only be judged by its silence."""
+    if not other.place or other.place != mine.place or other.pid <= 0:
+        return False
+    try:
+        os.kill(other.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return other.pid == mine.pid

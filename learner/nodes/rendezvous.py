@@ -1,0 +1,192 @@
+"""Rendezvous of node agents: from the rows that an agent reads to its next action. Pure: no clock, no bus, no process.
+
+    rows of all nodes, with the seconds of their silence + the attempt  ->  one action
+
+Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by compare-and-set on the
+row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent runs ranks only under an attempt that names
+its nonce, and takes a new nonce only after its ranks have ended. So as far as the rows tell, no two attempts have ranks at the same time.
+An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the end before.
+
+Consumes rows; produces actions. A wait names the nodes or the event that ends it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bus import exit_codes
+from learner.nodes.node_rows import Attempt, NodeRow, Phase, State
+
+LEADER = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node's row, and the seconds for which it has not changed."""
+
+    row: NodeRow
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there."""
+
+    waits_for: str = ""
+    missing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Leader: form the next attempt from these offers."""
+
+    offers: tuple[NodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Leader: write this state of the attempt."""
+
+    state: State
+    reason: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the ranks of this node."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have the ranks finish their step and end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the ranks at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Offer again, under a new nonce; no rank of this node is alive."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End the agent; no rank of this node is alive, or those that are end by themselves after the last step."""
+
+    exit_code: int = 0
+    reason: str = ""
+
+
+Action = Wait | Form | Record | Start | Drain | End | Renew | Leave
+
+
+def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
+    """Return the next action of an agent.
+
+    ``seen``: the rows of all nodes as read, its own among them; ``silence_s``: longest silence of a live one.
+    """
+    mine = attempt if attempt is not None and attempt.has(me) else None
+    if me.phase is Phase.READY:
+        return _ready(me, seen, attempt, mine, silence_s)
+    if mine is None:
+        reason = "another attempt has begun" if attempt is not None else "the row of the attempt is gone"
+        return Renew(reason) if me.phase is Phase.FINISHED else End(reason)
+    if mine.state is State.DONE:
+        return Leave()
+    if mine.state in (State.FAILED, State.ENDING):
+        if me.phase is not Phase.FINISHED:
+            return End(mine.reason)
+        return Leave(mine.exit_code, mine.reason) if mine.state is State.FAILED else Renew(mine.reason)
+    if me.node == LEADER and me.phase is Phase.FINISHED and mine.state is not State.DRAINING:
+        return Record(State.DONE)  # all that counts is stored, even if another node fails while it leaves
+    if (trouble := _trouble(me, seen, mine, silence_s)) is not None:
+        return trouble if me.node == LEADER else End(trouble.reason)
+    return _drained(me, seen, mine) if mine.state is State.DRAINING else _running(me, seen, mine)
+
+
+def _ready(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float) -> Action:
+    """Return the action of an agent without ranks."""
+    if mine is not None:
+        if mine.state is State.FORMING:
+            return Start(mine)
+        if mine.state is State.FAILED:
+            return Leave(mine.exit_code or exit_codes.CRASHED, mine.reason)
+        return Renew(mine.reason)
+    if attempt is not None and attempt.epoch == me.epoch and attempt.state in (State.DONE, State.FAILED):
+        return Leave(attempt.exit_code, attempt.reason)  # this agent had left the attempt before its end was recorded
+    missing = _missing(me, seen, silence_s)
+    if missing:
+        return Wait(f"{', '.join(missing)}", missing=True)
+    rows = [seen[node].row for node in range(me.nodes)]
+    busy = [row for row in rows if row.phase is not Phase.READY or (attempt is not None and attempt.has(row))]
+    if busy:
+        return Wait(f"the ranks of the last attempt to end: {', '.join(row.name for row in busy)}")
+    if me.node != LEADER:
+        return Wait(f"{seen[LEADER].row.name} to form an attempt")
+    if seen[me.node].row.nonce != me.nonce:
+        return Wait("its own row to be stored")  # a node would compare the attempt with the old one
+    return Form(tuple(rows))
+
+
+def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[str]:
+    """Return the nodes that are not there, for a message."""
+    missing = []
+    for node in range(me.nodes):
+        there = seen.get(node)
+        if there is None:
+            missing.append(f"node {node} (never seen, or it has left)" if node != me.node else "its own row to be stored")
+        elif node != me.node and there.silent_s > silence_s:
+            missing.append(f"{there.row.name} (silent for {there.silent_s:.0f} s)")
+        elif node != me.node and there.row.phase is Phase.FAILED:
+            missing.append(f"{there.row.name} (given up: {there.row.reason or 'no reason'})")
+    return missing
+
+
+def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
+    """Return the record of what ends the attempt, as the rows of the other nodes tell; None = nothing."""
+    for node, nonce in enumerate(mine.nonces):
+        if node == me.node:
+            continue
+        there = seen.get(node)
+        if there is None:
+            return Record(State.ENDING, f"node {node} has left")
+        row = there.row
+        if row.phase is Phase.FAILED and row.nonce == nonce:
+            return Record(State.FAILED, f"{row.name}: {row.reason}", row.exit_code or exit_codes.CRASHED)
+        if row.nonce != nonce:
+            why = row.reason or ("another agent has its node rank" if mine.state is not State.FORMING else "it has offered again")
+            return Record(State.ENDING, f"{row.name}: {why}")
+        if there.silent_s > silence_s:
+            return Record(State.ENDING, f"{row.name} is silent for {there.silent_s:.0f} s")
+    return None
+
+
+def _drained(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
+    if me.phase is not Phase.FINISHED:
+        return Drain(mine.reason)
+    others = [there.row for there in seen.values() if mine.has(there.row) and there.row.node != me.node]
+    if me.node == LEADER and all(row.phase is Phase.FINISHED for row in others):
+        return Record(State.ENDING, mine.reason)
+    return Wait("the ranks to finish their step")
+
+
+def _running(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
+    if me.node != LEADER:
+        return Wait("the last step")
+    rows = [there.row for there in seen.values() if mine.has(there.row)]
+    draining = [row for row in rows if row.phase is Phase.DRAINING]
+    if draining or me.phase is Phase.DRAINING:
+        return Record(State.DRAINING, f"{(draining or [me])[0].name} was stopped")
+    if mine.state is State.FORMING and all(row.phase in (Phase.RUNNING, Phase.FINISHED) for row in rows):
+        return Record(State.RUNNING)
+    return Wait("the last step")
