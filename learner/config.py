@@ -86,6 +86,24 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where the learner's checkpoints are kept, and how they are written."""
+
+    store: str = "shared"
+    """shared | local: one directory for all nodes of the learner, or each node's files on its own disk; the same with one node."""
+    copies: int = 2
+    """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
+    background: bool = True
+    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy is kept."""
+
+    def __post_init__(self) -> None:
+        if self.store not in ("shared", "local"):
+            raise ValueError(f"store: want shared or local, got {self.store!r}")
+        if self.copies < 1:
+            raise ValueError(f"copies: want >= 1, got {self.copies}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
@@ -135,6 +153,8 @@ class LearnerConfig:
     """Use deterministic kernels: a resumed run repeats the recorded steps to the same bits on one machine."""
     colocated: bool = False
     """Share the accelerator with the engines that ``tidemill up`` starts: they use its memory between the steps (docs/colocated.md)."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

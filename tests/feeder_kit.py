@@ -13,7 +13,7 @@ from bus.config import BusConfig
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch, encode
 from learner.data.prompts import PromptFile
@@ -44,6 +44,7 @@ class World:
     digests: dict[int, set[str]] = field(default_factory=dict)
     """Digests of the batches served to ranks, by step: one digest if they were always the same."""
     batches: list[StepBatch] = field(default_factory=list)
+    num_nodes: int = 1
 
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
@@ -64,7 +65,9 @@ class World:
         }
         with KeptPort() as port:
             url = f"tcp://127.0.0.1:{port.number}"
-            places = FeederPlaces(run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root)
+            places = FeederPlaces(
+                run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root, num_nodes=self.num_nodes
+            )
             feeding = asyncio.create_task(run_feeder(places, self.prompts(), **(values | changes)), name="feeder")
             try:
                 yield url, feeding
@@ -134,9 +137,9 @@ class World:
                 if stop("done", step):
                     return start
                 if batch.state:
-                    path = checkpoints.staging(self.root, step=step, epoch=start.epoch)
+                    path = disk.staging(self.root, step=step, epoch=start.epoch)
                     (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
-                    client.checkpointed(step, str(checkpoints.commit(path, batch.state)))
+                    client.checkpointed(step, str(disk.commit(path, batch.state)))
                 if stop("checkpoint", step):
                     return start
                 if not batch.recorded or step == start.recorded_until:

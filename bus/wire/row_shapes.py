@@ -207,7 +207,8 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
     "run": {
         subjects.EPOCH_KEY: Shape({"epoch": NATURAL}, {"by": TEXT}),
         subjects.FLOOR_KEY: Shape({"floor": NATURAL}, {}),
-        "checkpoint": Shape({"directory": TEXT, "step": NATURAL}, {"epoch": NATURAL, "chain": TEXT}),
+        "checkpoint": Shape({"directory": TEXT, "step": NATURAL}, {"epoch": NATURAL, "chain": TEXT, "manifest": TEXT}),
+        "holder.*": Shape({"node": NATURAL, "url": TEXT, "held": keyed(TEXT, TEXTS)}, {"host": TEXT, "trouble": TEXT}),
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
         "api_key": Shape({"key": TEXT}, {}),
         "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),

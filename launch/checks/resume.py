@@ -12,7 +12,7 @@ from actors.serving.builtin.shape import ModelShape
 from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.datasource import read_state
 from learner.data.prompts import prompts_digest
 from learner.errors import ReplayMismatch
@@ -85,9 +85,9 @@ def began_with(file: Path) -> RunConfig | None:
 
 def _recorded(root: Path) -> dict[str, object]:
     """Return the identity in the newest readable checkpoint; empty without one."""
-    for checkpoint in checkpoints.listed(root):
+    for checkpoint in disk.listed(root):
         try:
-            found: dict[str, object] = read_state(checkpoints.read_state(checkpoint.path))["identity"]
+            found: dict[str, object] = read_state(disk.read_state(checkpoint.path))["identity"]
             return found
         except (OSError, ValueError, KeyError, TypeError, ReplayMismatch) as error:
             log.warning("checkpoint passed over directory=%s error=%s", checkpoint.path, error)

@@ -17,7 +17,7 @@ from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.datasource import read_state
 from learner.feed.restart import CHECKPOINT_KEY
 
@@ -73,13 +73,13 @@ async def _set_back(bus: Bus, source: Path, target: Path) -> int:
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0
-    kept = [one.path for one in reversed(checkpoints.listed(source / CHECKPOINTS))]
-    oldest, _ = checkpoints.latest_valid(kept)
+    kept = [one.path for one in reversed(disk.listed(source / CHECKPOINTS))]
+    oldest, _ = disk.latest_valid(kept)
     if oldest is None:
         raise ValueError(f"--train: samples were trimmed, and no checkpoint in {source / CHECKPOINTS} is whole")
     copied = target / CHECKPOINTS / oldest.name
     shutil.copytree(oldest, copied)
-    one, state = checkpoints.named(oldest), read_state(checkpoints.read_state(oldest))
+    one, state = disk.named(oldest), read_state(disk.read_state(oldest))
     row = {"directory": str(copied), "step": one.step, "epoch": one.epoch, "chain": state["chain"]}
     await bus.rows("run").put(CHECKPOINT_KEY, row)
     return one.step

@@ -363,13 +363,13 @@ def _largest_lag(plan: Plan) -> int:
 
 def read_cursor(checkpoints: Path) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint of a directory; None if there is none."""
-    from learner import checkpoints as kept
+    from learner.checkpoints import disk
     from learner.data.datasource import read_state
 
-    path, _ = kept.latest_valid(one.path for one in kept.listed(checkpoints))
+    path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True)
     if path is None:
         return None
-    state = read_state(kept.read_state(path))
+    state = read_state(disk.read_state(path))
     counts = state["tally"]
     return CheckpointCursor(
         int(state["samples"]["floor"]),

@@ -9,8 +9,8 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +19,7 @@ from actors.engines.witness import Witness
 from bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import make_keys
-from bus.streams.bus import connect
+from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
@@ -34,6 +34,7 @@ from launch.run.interfaces import interface_of
 from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
+from learner.checkpoints.keeper import Keeper, Ring
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.agreement import refuse_public
 from learner.nodes.errors import NodeRefused
@@ -83,7 +84,6 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
     )
     name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
-        # Servers of this node, such as one for its checkpoint files, are entered here; their URLs go into the row.
         bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
         await bus.create_layout()
         if row.node == 0:
@@ -101,7 +101,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(Witness(bus, heartbeat).run()))
-        work = NodeWork(config, arguments, node, own, interface=interface_of(_bound(addresses)))
+        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
 
         def on_wait(text: str) -> None:
@@ -115,9 +115,35 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
 class NodeWork:
     """The ranks of this node: ``learner.nodes.port.Work``."""
 
-    def __init__(self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, interface: str) -> None:
-        """``devices``: those that ranks may have. ``interface``: of the advertised address; empty = not known."""
-        self._config, self._arguments, self._node, self._devices, self._interface = config, arguments, node, devices, interface
+    def __init__(
+        self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace
+    ) -> None:
+        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
+        self._interface = interface_of(_bound(reach))
+        self._place = place
+        self._is_local = config.learner.checkpoint.store == "local"
+
+    @asynccontextmanager
+    async def opened(self, bus: Bus) -> AsyncIterator[None]:
+        """Keep the checkpoints of this node, if it has some of its own. Raises OSError, BusUnavailable."""
+        if not self._is_local:
+            yield
+            return
+        ring = Ring(
+            node=self._place.rank,
+            num_nodes=self._place.nodes,
+            copies=self._config.learner.checkpoint.copies,
+            keep=self._config.learner.keep_checkpoints,
+        )
+        keeper = Keeper(bus, self._config.checkpoints, ring, reach=self._reach)
+        async with keeper.opened():
+            keeping = asyncio.create_task(keeper.run(), name="keeper")
+            try:
+                yield
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
         """Return the number of ranks of each node. Raises NodeRefused."""
@@ -137,10 +163,14 @@ class NodeWork:
 
     async def prove(self, proof: str) -> None:
         """Write the proof into the directory of the checkpoints. Raises OSError."""
+        if self._is_local:
+            return
         await asyncio.to_thread(write_whole, self._config.checkpoints / PROOF, proof)
 
     async def check(self, proof: str) -> None:
         """Read the leader's proof. Raises NodeRefused when it does not appear in this node's directory of the checkpoints."""
+        if self._is_local:
+            return
         file, found = self._config.checkpoints / PROOF, ""
         deadline = asyncio.get_running_loop().time() + PROOF_S
         while asyncio.get_running_loop().time() < deadline:
@@ -150,7 +180,10 @@ class NodeWork:
             await asyncio.sleep(0.2)
         got = f"{found[:40]!r} in {file} on {socket.gethostname()}"
         raise NodeRefused(
-            "checkpoints", f"one directory that all nodes share (the leader wrote {proof!r})", got, "directory: a shared path"
+            "checkpoints",
+            f"one directory that all nodes share (the leader wrote {proof!r})",
+            got,
+            "directory: a shared path, or learner.checkpoint.store: local",
         )
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
@@ -227,7 +260,9 @@ def _versions(config: RunConfig) -> dict[str, str]:
     root = Path(__file__).parents[2]
     for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
         code.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    kept = config.learner.checkpoint
     versions = {"code": code.hexdigest()[:12], "settings": config.digest()[:12], "python": platform.python_version()}
+    versions["learner.checkpoint"] = f"store {kept.store}, copies {kept.copies}"
     for package in ("torch", "megatron-core", "numpy"):
         try:
             versions[package] = version(package)

@@ -455,6 +455,7 @@ async def run_feeder(
         keys=keys,
         checkpoints=config.checkpoints,
         epoch=epoch,
+        num_nodes=config.learner.nodes,
         rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
     )
     await feeder.run_feeder(
@@ -489,6 +490,7 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         progress=progress,
         model_dir=Path(config.model.path),
         checkpoints=config.checkpoints,
+        node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
         snapshots=config.root / "snapshots",
         final_dir=config.root / "final",
     )

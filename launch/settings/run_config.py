@@ -142,7 +142,7 @@ class RunConfig:
     def digest(self) -> str:
         """Return the SHA-256, hexadecimal, of the settings that decide what is trained; places, machines and names are left out."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
-        for name in ("colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
+        for name in ("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
             del parts["learner"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}

@@ -6,7 +6,7 @@ of the wait), end, error. Both ways, over a connection of their own: alive (``fe
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 
 import msgpack
@@ -46,6 +46,12 @@ class Start:
     """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = those of the model directory."""
     recorded_until: int
     """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as head + 1."""
+    manifest: str = ""
+    """SHA-256 of the manifest of ``checkpoint``, when it is spread over nodes."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """URLs of the nodes that serve its files, by node (as text)."""
+    peer_key: str = field(default="", repr=False)
+    """Bearer key of these servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,8 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         group_size=learner.group_size,
         checkpoint_every=learner.checkpoint_every,
         keep_checkpoints=learner.keep_checkpoints,
+        copies=learner.checkpoint.copies if learner.checkpoint.store == "local" else 0,
+        num_nodes=places.num_nodes,
         ahead=ahead,
         batch_timeout_s=learner.batch_timeout_s,
         vocab_size=model.vocab_size,

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
@@ -30,7 +31,7 @@ from bus.system.coroutines import first_of
 from bus.wire import subjects
 from bus.wire.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.batch import build_batches, encode
 from learner.data.datasource import Disposition, Waits
 from learner.data.lost import LostTasks
@@ -39,6 +40,7 @@ from learner.data.rules import DataRules
 from learner.data.senders import Senders, invalid_words, refused_before
 from learner.data.task_admission import TaskDemand
 from learner.errors import NoProgress, PromptError
+from learner.feed.copies import Copies, manifest_digest
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import Outcomes, facts_of
@@ -51,6 +53,8 @@ BEAT_S = 1.0
 """Interval of the heartbeats to ranks and on the bus."""
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
+COPIES_S = 30.0
+"""Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before stays the latest."""
 END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 EARLY_CHECKPOINT_FULL = 0.7
@@ -68,6 +72,9 @@ class FeederRules:
     group_size: int
     checkpoint_every: int
     keep_checkpoints: int
+    copies: int = 0
+    """Holders of each file of a checkpoint; 0 = all nodes share one directory."""
+    num_nodes: int = 1
     ahead: int
     """Steps planned before a rank requests them: 0 or 1."""
     batch_timeout_s: float
@@ -95,6 +102,8 @@ class Feeder:
         self._text = "the bus"
         self._phase = "starting"
         self._epoch = 0
+        self._copies: Copies | None = None
+        """Set when each node has checkpoints of its own."""
 
     async def run(self, draining: asyncio.Event) -> None:
         """Start, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may cause any of them."""
@@ -124,6 +133,7 @@ class Feeder:
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
+                loops.append(group.create_task(cancellable(self._outcomes.follow_copies()), name="copies"))
                 await self._over(draining)
                 for loop_task in loops:
                     loop_task.cancel()
@@ -144,7 +154,9 @@ class Feeder:
         await self._bus.plans.fence(self._epoch)
         await self._bus.tasks.fence(self._epoch)
         self._text = "the checkpoint to be verified and the streams to be read"
-        resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root)
+        if self._rules.copies and self._rules.num_nodes > 1:
+            self._copies = Copies(self._bus, self._rules.root, num_nodes=self._rules.num_nodes, copies=self._rules.copies)
+        resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
@@ -168,15 +180,28 @@ class Feeder:
                 head_step=step,
                 initial=await self._initial(resumed),
                 recorded_until=self._recorded_until,
+                **await self._peers(resumed.checkpoint),
             )
         )
         self._note_replayed()
+
+    async def _peers(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of them."""
+        if self._copies is None or checkpoint is None:
+            return {}
+        peers = {str(peer.node): peer for peer in await self._copies.peers()}
+        keys = {peer.key for peer in peers.values()}
+        return {
+            "manifest": await asyncio.to_thread(manifest_digest, checkpoint),
+            "peers": {node: peer.url for node, peer in peers.items()},
+            "peer_key": keys.pop() if keys else "",
+        }
 
     async def _initial(self, resumed: Resumed) -> str | None:
         """Return the verified checkpoint with the initial weights, if the run starts from one. Raises CheckpointCorrupt."""
         if resumed.checkpoint is not None or self._rules.from_checkpoint is None:
             return None
-        await asyncio.to_thread(checkpoints.verify, self._rules.from_checkpoint)
+        await asyncio.to_thread(disk.verify, self._rules.from_checkpoint)
         return str(self._rules.from_checkpoint)
 
     def _make_outcomes(self, resumed: Resumed) -> Outcomes:
@@ -189,6 +214,7 @@ class Feeder:
             root=self._rules.root,
             keep_checkpoints=self._rules.keep_checkpoints,
             on_published=self._published,
+            copies=self._copies,
         )
 
     async def _over(self, draining: asyncio.Event) -> None:
@@ -203,6 +229,10 @@ class Feeder:
         self._phase, self._text = "draining", "the ranks to leave"
         await self._server.deserted.wait()
         await self._server.outcomes.join()
+        self._text = "the copies of the last checkpoint"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COPIES_S):
+                await self._outcomes.all_copied()
 
     async def _farewell(self) -> None:
         """Send the end of the run, and wait (with a deadline) until every rank has received it."""
@@ -418,11 +448,15 @@ class Feeder:
         """Produce heartbeats on the bus and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
         while True:
             starved_s = self._server.starved_s(time.monotonic())
-            await self._server.beat(self._text)
+            await self._server.beat(self._waits_for())
             if starved_s > self._rules.batch_timeout_s:
-                raise NoProgress("feeder", starved_s, self._text)
+                raise NoProgress("feeder", starved_s, self._waits_for())
             heartbeat.update(**self._appearance(starved_s))
             await asyncio.sleep(BEAT_S)
+
+    def _waits_for(self) -> str:
+        copies = "" if self._copies is None else self._copies.waits_for
+        return f"{self._text}; {copies}" if copies else self._text
 
     def _appearance(self, starved_s: float) -> dict[str, object]:
         if not hasattr(self, "_outcomes"):  # heartbeats begin before the state is restored
@@ -444,7 +478,7 @@ class Feeder:
         version = self._source.head[0] if self._source.head else -1
         return {
             "phase": self._phase,
-            "waits_for": self._text,
+            "waits_for": self._waits_for(),
             "trouble": self._prompts.trouble,
             "version": version,
             "load": {key: float(value) for key, value in load.items()},

@@ -16,11 +16,12 @@ from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan
-from learner import checkpoints
-from learner.checkpoints import Checkpoint
+from learner.checkpoints import disk
+from learner.checkpoints.disk import Checkpoint
 from learner.data.batch import StepBatch
 from learner.data.datasource import read_state
 from learner.errors import FeedError
+from learner.feed.copies import Copies, manifest_digest
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
 
@@ -44,12 +45,16 @@ class Outcomes:
         root: Path,
         keep_checkpoints: int,
         on_published: Callable[[int, int], None],
+        copies: Copies | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it. ``copies``: as of ``resume``."""
         step = resumed.source.step
         self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
         self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
         self._done = step
+        self._copies = copies
+        self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
+        """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
         self.checkpoint_step = step
         """Step of the latest checkpoint."""
@@ -100,24 +105,46 @@ class Outcomes:
             log.info("metrics unsent error=%s", error)
 
     async def _checkpointed(self, step: int, path: Path) -> None:
-        one = checkpoints.named(path)
+        one = disk.named(path)
         here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
         # A row that names a wrong directory would make every later start fail, so the report is not trusted.
         if not here or one.step != step or step > self._done or step not in self._plans:
             want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
             raise FeedError("checkpointed", want, (step, str(path)))
-        state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
+        state = read_state(await asyncio.to_thread(disk.read_state, path))
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
             raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
-        await self._bus.retry(lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
-        log.info("checkpoint committed step=%d path=%s", step, path)
-        self.checkpoint_step = step
+        digest = await asyncio.to_thread(manifest_digest, path)
+        row = {"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain, "manifest": digest}
+        if self._copies is None:
+            await self._make_latest(one, state, row)
+        else:  # the reports behind this one do not wait for the copies
+            self._written.put_nowait((one, state, row))
+
+    async def follow_copies(self) -> None:
+        """Make each checkpoint the latest when it has its copies, until cancelled. Raises Fenced."""
+        while True:
+            one, state, row = await self._written.get()
+            assert self._copies is not None
+            await self._copies.wait(one.path)
+            await self._make_latest(one, state, row)
+            self._written.task_done()
+
+    async def all_copied(self) -> None:
+        """Wait until every reported checkpoint is the latest, or was."""
+        await self._written.join()
+
+    async def _make_latest(self, one: Checkpoint, state: JsonMapping, row: Value) -> None:
+        """Write the row of the latest checkpoint, then trim. Raises Fenced."""
+        await self._bus.retry(lambda: self._commit(row))
+        log.info("checkpoint committed step=%d path=%s", one.step, one.path)
+        self.checkpoint_step = one.step
         try:
             await self._trim(one, state)
         except BusUnavailable as error:
             log.warning("streams not trimmed, the next checkpoint will error=%s", error)
-        if step == self._steps:
+        if one.step == self._steps:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
@@ -138,8 +165,8 @@ class Outcomes:
     async def _trim(self, latest: Checkpoint, state: JsonMapping) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
-        kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
-        oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
+        kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest)
+        oldest = read_state(await asyncio.to_thread(disk.read_state, kept[-1].path))
         history = self._bus.config.history_samples
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)

@@ -20,6 +20,8 @@ class FeederPlaces:
     """They admit the ranks."""
     checkpoints: Path
     """Root of the checkpoints."""
+    num_nodes: int = 1
+    """Nodes of the learner."""
     epoch: int = 0
     """Epoch that the leader of several nodes has raised for this start; 0 = the feeder raises it."""
     rank_silence_s: float = 0.0
@@ -41,7 +43,9 @@ class RankPlaces:
     model_dir: Path
     """Initial weights, configuration and tokenizer, in Hugging Face format."""
     checkpoints: Path
-    """Root of the checkpoints, as the feeder's."""
+    """Root of the checkpoints, as the feeder's; with ``learner.checkpoint.store: local`` that of this rank's node."""
+    node: int = 0
+    """Node of the rank."""
     snapshots: Path
     """Snapshots of versions are kept here."""
     final_dir: Path

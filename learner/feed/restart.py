@@ -11,15 +11,15 @@ from pathlib import Path
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
-from learner import checkpoints
+from learner.checkpoints import disk
+from learner.checkpoints.keeper import CHECKPOINT_KEY
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
+from learner.feed.copies import Copies
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain"}`` of the latest checkpoint."""
 _STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
 
 
@@ -39,19 +39,20 @@ class Resumed:
     """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
 
 
-async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
+async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: Copies | None = None) -> Resumed:
     """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
-    Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
+    ``copies``: the checkpoints are spread over nodes; None = all are below ``root``. Raises NoCheckpoint, RunLost, ReplayMismatch,
+    ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
-    checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
+    checkpoint = None if row is None else await _loaded(root, row[0], copies)
     if checkpoint is None:
         # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
-        source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
+        source = DataSource.restore(rules, await asyncio.to_thread(disk.read_state, checkpoint), epoch=epoch)
     versions = await _register_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
@@ -79,23 +80,29 @@ async def recorded_versions(bus: Bus) -> dict[int, int]:
     return versions
 
 
+async def _loaded(root: Path, row: JsonMapping, copies: Copies | None) -> Path:
+    """Return the checkpoint to load. Raises NoCheckpoint."""
+    return await asyncio.to_thread(_usable, root, row) if copies is None else await copies.whole(row)
+
+
 def _usable(root: Path, row: JsonMapping) -> Path:
     """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt ones are set aside.
 
     Raises NoCheckpoint if none is valid.
     """
     latest = root / Path(row["directory"]).name  # only the name, because the root may have been moved
-    before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
-    found, corrupt = checkpoints.latest_valid([latest, *before])
+    before = [one.path for one in disk.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
+    found, corrupt = disk.latest_valid([latest, *before])
     if found is None:
         raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
     for path in corrupt:
-        checkpoints.set_aside(path)
+        if not disk.is_spread(path):  # else it is not damaged: the rest is on other nodes, which this start does not have
+            disk.set_aside(path)
     return found
 
 
 def _refuse_lost_plans(run: str, root: Path, *, has_place: bool) -> None:
-    if not has_place and (kept := checkpoints.listed(root)):
+    if not has_place and (kept := disk.listed(root)):
         raise RunLost(run, str(kept[0].path))
 
 

@@ -1,13 +1,21 @@
-"""Writer of Megatron's distributed checkpoint format that runs in the rank's own process.
+"""Writer of Megatron's distributed checkpoint format that runs in the rank's own process, in two parts.
+
+    StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory (or only refer to them)
+    Staged.write      any thread, no collective: write this rank's file
+    Staged.finish     rank 0, with the results of all ranks: write the index (.metadata)
 
 Megatron's own writer starts helper processes even for a synchronous save: a spawned manager, which outlives a killed rank, and forks of
 a process that has threads. The files have the same format (torch.distributed.checkpoint), and Megatron's loader reads them.
 """
 
+import io
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -15,29 +23,129 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from learner.errors import CheckpointUnwritten
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Save strategy for ``dist_checkpointing.save``. Collective; every file is fsynced."""
+class HostCopies:
+    """Host memory of a rank for its part of a checkpoint, kept from one checkpoint to the next: the first allocation is the slow one.
+
+    Page-locked on CUDA, where copies from the device run at the speed of the bus then.
+    """
 
     def __init__(self) -> None:
+        self._tensors: dict[MetadataIndex, Tensor] = {}
+
+    def copy(self, index: MetadataIndex, source: Tensor) -> Tensor:
+        """Return a copy of ``source`` in host memory. It replaces the earlier copy of the same index."""
+        kept = self._tensors.get(index)
+        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+            kept = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
+            self._tensors[index] = kept
+        kept.copy_(source, non_blocking=True)  # ``StagedSave.save`` waits for all copies at once
+        return kept
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+@dataclass(slots=True)
+class _Content:
+    """Planner of ``FileSystemWriter.write_data``, which asks it for nothing but the content of each item."""
+
+    data: dict[MetadataIndex, Tensor | io.BytesIO]
+
+    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the staged content of an item."""
+        return self.data[item.index]
+
+
+@dataclass(slots=True)
+class Staged:
+    """This rank's part of a checkpoint, and the plan of its file."""
+
+    directory: Path
+    plan: SavePlan
+    metadata: Metadata | None
+    """The index of all ranks' files, without their offsets; on rank 0 only."""
+    content: _Content
+    writer: torch_checkpoint.FileSystemWriter = field(repr=False)
+
+    def write(self) -> list[WriteResult]:
+        """Write this rank's file, synced to the disk. Returns the place of every item in it. Raises OSError."""
+        done = self.writer.write_data(self.plan, self.content)  # type: ignore[arg-type]
+        done.wait()
+        results: list[WriteResult] = done.value()
+        return results
+
+    def finish(self, results: Sequence[Sequence[WriteResult]]) -> None:
+        """Write the index of all files from the results of every rank; on rank 0. Raises OSError."""
+        assert self.metadata is not None, "rank 0 has the index"
+        self.writer.finish(self.metadata, [list(one) for one in results])
+
+
+def files_of(results: Sequence[WriteResult]) -> list[str]:
+    """Return the names of the files that a rank has written, sorted."""
+    return sorted({str(result.storage_data.relative_path) for result in results})
+
+
+class StagedSave(TorchDistSaveShardedStrategy):
+    """Save strategy for ``dist_checkpointing.save`` that writes no tensors: ``staged`` has them afterwards. Collective."""
+
+    def __init__(self, copies: HostCopies | None = None) -> None:
+        """``copies``: memory for copies of the tensors, which may change after ``save`` then; None = not before they are written."""
         super().__init__("torch_dist", 1)
+        self._copies = copies
+        self.staged: Staged | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards into one file, and the metadata on rank 0. Raises CheckpointUnwritten, on every rank."""
+        """Plan the files with all ranks, and copy this rank's shards. Raises CheckpointUnwritten, on every rank."""
         # As Megatron's own strategy does, so that its loader finds the same keys.
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DTensor instead", category=FutureWarning)
             try:
-                torch_checkpoint.save(
-                    mcore_to_pyt_state_dict(renamed, False),
-                    storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-                    planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
-                )
+                plan, metadata = _plan(mcore_to_pyt_state_dict(renamed, False), planner, writer)
             except CheckpointException as error:
                 reasons = "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in error.failures.items())
                 raise CheckpointUnwritten(str(checkpoint_dir), reasons) from None
+        content: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, Tensor) and self._copies is not None:
+                data = self._copies.copy(item.index, data.detach())
+            content[item.index] = data
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.staged = Staged(Path(checkpoint_dir), plan, metadata, _Content(content), writer)
+
+
+def _plan(state: dict[str, Any], planner: MCoreSavePlanner, writer: torch_checkpoint.FileSystemWriter) -> tuple[SavePlan, Metadata | None]:
+    """Return this rank's part of the plan of all ranks and, on rank 0, the index. Collective; the steps are those of torch's ``save``."""
+    ranks = _DistWrapper(None, True, 0)
+    metadata: Metadata | None = None
+
+    def local_plan() -> SavePlan:
+        """Return the items of this rank."""
+        planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans without repeated items; on rank 0."""
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    plan: SavePlan = ranks.reduce_scatter("plan", local_plan, global_plan)
+    return planner.finish_plan(plan), metadata

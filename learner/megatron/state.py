@@ -17,17 +17,46 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch.distributed.checkpoint.storage import WriteResult
 
+from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
-from learner.megatron.checkpoint_writer import InProcessSave
+from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.peer_reader import PeerLoad
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the content of a checkpoint."""
+
+
+def stage(
+    directory: Path,
+    *,
+    step: int,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    proximal: WeightBackup | None = None,
+    numbers: Mapping[str, float] | None = None,
+    copies: HostCopies | None = None,
+) -> Staged:
+    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or one for all).
+
+    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common part then.
+    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
+    """
+    policy.memory.want("a checkpoint")
+    strategy = StagedSave(copies)
+    with megatron_device():
+        content = _sharded(policy, optimizer, proximal, is_loading=False)
+        content["rng"] = _rng_object(_rng_state())
+        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
+        dist_checkpointing.save(content, str(directory), strategy)
+    assert strategy.staged is not None
+    return strategy.staged
 
 
 def save(
@@ -39,25 +68,28 @@ def save(
     proximal: WeightBackup | None = None,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
-    """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process.
-
-    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
-    """
-    policy.memory.want("a checkpoint")
-    with megatron_device():
-        content = _sharded(policy, optimizer, proximal, is_loading=False)
-        content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
-        dist_checkpointing.save(content, str(directory), InProcessSave())
+    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
+    staged = stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers)
+    results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, staged.write())
+    if dist.get_rank() == 0:
+        staged.finish([one for one in results if one is not None])
+    dist.barrier()
 
 
 def load(
-    directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None
+    directory: Path,
+    *,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    proximal: WeightBackup | None = None,
+    files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    Returns the step and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that
-    are needed, ConfigRefused when it is one of another model.
+    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step and the numbers of
+    the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that are needed, or no node has a range
+    intact, and ConfigRefused when it is one of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     if facts["format"] != FORMAT:
@@ -73,7 +105,7 @@ def load(
             content["rng"] = _rng_object(None)
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
-            loaded = dist_checkpointing.load(content, str(directory))
+            loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         policy.module.load_state_dict(loaded["model"])
         optimizer.inner.load_state_dict(loaded["optimizer"])
     if proximal is not None:

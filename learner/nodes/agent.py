@@ -115,6 +115,7 @@ class Agent:
             for loop in loops:
                 loop.add_done_callback(lambda _: self._wake.wake())
             stack.push_async_callback(_cancel, loops)
+            await stack.enter_async_context(self._work.opened(self._bus))
             stack.push_async_callback(self._end_ranks)
             try:
                 await self._act_until_left(loops)

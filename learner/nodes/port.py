@@ -2,14 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from bus.streams.bus import Bus
 from learner.nodes.node_rows import NodeRow
 from learner.ranks.process import Part
 
 
 class Work(Protocol):
     """The ranks of one node."""
+
+    def opened(self, bus: Bus) -> AbstractAsyncContextManager[None]:
+        """Run the servers of this node, from the claim of its row to the end of its agent. Raises OSError, BusUnavailable."""
+        raise NotImplementedError
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
         """Return the number of ranks of each node. Raises NodeRefused for nodes that cannot run the learner together. Only the leader's."""

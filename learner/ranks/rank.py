@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from bus import exit_codes
 from bus.config import BusConfig
-from learner import checkpoints
 from learner.algorithms.alarms import AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
-from learner.errors import AlarmStop, CheckpointUnwritten
+from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_liveness import Heartbeats
 from learner.feed.feed_messages import End, Start
@@ -41,6 +40,7 @@ from learner.megatron.model import Policy, WeightBackup, build_policy, reference
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
+from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.pushes import Pushes
 from learner.ranks.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
@@ -83,8 +83,9 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                 memory = open_memory(colocated=learner.colocated, device=here.device)
                 policy = build_policy(places.model_dir, dtype=_chosen_dtype(learner, here), parallel=here, memory=memory)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
-                # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions.
-                idle.work = rank.pushes.collect
+                # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
+                # trims streams behind a checkpoint.
+                idle.work = rank.collect
                 rank.run(start)
             except Exception as error:
                 feed.failed(exit_codes.message(error), exit_codes.of(error))
@@ -104,10 +105,14 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor; nothing reads one
     device = parallel.choose_device(learner.device)
-    timeout_s = learner.batch_timeout_s + 600  # a peer may be waiting for its batch, or writing a checkpoint
-    here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
+    here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=_timeout_s(learner))
     stack.callback(parallel.leave)
     return here
+
+
+def _timeout_s(learner: LearnerConfig) -> float:
+    """Return the timeout of the process groups: a peer may be waiting for its batch, or writing a checkpoint."""
+    return learner.batch_timeout_s + 600
 
 
 def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
@@ -198,6 +203,9 @@ class Rank:
             wait=staleness.max_lag == 0 or not weights.overlap,
             colocated=learner.colocated,
         )
+        self.checkpoints = Checkpoints(
+            places, feed, policy, self._optimizer, self._proximal, config=learner.checkpoint, timeout_s=_timeout_s(learner)
+        )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock = WaitClock()
@@ -209,15 +217,24 @@ class Rank:
         with self._sigterm_noted():
             start = start or self._feed.hello()
             if start.checkpoint is not None:
-                _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
-                self._trainer.kl_scale = numbers["kl_scale"]
+                self._trainer.kl_scale = self.checkpoints.load(start)["kl_scale"]
             elif start.initial is not None:
                 self._begin_with(Path(start.initial))
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
             with self.pushes.open(start):
-                self._turns.give()
-                if self._take_steps(start):
-                    self._end(start)
+                try:
+                    self._turns.give()
+                    if self._take_steps(start):
+                        self._end(start)
+                    else:
+                        self.checkpoints.collect(wait=True)
+                finally:
+                    self.checkpoints.leave()
+
+    def collect(self) -> None:
+        """Report a push that has ended and a checkpoint that is written to the feeder."""
+        self.pushes.collect()
+        self.checkpoints.collect()
 
     def _begin_with(self, directory: Path) -> None:
         """Load the weights of another run's checkpoint. A reference model keeps those of the model directory."""
@@ -264,7 +281,7 @@ class Rank:
                 metrics["train/skipped_minibatches"],
             )
         if batch.state:
-            self._checkpoint(batch, start.epoch)
+            self.checkpoints.begin(batch.step, start.epoch, batch.state, numbers={"kl_scale": self._trainer.kl_scale})
 
     def _watched(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics with the numbers of alarms. Raises AlarmStop, before these weights are published."""
@@ -277,36 +294,12 @@ class Rank:
         levels = [alarm.level for alarm in alarms]
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
-    def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
-        """Write a checkpoint from all ranks; rank 0 adds the data's state, makes it durable and reports it. Raises CheckpointUnwritten."""
-        began = time.monotonic()
-        root, rank = self._places.checkpoints, self._here.rank
-        directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
-        dist.broadcast_object_list(directory)
-        tmp = Path(directory[0])
-        state.save(
-            tmp,
-            step=batch.step,
-            policy=self._policy,
-            optimizer=self._optimizer,
-            proximal=self._proximal,
-            numbers={"kl_scale": self._trainer.kl_scale},
-        )
-        dist.barrier()
-        if rank == 0:
-            try:
-                # After the barrier: the files of all ranks are complete.
-                path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
-            except OSError as error:
-                raise CheckpointUnwritten(str(tmp), str(error)) from error
-            self._feed.checkpointed(batch.step, str(path))
-            log.info("checkpoint step=%d path=%s seconds=%.2f", batch.step, path, time.monotonic() - began)
-
     def _end(self, start: Start) -> None:
         """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
         self.pushes.collect(wait=True)
         with self._turns.mine():
             self.pushes.write_model(self._places.final_dir)
+        self.checkpoints.collect(wait=True)
         if self._here.rank == 0:
             log.info("trained model=%s", self._places.final_dir)
         with self._waiting():
@@ -316,7 +309,7 @@ class Rank:
     def _next(self, step: int) -> StepBatch | None:
         """Return the batch of ``step``; None on all ranks when any rank has received SIGTERM."""
         batch: StepBatch | End | None = None
-        self.pushes.collect()
+        self.collect()
         if not self._terminated:
             try:
                 with self._waiting():

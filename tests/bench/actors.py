@@ -30,7 +30,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Sampling, Span
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.prompts import PromptFile
 from learner.feed.feed_client import FeedClient
@@ -180,9 +180,9 @@ def train(url: str, keys: FeedKeys, root: Path, registry: VersionRegistry, loop:
                     return
                 client.done(step, {"loss": 0.0}, None)
                 if batch.state:
-                    path = checkpoints.staging(root, step=step, epoch=start.epoch)
+                    path = disk.staging(root, step=step, epoch=start.epoch)
                     (path / "rank-0.bin").write_bytes(b"nothing was learnt")
-                    client.checkpointed(step, str(checkpoints.commit(path, batch.state)))
+                    client.checkpointed(step, str(disk.commit(path, batch.state)))
             client.published(asyncio.run_coroutine_threadsafe(published(step, start.epoch), loop).result(30), step)
 
 

@@ -21,7 +21,7 @@ from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.datasource import DataSource, read_state
 from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
@@ -96,11 +96,11 @@ async def test_five_steps(open_world: OpenWorld, max_lag: int, data_parallel: in
         row = await world.bus.rows("run").get(CHECKPOINT_KEY)
         assert row is not None
         assert (row[0]["step"], row[0]["chain"]) == (5, plans[-1].chain)
-        tally = read_state(checkpoints.read_state(Path(row[0]["directory"])))["tally"]
+        tally = read_state(disk.read_state(Path(row[0]["directory"])))["tally"]
         assert (tally["trained"], tally["published"]) == (20, 20)
         tasks = [task async for task in world.bus.tasks.scan()]
         assert len(tasks) == 10  # no more than the run needs
-        assert [one.step for one in checkpoints.listed(world.root)] == [5, 4]
+        assert [one.step for one in disk.listed(world.root)] == [5, 4]
 
 
 async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:
@@ -219,7 +219,7 @@ async def test_a_corrupt_checkpoint_is_passed_over_and_logged(open_world: OpenWo
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
-        newest, before = checkpoints.listed(world.root)
+        newest, before = disk.listed(world.root)
         DAMAGES[file](newest.path)
         with caplog.at_level(logging.ERROR):
             async with world.feeder() as (url, feeding):
@@ -237,14 +237,14 @@ async def test_no_sound_checkpoint_ends_the_start_and_names_them_all(open_world:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
-        there = checkpoints.listed(world.root)
+        there = disk.listed(world.root)
         for one, damage in zip(there, DAMAGES.values(), strict=False):
             damage(one.path)
         with pytest.raises(NoCheckpoint) as caught:
             async with world.feeder() as (_, feeding):
                 await feeding
         assert len(there) == 2 and all(str(one.path) in str(caught.value) for one in there), caught.value
-        assert checkpoints.listed(world.root) == there, "what cannot be used is left as it is"
+        assert disk.listed(world.root) == there, "what cannot be used is left as it is"
 
 
 async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
@@ -450,8 +450,8 @@ async def test_streams_are_trimmed_behind_the_oldest_kept_checkpoint(open_world:
         for task in (1, 10**6):
             await world.bus.partials.store(make_partial(world.bus.run, task))
         await finish(world)
-        oldest = checkpoints.listed(world.root)[-1]
-        floor = read_state(checkpoints.read_state(oldest.path))["samples"]["floor"]
+        oldest = disk.listed(world.root)[-1]
+        floor = read_state(disk.read_state(oldest.path))["samples"]["floor"]
         assert (await world.bus.samples.info()).first_seq == floor + 1 > 1
         row = await world.bus.rows("run").get("task_floor")
         assert row is not None
@@ -634,7 +634,7 @@ async def test_a_bus_that_has_lost_its_store_begins_no_run_beside_checkpoints(op
             with pytest.raises(RunLost) as caught:
                 await feeding
         text = str(caught.value)
-        newest = checkpoints.listed(world.root)[0].path
+        newest = disk.listed(world.root)[0].path
         assert caught.value.exit_code == 78
         for part in (f"{newest}", f"run {run}", "no row run/checkpoint and no plan", f"--from-checkpoint {newest}", "--fresh"):
             assert part in text, part
@@ -665,7 +665,7 @@ async def test_a_recreated_stream_of_samples_is_refused_with_a_cure(open_world: 
 async def test_missing_checkpoints_are_named_with_a_cure(open_world: OpenWorld) -> None:
     async with open_world() as world:
         await checkpointed(world)
-        for one in checkpoints.listed(world.root):
+        for one in disk.listed(world.root):
             one.path.rename(world.root.parent / one.path.name)
         async with world.feeder() as (_, feeding):
             with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1.*no such file.*put .* back.*--fresh"):
@@ -683,9 +683,9 @@ async def test_plans_without_a_checkpoint_row_are_no_loss(open_world: OpenWorld)
 
 async def test_a_run_from_a_checkpoint_begins_anew_with_its_weights(open_world: OpenWorld, tmp_path: Path) -> None:
     """The ranks get the directory until the run has a checkpoint of its own; a damaged one is refused."""
-    first = checkpoints.staging(tmp_path / "other", step=9, epoch=1)
+    first = disk.staging(tmp_path / "other", step=9, epoch=1)
     (first / "weights.bin").write_bytes(b"9")
-    path = checkpoints.commit(first, b"")
+    path = disk.commit(first, b"")
     async with open_world() as world:
         learner = dataclasses.replace(world.learner, from_checkpoint=str(path))
         (path / "weights.bin").write_bytes(b"8")

@@ -18,7 +18,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
-from learner.checkpoints import listed
+from learner.checkpoints.disk import listed
 from learner.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
@@ -46,6 +46,8 @@ class Learner:
     respond: Callable[[Task, int], Sample] | None = None
     """Response of the scripted actors; None = the world's own."""
     ranks: list[Forked] = field(default_factory=list)
+    roots: list[Path] = field(default_factory=list)
+    """Root of the checkpoints of each rank, which is a node then; empty = the world's, for all."""
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
@@ -67,11 +69,16 @@ class Learner:
             "snapshots": str(self.directory / "snapshots"),
             "final_dir": str(self.directory / "final"),
         }
+        nodes = [{"node": node, "checkpoints": str(root)} for node, root in enumerate(self.roots)] or [{}] * world_size
         settings = {"learner": self.settings, "algorithm": self.algorithm, "staleness": self.staleness, "weights": self.weights}
         logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
             await asyncio.to_thread(
-                Forked, megatron_rank_process.run, ({"places": places, **settings},), rank_environment(rank, world_size, port), log
+                Forked,
+                megatron_rank_process.run,
+                ({"places": places | nodes[rank], **settings},),
+                rank_environment(rank, world_size, port),
+                log,
             )
             for rank, log in enumerate(logs)
         ]

@@ -18,7 +18,7 @@ from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import load
-from learner import checkpoints
+from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
@@ -211,8 +211,8 @@ def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> 
 
 def began(root: Path, rules: DataRules) -> None:
     """Write a checkpoint of a run with these rules."""
-    staging = checkpoints.staging(root / "checkpoints", step=3, epoch=1)
-    checkpoints.commit(staging, DataSource(rules, epoch=1).snapshot())
+    staging = disk.staging(root / "checkpoints", step=3, epoch=1)
+    disk.commit(staging, DataSource(rules, epoch=1).snapshot())
 
 
 def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints on the disks of one or more nodes: directories, manifests, digests. No torch."""

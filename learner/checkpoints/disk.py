@@ -1,0 +1,225 @@
+"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
+
+``<root>/step-<k>-epoch-<e>/`` holds what the ranks of this node wrote, ``state.msgpack`` (the DataSource as of plan k) and
+``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp``
+is being written, ``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
+
+On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest; ``held`` names the
+files that are here, and ``verify`` wants all of them.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.system.files import sync
+from bus.wire.json_object import JsonObject
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from learner.errors import CheckpointCorrupt
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Checkpoint:
+    """A checkpoint directory, identified by its name; ``verify`` checks its content."""
+
+    step: int
+    epoch: int
+    path: Path
+
+
+def staging(root: Path, *, step: int, epoch: int) -> Path:
+    """Return a new empty directory into which the ranks of a node write the checkpoint. One of them calls it."""
+    path = root / f"step-{step}-epoch-{epoch}.tmp"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
+    """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
+
+    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the disk refuses.
+    """
+    (tmp / STATE).write_bytes(state)
+    entries = digest(tmp, sorted(_files(tmp)))
+    write_manifest(tmp, Manifest(files={name: one.written_by((0,)) for name, one in entries.items()}, extra=dict(extra or {})).encode())
+    return publish(tmp)
+
+
+def digest(tmp: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    """Return size and digests of these files, each of which is synced to the disk. Raises OSError."""
+    # Threads are enough: hashing and reading release the GIL.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: manifests.digested(tmp / name, durable=True), names), strict=True))
+
+
+def write_files(tmp: Path, files: Mapping[str, bytes]) -> None:
+    """Write these files, durably. Raises OSError."""
+    for name, data in files.items():
+        (tmp / name).write_bytes(data)
+        sync(tmp / name)
+
+
+def write_manifest(tmp: Path, data: bytes) -> None:
+    """Write the manifest's file, durably. Raises OSError."""
+    write_files(tmp, {MANIFEST: data})
+
+
+def publish(tmp: Path) -> Path:
+    """Rename a staging directory, whose files are synced, into place. Returns its path. Raises FileExistsError, OSError."""
+    path = tmp.with_suffix("")
+    if path.exists():
+        raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
+    # All content and all names are on the disk before the rename, and the rename before this returns: a directory with its final
+    # name is complete, also after a loss of power.
+    for directory in sorted({tmp, *((tmp / name).parent for name in _files(tmp))}, reverse=True):
+        sync(directory)
+    tmp.rename(path)
+    sync(path.parent)
+    return path
+
+
+def verify(path: Path, *, partly: bool = False) -> JsonObject:
+    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs.
+
+    ``partly``: files that other nodes have written may be missing.
+    """
+    manifest = manifests.read(path)
+    wanted = sorted((name, one) for name, one in manifest.files.items() if not (partly and _is_elsewhere(path, name, one)))
+    if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
+        raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for error in pool.map(lambda item: _difference(path, *item), wanted):
+            if error is not None:
+                raise error
+    return manifest.extra
+
+
+def damaged(path: Path) -> list[CheckpointCorrupt]:
+    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a manifest."""
+    files = manifests.read(path).files
+    here = sorted((name, entry) for name, entry in files.items() if (path / name).is_file())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return [error for error in pool.map(lambda item: _difference(path, *item), here) if error is not None]
+
+
+def held(path: Path) -> dict[str, FileEntry]:
+    """Return the entries of the manifest whose file is here with its size; the content is not read. Raises CheckpointCorrupt."""
+    return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
+
+
+def read_state(path: Path) -> bytes:
+    """Return the DataSource's snapshot in a checkpoint."""
+    return (path / STATE).read_bytes()
+
+
+def listed(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints under ``root``, newest (step, then epoch) first, without verifying them."""
+    found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
+
+
+def is_spread(path: Path) -> bool:
+    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable manifest."""
+    try:
+        return any(one.holders not in ((), (0,)) for one in manifests.read(path).files.values())
+    except CheckpointCorrupt:
+        return False
+
+
+def latest_valid(candidates: Iterable[Path], *, partly: bool = False) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
+    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also logged."""
+    corrupt: dict[Path, CheckpointCorrupt] = {}
+    for path in candidates:
+        try:
+            verify(path, partly=partly)
+            return path, corrupt
+        except CheckpointCorrupt as error:
+            corrupt[path] = error
+            log.error("checkpoint is CORRUPT, trying the one before it: %s", error)
+    return None, corrupt
+
+
+def set_aside(path: Path) -> None:
+    """Rename a corrupt checkpoint to ``.corrupt``, so that it is kept for inspection and never loaded."""
+    if path.is_dir():
+        aside = path.with_suffix(".corrupt")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def set_aside_file(path: Path, name: str) -> None:
+    """Move a corrupt file out of its checkpoint, into a directory of the same name with ``.corrupt``."""
+    target = path.with_suffix(".corrupt") / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (path / name).rename(target)
+
+
+def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
+    """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns those kept, newest first.
+
+    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never committed to the run and
+    are removed too. Checkpoints that this epoch has written since ``latest`` are kept.
+    """
+    before = [one for one in listed(root) if (one.step, one.epoch) < (latest.step, latest.epoch)]
+    kept = [latest, *before[: keep - 1]]
+    for one in listed(root):
+        newer = one.step > latest.step and one.epoch >= latest.epoch
+        if not newer and one.path not in {other.path for other in kept}:
+            shutil.rmtree(one.path)
+            log.info("checkpoint removed path=%s", one.path)
+    for path in root.glob("step-*.tmp"):
+        match = _NAME.fullmatch(path.stem)
+        if match and int(match[2]) < latest.epoch:
+            shutil.rmtree(path)
+    return kept
+
+
+def named(path: Path) -> Checkpoint:
+    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path}: want a name like step-20-epoch-1")
+    return Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path)
+
+
+def _files(path: Path) -> list[str]:
+    return [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+
+
+def _has_size(file: Path, size: int) -> bool:
+    try:
+        return file.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _is_elsewhere(path: Path, name: str, entry: FileEntry) -> bool:
+    return entry.holders not in ((), (0,)) and name not in METADATA and not (path / name).exists()
+
+
+def _difference(path: Path, name: str, wanted: FileEntry) -> CheckpointCorrupt | None:
+    file = path / name
+    if not file.is_file():
+        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", "no such file")
+    try:
+        if (size := file.stat().st_size) != wanted.size:
+            return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", f"{size} bytes")
+        with file.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != wanted.sha256:
+            return CheckpointCorrupt(str(path), name, f"sha256 {wanted.sha256}", found)
+    except OSError as error:  # the disk fails to read the file
+        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", str(error))
+    return None

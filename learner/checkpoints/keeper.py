@@ -1,0 +1,196 @@
+"""Keeper of a node's checkpoints, in the node's agent: serves them, copies those of its neighbours, removes old ones.
+
+    row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
+
+Consumes the directories that ranks rename into place, and the rows of the other keepers. Waits for nothing but its interval; what fails
+(a neighbour that is away, a disk that is full) is in the row and tried again. It needs no rank, so it also serves between two attempts.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.client.reach import HERE, Reach
+from bus.client.waiter import Waiter
+from bus.errors import BusUnavailable
+from bus.liveness.keys import api_keys
+from bus.streams.bus import Bus
+from bus.wire.json_object import JsonMapping
+from learner.checkpoints import disk, fetch
+from learner.checkpoints.choice import targets
+from learner.checkpoints.disk import Checkpoint
+from learner.checkpoints.manifest import FileEntry
+from learner.checkpoints.peers import Peer, PeerClient
+from learner.checkpoints.server import CheckpointServer, held_below
+from learner.errors import CheckpointCorrupt
+from weightstore.listener import Access, Listener
+
+log = logging.getLogger(__name__)
+
+ROWS = "holder"
+"""Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
+CHECKPOINT_KEY = "checkpoint"
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest"}`` of the latest checkpoint."""
+INTERVAL_S = 1.0
+"""Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A node's place among the nodes of its learner, and the number of copies that a file has."""
+
+    node: int
+    num_nodes: int
+    copies: int
+    keep: int
+    """Checkpoints that are kept, as ``learner.keep_checkpoints``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What a node's row says."""
+
+    node: int
+    url: str
+    host: str
+    held: Mapping[str, Collection[str]]
+    trouble: str = ""
+
+
+async def holders(bus: Bus) -> dict[int, Holder]:
+    """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
+    found = {}
+    for row, _ in (await bus.rows("run").all(ROWS)).values():
+        one = Holder(node=row["node"], url=row["url"], host=row.get("host", ""), held=row["held"], trouble=row.get("trouble", ""))
+        found[one.node] = one
+    return found
+
+
+class Keeper:
+    """The keeper of one node; ``opened`` serves, ``run`` copies and removes."""
+
+    def __init__(self, bus: Bus, root: Path, ring: Ring, *, reach: Reach = HERE) -> None:
+        self._bus, self._root, self._ring, self._reach = bus, root, ring, reach
+        self._key = f"{ROWS}.{ring.node}"
+        self._client = PeerClient(())
+        self._keys = api_keys(bus)
+        self._row: dict[str, object] = {}
+        self._trouble = ""
+        self._refused: dict[str, str] = {}
+        """Checkpoints that could not be copied, with the reason, so that it is logged once."""
+        self.url = ""
+        """Where other nodes reach the server."""
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Verify what is here, serve it, and write the row; a file that is damaged is set aside first. Raises OSError, BusUnavailable."""
+        await asyncio.to_thread(self._clean)
+        access = Access(self._keys)
+        listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, access)
+        try:
+            self.url = await listener.start(self._reach.bind, 0, advertise=self._reach.advertised, name="learner")
+            await self._tell()
+            if self._ring.copies == 1 and self._ring.num_nodes > 1 and self._ring.node == 0:
+                log.warning(
+                    "learner.checkpoint.copies: 1: a node lost with its disk loses the run's newest states; the last exported model remains"
+                )
+            yield
+        finally:
+            self._client.close()
+            await listener.close()
+
+    async def run(self) -> None:
+        """Copy and remove until cancelled."""
+        changed = Waiter()
+        async with self._bus.rows("run").on_change(f"{ROWS}.*", changed.wake):
+            while True:
+                try:
+                    await self.look()
+                except BusUnavailable as error:
+                    log.info("checkpoints of others are not copied while the bus is away error=%s", error)
+                await changed.wait(INTERVAL_S)  # the ranks of this node wake nobody, and a wake-up may be lost
+
+    async def look(self) -> None:
+        """Copy what this node lacks, remove what is not kept, and write the row if it has changed. Raises BusUnavailable."""
+        others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
+        keys = await self._keys.known()
+        peers = tuple(Peer(node=one.node, url=one.url, key=keys.bearer) for one in others.values() if one.url)
+        if peers != self._client.peers:
+            self._client.close()
+            self._client = PeerClient(peers)
+        row = await self._bus.rows("run").get(CHECKPOINT_KEY)
+        latest = None if row is None else _latest(self._root, row[0])
+        names = {name for one in others.values() for name in one.held} | {one.path.name for one in disk.listed(self._root)}
+        self._trouble = ""
+        for name in kept_names(names, latest, keep=self._ring.keep):
+            await asyncio.to_thread(self._copy, name)
+        if latest is not None and self._ring.node != 0:  # the feeder does it on node 0, where it needs the oldest one's state
+            await asyncio.to_thread(disk.prune, self._root, keep=self._ring.keep, latest=latest)
+        await self._tell()
+
+    def _copy(self, name: str) -> None:
+        """Copy the files of a checkpoint that this node should have."""
+        try:
+            fetch.complete(self._root / name, self._client, self._wanted)
+            self._refused.pop(name, None)
+        except (CheckpointCorrupt, OSError) as error:
+            self._trouble = str(error)
+            if self._refused.get(name) != self._trouble:
+                log.error("checkpoint=%s is not copied to node %d, trying again: %s", name, self._ring.node, error)
+                self._refused[name] = self._trouble
+
+    def _wanted(self, files: Mapping[str, FileEntry]) -> Collection[str]:
+        ring = self._ring
+        copied = {name for name, one in files.items() if ring.node in targets(one, num_nodes=ring.num_nodes, copies=ring.copies)}
+        return copied | set(fetch.metadata(files))
+
+    async def _tell(self) -> None:
+        """Write the row, if anything in it has changed."""
+        held = await asyncio.to_thread(held_below, self._root)
+        row = {"node": self._ring.node, "host": socket.gethostname(), "url": self.url, "held": held, "trouble": self._trouble[:500]}
+        if row != self._row:
+            await self._bus.rows("run").put(self._key, row)
+            self._row = row
+
+    def _clean(self) -> None:
+        """Remove leftovers of an earlier process, and set damaged files aside: what is served afterwards was intact at this start."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        fetch.remove_leftovers(self._root)
+        for one in disk.listed(self._root):
+            try:
+                damaged = disk.damaged(one.path)
+            except CheckpointCorrupt as error:
+                log.error("checkpoint without a manifest is set aside: %s", error)
+                disk.set_aside(one.path)
+                continue
+            for difference in damaged:
+                log.error("checkpoint file is CORRUPT, and set aside: %s", difference)
+                disk.set_aside_file(one.path, difference.file)
+
+
+def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int) -> list[str]:
+    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer ones of its epoch."""
+    found = []
+    for name in names:
+        try:
+            found.append(disk.named(Path(name)))
+        except ValueError:
+            continue  # a row is not trusted
+    found.sort(reverse=True)
+    if latest is None:
+        return [one.path.name for one in found]
+    newer = [one for one in found if one.step > latest.step and one.epoch >= latest.epoch]
+    before = [one for one in found if (one.step, one.epoch) < (latest.step, latest.epoch)]
+    mine = [one for one in found if (one.step, one.epoch) == (latest.step, latest.epoch)]
+    return [one.path.name for one in [*newer, *mine, *before[: keep - 1]]]
+
+
+def _latest(root: Path, row: JsonMapping) -> Checkpoint | None:
+    try:
+        return disk.named(root / Path(row["directory"]).name)
+    except ValueError:
+        return None

@@ -1,0 +1,211 @@
+"""Files of a checkpoint from this node's disk or from other nodes, verified block by block. Blocking; knows HTTP and files, no torch.
+
+A block is taken from the local file if there is one, else from the first node that sends the right bytes: those that wrote the file
+first, then the others. A damaged or missing block is logged with file and node, and the next node is tried.
+"""
+
+import http.client
+import io
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import BLOCK_BYTES, FileEntry
+from learner.errors import CheckpointCorrupt
+
+log = logging.getLogger(__name__)
+
+PATH = "/checkpoints"
+"""Path of the checkpoints on a node's server."""
+_SILENCE_S = 30.0
+"""Deadline for a connection, and for the next bytes of a node."""
+_BUFFER_BYTES = 1 << 16
+_KEPT_BLOCKS = 8
+"""Blocks kept in memory: items of a file lie one behind another, and a block holds the end of one and the beginning of the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another node that serves its checkpoints."""
+
+    node: int
+    url: str
+    key: str = field(default="", repr=False)
+    """Bearer key of its server; empty = it needs none."""
+
+
+class PeerFailed(Exception):
+    """A node has not sent a range: unreachable, without the file, or another answer than asked for."""
+
+    def __init__(self, peer: Peer, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer, self.reason = peer, reason
+
+    def __str__(self) -> str:
+        return f"node {self.peer.node} ({self.peer.url}): {self.reason}"
+
+
+class PeerClient:
+    """Requests to the nodes, over a connection of each that is kept open."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = tuple(peers)
+        self._connections: dict[int, http.client.HTTPConnection] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def get(self, peer: Peer, path: str, *, most_bytes: int, span: tuple[int, int] | None = None) -> bytes:
+        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also for a longer body."""
+        headers = {"Authorization": f"Bearer {peer.key}"} if peer.key else {}
+        if span is not None:
+            headers["Range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
+        for connection in self._connection(peer):
+            try:
+                connection.request("GET", path, headers=headers)
+                with connection.getresponse() as answer:
+                    body = answer.read(most_bytes + 1)
+                    is_whole = answer.isclosed()
+            except (http.client.BadStatusLine, ConnectionError) as error:
+                failed = error  # a server closes connections that have been idle: once more over a new one
+                self._forget(peer)
+                continue
+            except (OSError, http.client.HTTPException) as error:
+                self._forget(peer)
+                raise PeerFailed(peer, str(error) or type(error).__name__) from None
+            if not is_whole:
+                self._forget(peer)  # the rest of a body that is too long would be taken for the next answer
+            wanted = 200 if span is None else 206
+            if answer.status != wanted:
+                raise PeerFailed(peer, f"HTTP {answer.status} for {path}")
+            if len(body) > most_bytes:
+                raise PeerFailed(peer, f"more than {most_bytes} bytes for {path}")
+            return body
+        raise PeerFailed(peer, str(failed) or type(failed).__name__)
+
+    def _connection(self, peer: Peer) -> Iterator[http.client.HTTPConnection]:
+        """Yield the open connection, if there is one, then a new one."""
+        if peer.node in self._connections:
+            yield self._connections[peer.node]
+        parts = urlsplit(peer.url)
+        self._connections[peer.node] = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_SILENCE_S)
+        yield self._connections[peer.node]
+
+    def _forget(self, peer: Peer) -> None:
+        if connection := self._connections.pop(peer.node, None):
+            connection.close()
+
+
+class CheckpointFiles:
+    """Files of one checkpoint by the manifest's names, wherever they are."""
+
+    def __init__(self, directory: Path, files: Mapping[str, FileEntry], client: PeerClient) -> None:
+        """``directory``: the checkpoint on this node, of which files may be missing."""
+        self._directory, self._files, self._client = directory, files, client
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self.fetched_bytes = 0
+        """Bytes received from other nodes."""
+
+    def open(self, name: str) -> io.BufferedReader:
+        """Return a file for reading. Raises CheckpointCorrupt: at once for a name that the manifest lacks, else at a damaged block."""
+        if name not in self._files:
+            raise CheckpointCorrupt(str(self._directory), name, "a file of the manifest", "another one")
+        return io.BufferedReader(CheckpointFile(self._files[name].size, lambda number: self.block(name, number)), _BUFFER_BYTES)
+
+    def block(self, name: str, number: int) -> bytes:
+        """Return block ``number`` of a file. Raises CheckpointCorrupt, which names every node that was asked and its defect."""
+        kept = self._blocks.get((name, number))
+        if kept is None:
+            kept = self._blocks[name, number] = self._read(name, self._files[name], number)
+            if len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end((name, number))
+        return kept
+
+    def _read(self, name: str, entry: FileEntry, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        length = min(BLOCK_BYTES, entry.size - start)
+        wanted = entry.blocks[number] if entry.blocks else ""
+        failures = []
+        for where, read in self._sources(name, entry, start, length):
+            try:
+                data = read()
+            except FileNotFoundError:
+                failures.append(f"{where} has no such file")
+                continue
+            except (OSError, PeerFailed) as error:
+                failures.append(f"{where}: {error}")
+                log.warning("checkpoint file=%s bytes=%d+%d not read from %s: %s", name, start, length, where, error)
+                continue
+            if len(data) == length and (not wanted or manifests.digest_of(data) == wanted):
+                return data
+            failures.append(f"{where} has a damaged block")
+            log.error("checkpoint file=%s bytes=%d+%d is DAMAGED on %s: want sha256 %s", name, start, length, where, wanted)
+        want = f"bytes {start} to {start + length} with sha256 {wanted or '(not known)'}"
+        raise CheckpointCorrupt(str(self._directory), name, want, "; ".join(failures))
+
+    def _sources(self, name: str, entry: FileEntry, start: int, length: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        """Yield the places of a range, with a function that reads it."""
+
+        def local() -> bytes:
+            """Read this node's file."""
+            with (self._directory / name).open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+
+        yield "this node", local
+        if not entry.blocks:
+            return  # of an older release: nothing that others send could be verified
+        path = f"{PATH}/{quote(self._directory.name)}/{quote(name)}"
+        for peer in sorted(self._client.peers, key=lambda one: one.node not in entry.holders):
+
+            def remote(peer: Peer = peer) -> bytes:
+                """Request the range from another node."""
+                data = self._client.get(peer, path, most_bytes=length, span=(start, length))
+                self.fetched_bytes += len(data)
+                return data
+
+            yield f"node {peer.node}", remote
+
+
+class CheckpointFile(io.RawIOBase):
+    """A read-only file made of verified blocks."""
+
+    def __init__(self, size: int, block: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._size, self._block, self._at = size, block, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position, and return it."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # typeshed's Buffer
+        """Read up to the end of a block. Raises CheckpointCorrupt."""
+        if self._at >= self._size:
+            return 0
+        number, offset = divmod(self._at, BLOCK_BYTES)
+        piece = memoryview(self._block(number))[offset : offset + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

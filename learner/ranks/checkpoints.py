@@ -1,0 +1,254 @@
+"""Checkpoints of all ranks, written by a thread of each while training goes on.
+
+    step k      begin    all ranks: plan the files, copy the state to host memory            the only part that a step waits for
+    meanwhile   thread   each rank: write and digest its file
+                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the same
+                         each node: rename its directory into place
+    later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
+
+The threads have a process group of their own (gloo), so they never wait for a step, and no step waits for them. Until the feeder has
+the report, the checkpoint before is the latest: a learner that is killed at any instant of this goes on from that one. The next
+checkpoint, the end of the run and a drain wait for the writing (bounded by the timeout of the group).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.storage import WriteResult
+
+from learner.checkpoints import disk, fetch
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from learner.config import CheckpointConfig
+from learner.errors import CheckpointUnwritten
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import Start
+from learner.feed.places import RankPlaces
+from learner.megatron import state
+from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
+from learner.megatron.model import Policy, WeightBackup
+from learner.megatron.optimizer import PolicyOptimizer
+
+log = logging.getLogger(__name__)
+
+_LEAVE_S = 1.0
+"""Time that a writing has to end when this rank ends with an error: its peers may be gone."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part of a checkpoint, as rank 0 gets it."""
+
+    node: int
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    results: Sequence[WriteResult] = ()
+    error: str = ""
+    """Why the part could not be written; empty = it is on the disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """Rank 0's answer to all parts: the files that every node needs, or the reason why there is no checkpoint."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Metadata and manifest, for nodes with a directory of their own; empty where all ranks share one."""
+    error: str = ""
+
+
+class Layout:
+    """Nodes of the ranks, and the ranks that act for their node. Collective: made by all ranks at the same place."""
+
+    def __init__(self, node: int, *, shared: bool) -> None:
+        nodes: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(nodes, 0 if shared else node)
+        self.nodes = [int(one or 0) for one in nodes]
+        self.node = self.nodes[dist.get_rank()]
+        self.is_first = self.nodes.index(self.node) == dist.get_rank()
+        """This rank makes and renames the directory of its node."""
+        self.all_nodes = tuple(sorted(set(self.nodes)))
+
+
+class Checkpoints:
+    """The checkpoints of one start of the learner. Every rank calls ``begin`` at the same place; ``collect`` is no collective."""
+
+    def __init__(
+        self,
+        places: RankPlaces,
+        feed: FeedClient,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        proximal: WeightBackup | None,
+        *,
+        config: CheckpointConfig,
+        timeout_s: float,
+    ) -> None:
+        self._root, self._feed = places.checkpoints, feed
+        self._policy, self._optimizer, self._proximal = policy, optimizer, proximal
+        self._copies = HostCopies() if config.background else None
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._layout = Layout(places.node, shared=config.store == "shared")
+        self._is_local = len(self._layout.all_nodes) > 1
+        # On CUDA the default group is NCCL's, whose collectives of objects would wait for the kernels of a step.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
+        self._writing: tuple[int, Future[Path]] | None = None
+
+    def load(self, start: Start) -> dict[str, float]:
+        """Load the start's checkpoint on all ranks; files that this node lacks come from the others. Returns the algorithm's numbers.
+
+        Raises CheckpointCorrupt when no node has a file intact, and as ``state.load``.
+        """
+        assert start.checkpoint is not None
+        directory, files = Path(start.checkpoint), None
+        client = PeerClient(
+            [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node]
+        )
+        try:
+            if self._is_local:
+                directory = self._root / directory.name  # the path is that of rank 0's node
+                if self._layout.is_first and start.manifest:
+                    fetch.complete(directory, client, sha256=start.manifest)
+                dist.barrier()
+                files = CheckpointFiles(directory, manifests.read(directory).files, client)
+            _, numbers = state.load(directory, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal, files=files)
+        finally:
+            client.close()
+        return numbers
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory with the copy of this rank's state."""
+        return 0 if self._copies is None else self._copies.bytes
+
+    def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
+        """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is written.
+
+        Raises CheckpointUnwritten, also for the checkpoint before.
+        """
+        self.collect(wait=True)
+        began = time.monotonic()
+        tmp = self._root / f"step-{step}-epoch-{epoch}.tmp"
+        if self._layout.is_first:
+            disk.staging(self._root, step=step, epoch=epoch)
+        dist.barrier()
+        staged = state.stage(
+            tmp,
+            step=step,
+            policy=self._policy,
+            optimizer=self._optimizer,
+            proximal=self._proximal,
+            numbers=numbers,
+            copies=self._copies,
+        )
+        extra: dict[str, object] = {"step": step, "epoch": epoch, "world": self._world}
+        writing = Future[Path]()
+        self._writing = (step, writing)
+        if self._copies is None:
+            _run(writing, lambda: self._write(staged, data_state, extra, began))
+            self.collect(wait=True)
+            return
+        log.info("checkpoint staged step=%d bytes=%d seconds=%.3f", step, self.copied_bytes, time.monotonic() - began)
+        work = (writing, lambda: self._write(staged, data_state, extra, began))
+        # A daemon: a rank that ends with an error must not wait for a peer that is gone.
+        threading.Thread(target=_run, args=work, name="checkpoint", daemon=True).start()
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Report a checkpoint that has been written to the feeder; with ``wait``, wait for it first. Raises CheckpointUnwritten."""
+        if self._writing is None or not (wait or self._writing[1].done()):
+            return
+        step, writing = self._writing
+        path = writing.result()
+        self._writing = None
+        if self._rank == 0:
+            self._feed.checkpointed(step, str(path))
+
+    def leave(self) -> None:
+        """Give a writing under way a moment to end, before the process groups are destroyed. Raises nothing."""
+        if self._writing is not None:
+            wait_for([self._writing[1]], timeout=_LEAVE_S)
+
+    def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
+        """Write this rank's part and, with the other ranks, the checkpoint. Returns its path. Raises CheckpointUnwritten on all ranks."""
+        tmp = staged.directory
+        parts = self._gathered(self._part(staged))
+        conclusion = self._broadcast(self._concluded(staged, parts, data_state, extra) if self._rank == 0 else None)
+        if conclusion.error:
+            raise CheckpointUnwritten(str(tmp), conclusion.error)
+        if errors := [error for error in self._gathered(self._published(tmp, conclusion)) if error]:
+            raise CheckpointUnwritten(str(tmp), "; ".join(errors))
+        path = tmp.with_suffix("")
+        if self._rank == 0:
+            log.info("checkpoint step=%s path=%s seconds=%.2f", extra["step"], path, time.monotonic() - began)
+        return path
+
+    def _part(self, staged: Staged) -> Part:
+        """Write this rank's file, and digest it."""
+        try:
+            results = staged.write()
+            return Part(node=self._layout.node, files=disk.digest(staged.directory, files_of(results)), results=results)
+        except (OSError, RuntimeError) as error:  # torch raises the latter for a stream that takes no more
+            return Part(node=self._layout.node, error=f"rank {self._rank}: {error}")
+
+    def _concluded(self, staged: Staged, parts: Sequence[Part], data_state: bytes, extra: dict[str, object]) -> Conclusion:
+        """Write index, data state and manifest; on rank 0."""
+        if errors := [part.error for part in parts if part.error]:
+            return Conclusion(error="; ".join(errors))
+        tmp, nodes = staged.directory, self._layout.all_nodes
+        try:
+            staged.finish([part.results for part in parts])
+            (tmp / STATE).write_bytes(data_state)
+            files = {name: entry.written_by([part.node]) for part in parts for name, entry in part.files.items()}
+            files |= {name: entry.written_by(nodes) for name, entry in disk.digest(tmp, sorted(METADATA)).items()}
+            manifest = Manifest(files=files, extra=extra).encode()
+            disk.write_manifest(tmp, manifest)
+            if len(nodes) == 1:
+                return Conclusion()
+            return Conclusion(files={name: (tmp / name).read_bytes() for name in sorted(METADATA)} | {MANIFEST: manifest})
+        except OSError as error:
+            return Conclusion(error=f"rank 0: {error}")
+
+    def _published(self, tmp: Path, conclusion: Conclusion) -> str:
+        """Complete the directory of this node, and rename it into place. Returns the reason why not, or ""."""
+        if not self._layout.is_first:
+            return ""
+        try:
+            if self._rank != 0:
+                disk.write_files(tmp, conclusion.files)
+            disk.publish(tmp)
+        except OSError as error:
+            return f"rank {self._rank}: {error}"
+        return ""
+
+    def _gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks."""
+        if self._group is None:
+            return [value]
+        values: list[T] = [value] * self._world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _broadcast(self, value: Conclusion | None) -> Conclusion:
+        """Return the value of rank 0."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, group=self._group)
+        assert values[0] is not None
+        return values[0]
+
+
+def _run(writing: Future[Path], work: Callable[[], Path]) -> None:
+    """Run ``work``; its result or error is that of ``writing``, and it is raised where that is collected."""
+    try:
+        writing.set_result(work())
+    except BaseException as error:
+        writing.set_exception(error)

@@ -1,0 +1,116 @@
+"""Body of one rank of two, each on a "node" with a directory of its own: saves with TP2, or loads with TP2 and DP2. Run by the test."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig
+from learner.checkpoints import fetch
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from learner.config import CheckpointConfig, OptimizerConfig
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.places import RankPlaces
+from learner.megatron import parallel, state
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from learner.ranks.checkpoints import Checkpoints
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEP = 3
+
+
+class Reports:
+    """The feeder's end of ``checkpointed``."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[tuple[int, str]] = []
+
+    def checkpointed(self, step: int, directory: str) -> None:
+        self.checkpoints.append((step, directory))
+
+
+def places(model_dir: Path, root: Path, node: int) -> RankPlaces:
+    return RankPlaces(
+        run="r",
+        bus_url="",
+        feeder_url="",
+        feeder_keys=FeedKeys(feeder_public="", ranks_public=""),
+        model_dir=model_dir,
+        checkpoints=root,
+        node=node,
+        snapshots=root,
+        final_dir=root,
+    )
+
+
+def built(model_dir: Path, here: parallel.Parallel) -> tuple[Policy, PolicyOptimizer, Trainer]:
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3), steps=10)
+    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
+
+
+def train(trainer: Trainer, here: parallel.Parallel, step: int) -> float:
+    batches = make_batches(make_samples(vocab=VOCAB, step=step), step=step, data_parallel=here.dp_size, max_tokens=200)
+    return trainer.train(batches[here.dp_rank])["train/grad_norm"]
+
+
+def join(tensor_parallel: int) -> parallel.Parallel:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    return parallel.join(tensor_parallel_size=tensor_parallel, device=torch.device("cpu"), seed=0)
+
+
+def save(model_dir: Path, roots: list[Path], store: str, out: Path) -> None:
+    """Save the state after a step in the background, and train on at once. Every node's directory is a root of its own."""
+    rank = int(os.environ["RANK"])
+    here = join(2)
+    policy, optimizer, trainer = built(model_dir, here)
+    reports = Reports()
+    saved = Checkpoints(
+        places(model_dir, roots[rank], rank), reports, policy, optimizer, None, config=CheckpointConfig(store=store), timeout_s=60
+    )
+    train(trainer, here, STEP)
+    saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
+    grad_norm = train(trainer, here, STEP + 1)  # beside the writing: what is saved are the weights of before
+    saved.collect(wait=True)
+    found = {"digest": policy.digest(), "grad_norm": grad_norm, "reported": reports.checkpoints}
+    parallel.leave()
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def load(model_dir: Path, roots: list[Path], urls: list[str], layouts: list[int], out: Path) -> None:
+    """Load on each node from its own disk and the other's server, with each number of tensor-parallel ranks, and repeat the next step."""
+    rank = int(os.environ["RANK"])
+    found: dict[str, Any] = {}
+    for number, tensor_parallel in enumerate(layouts):
+        here = join(tensor_parallel)
+        found[f"tp{tensor_parallel}"] = _loaded(model_dir, roots[rank], [Peer(node=1 - rank, url=urls[1 - rank])], here)
+        if number + 1 < len(layouts):
+            with KeptPort() as kept:
+                port = [kept.number]
+                torch.distributed.broadcast_object_list(port)
+                parallel.leave()
+                os.environ["MASTER_PORT"] = str(port[0])
+    parallel.leave()
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def _loaded(model_dir: Path, root: Path, peers: list[Peer], here: parallel.Parallel) -> dict[str, Any]:
+    client = PeerClient(peers)
+    directory = root / f"step-{STEP}-epoch-1"
+    fetch.complete(directory, client)
+    files = CheckpointFiles(directory, manifests.read(directory).files, client)
+    policy, optimizer, trainer = built(model_dir, here)
+    try:
+        step, numbers = state.load(directory, policy=policy, optimizer=optimizer, files=files)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    assert (step, numbers) == (STEP, {"kl_scale": 2.5})
+    return {"grad_norm": train(trainer, here, STEP + 1), "digest": policy.digest(), "fetched": files.fetched_bytes}

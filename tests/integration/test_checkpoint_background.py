@@ -1,0 +1,170 @@
+"""Checkpoints that are written beside the training: their content is that of their step, and whatever fails leaves the one before."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.checkpoints import disk
+from learner.config import CheckpointConfig
+from learner.errors import CheckpointUnwritten
+from learner.megatron import state
+from learner.megatron.checkpoint_writer import Staged
+from learner.megatron.model import Policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from learner.megatron.trainer import Trainer
+from learner.ranks.checkpoints import Checkpoints
+from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+@dataclass
+class Learner:
+    """A learner's rank with its checkpoints; the writing waits for ``gate``."""
+
+    here: Parallel
+    policy: Policy
+    optimizer: PolicyOptimizer
+    trainer: Trainer
+    checkpoints: Checkpoints
+    reports: Reports
+    root: Path
+
+    def step(self, number: int) -> None:
+        train(self.trainer, self.here, number)
+
+    def save(self, number: int) -> None:
+        self.checkpoints.begin(number, 1, b"data state %d" % number, numbers={"kl_scale": 1.0})
+
+
+@pytest.fixture
+def make(here: Parallel, tmp_path: Path) -> Any:
+    write_tiny_model(tmp_path / "model", vocab_size=VOCAB)
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+
+    def made(**settings: Any) -> Learner:
+        policy, optimizer, trainer = built(tmp_path / "model", here)
+        reports = Reports()
+        checkpoints = Checkpoints(
+            places(tmp_path / "model", root, 0), reports, policy, optimizer, None, config=CheckpointConfig(**settings), timeout_s=60
+        )
+        return Learner(here, policy, optimizer, trainer, checkpoints, reports, root)
+
+    return made
+
+
+class Gate:
+    """Holds up every writing until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = Staged.write
+
+        def held(staged: Staged) -> Any:
+            self.reached.set()
+            assert self.open.wait(60)
+            return write(staged)
+
+        monkeypatch.setattr(Staged, "write", held)
+
+
+def test_what_is_written_is_the_state_of_its_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more steps are trained before the first byte is written."""
+    gate = Gate(monkeypatch)
+    learner = make()
+    learner.step(1)
+    learner.save(1)
+    digest = learner.policy.digest()
+    assert gate.reached.wait(60)
+    for number in (2, 3):
+        learner.step(number)
+        learner.checkpoints.collect()
+    assert learner.reports.checkpoints == [] and disk.listed(learner.root) == []
+    gate.open.set()
+    learner.checkpoints.collect(wait=True)
+    path = learner.root / "step-1-epoch-1"
+    assert learner.reports.checkpoints == [(1, str(path))]
+    assert disk.verify(path) == {"step": 1, "epoch": 1, "world": 1}
+    assert disk.read_state(path) == b"data state 1"
+    expected = learner.policy.digest()
+    other = make()
+    assert state.load(path, policy=other.policy, optimizer=other.optimizer)[0] == 1
+    assert other.policy.digest() == digest
+    for number in (2, 3):
+        other.step(number)
+    assert other.policy.digest() == expected, "optimizer and weights go on to the same bits"
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    learner = make()
+    learner.save(1)
+    assert gate.reached.wait(60)
+    threading.Timer(0.2, gate.open.set).start()
+    learner.step(2)
+    learner.save(2)
+    assert [step for step, _ in learner.reports.checkpoints] == [1]
+    learner.checkpoints.collect(wait=True)
+    assert [step for step, _ in learner.reports.checkpoints] == [1, 2]
+    assert [one.step for one in disk.listed(learner.root)] == [2, 1]
+    for one in disk.listed(learner.root):
+        disk.verify(one.path)
+
+
+INSTANTS = [
+    (Staged, "write"),
+    (disk, "digest"),
+    (Staged, "finish"),
+    (disk, "write_manifest"),
+    (disk, "publish"),
+]
+"""What the thread does, in order."""
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(("owner", "name"), INSTANTS)
+def test_a_failure_at_any_instant_leaves_the_checkpoint_before(
+    make: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, background: bool
+) -> None:
+    """The disk takes no more: the learner ends with the reason, at the next step, and the checkpoint before is as it was."""
+    learner = make(background=background)
+    learner.save(1)
+    learner.checkpoints.collect(wait=True)
+
+    def full(*arguments: Any, **settings: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(CheckpointUnwritten, match=r"step-2-epoch-1\.tmp: cannot be written: rank 0: .*No space left"):
+        learner.save(2)
+        learner.step(2)
+        learner.checkpoints.collect(wait=True)
+    learner.checkpoints.leave()
+    assert [one.step for one in disk.listed(learner.root)] == [1]
+    disk.verify(disk.listed(learner.root)[0].path)
+    assert [step for step, _ in learner.reports.checkpoints] == [1]
+
+
+def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> None:
+    learner = make(background=False)
+    learner.save(1)
+    assert [step for step, _ in learner.reports.checkpoints] == [1]
+    assert learner.checkpoints.copied_bytes == 0
+    copying = make()
+    copying.step(1)
+    copying.save(2)
+    copying.checkpoints.collect(wait=True)
+    parameters = sum(parameter.nbytes for parameter in copying.policy.module.parameters())
+    assert copying.checkpoints.copied_bytes >= 3 * parameters, "weights and Adam's two moments"
