@@ -17,7 +17,7 @@ from torch import Tensor
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.memory import Memory, PlainMemory
-from learner.megatron.parallel import Parallel
+from learner.megatron.parallel import Parallel, Replicas
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,6 +31,7 @@ class Policy:
     """The wrapper that the schedule and the optimizer use."""
     bridge: Any
     parallel: Parallel
+    replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
 
@@ -43,6 +44,15 @@ class Policy:
     def dtype(self) -> str:
         """The key of ``DTYPES`` for weights and activations."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.config.params_dtype)
+
+    def gather(self) -> None:
+        """Complete the weights after an optimizer step whose gathering was left to the next forward pass; collective over the replicas.
+
+        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
+        """
+        groups = self.ddp.bucket_groups
+        if self.replicas.overlap_param_gather and any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
+            self.ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
@@ -61,12 +71,14 @@ class Policy:
         return total.hexdigest()
 
 
-def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Memory | None = None) -> Policy:
+def build_policy(
+    model_dir: Path, *, dtype: str, parallel: Parallel, replicas: Replicas | None = None, memory: Memory | None = None
+) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
     Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory = DTYPES[dtype], memory or PlainMemory()
+    kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
         with memory.region():
@@ -78,10 +90,33 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Mem
             with torch.no_grad():
                 bridge.load_weights([module], str(model_dir))
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
-        with memory.region(scratch=True):  # of gradients, which each minibatch sets to zero first
-            # float32, because gradients of many micro-batches and ranks are added up, each much smaller than the sum.
-            ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, memory=memory)
+        ddp = _data_parallel(bridge.config, inner, replicas, memory)
+    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+
+
+def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory) -> DistributedDataParallel:
+    """Wrap the model. Gradients are scratch memory, because each minibatch sets them to zero first."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
+        overlap_grad_reduce=replicas.overlap_grad_reduce,
+        use_distributed_optimizer=replicas.distributed_optimizer,
+        overlap_param_gather=replicas.overlap_param_gather,
+        bucket_size=replicas.bucket_elements,
+    )
+    if not replicas.distributed_optimizer:
+        with memory.region(scratch=True):
+            return DistributedDataParallel(config, settings, inner)
+    # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
+    with memory.region():
+        ddp = DistributedDataParallel(config, settings, inner)
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
+        for buffer in ddp.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+    with memory.region(scratch=True):
+        for buffer, size in zip(ddp.buffers, sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
+            buffer.reset()
+    return ddp
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":

@@ -109,6 +109,8 @@ class Trainer:
         # The schedule reads both from the model's configuration.
         policy.config.finalize_model_grads_func = _finalize_unscaled
         policy.config.grad_scale_func = optimizer.inner.scale_loss
+        if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
+            policy.config.no_sync_func = policy.ddp.no_sync
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
@@ -128,6 +130,7 @@ class Trainer:
                 self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, step.denominators(number), batch.step)
                 for number in range(batch.num_minibatches)
             ]
+            self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
