@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,14 +131,15 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "
 
 
 class WeightBackup:
-    """A second copy of the weights (the proximal policy, the reference) that can replace them temporarily.
+    """A second copy of the weights: the proximal policy, the reference.
 
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._copies = {name: _copy_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _empty_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self.refresh()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -151,7 +151,8 @@ class WeightBackup:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
         for name, parameter in self._policy.module.named_parameters():
-            self._copies[name].copy_(parameter)
+            self._copies[name].copy_(parameter, non_blocking=True)
+        _synchronize(self._policy)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -159,28 +160,64 @@ class WeightBackup:
         for name, copy in self._copies.items():
             copy.copy_(tensors[name])
 
-    @contextmanager
-    def switch(self) -> Iterator[None]:
-        """Give the model the copied weights inside the context, and its own afterwards, bit for bit."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+
+class OtherWeights:
+    """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for bit.
+
+    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its address: its own
+    weights go to the host once and come back once, for any number of backups. On the CPU parameters only point to the copies.
+    """
+
+    def __init__(self, policy: Policy, *, in_place: bool | None = None) -> None:
+        """``in_place``: copy contents; None = on a device."""
+        self._policy = policy
+        self._in_place = policy.parallel.device.type == "cuda" if in_place is None else in_place
+        self._own: dict[str, Tensor] = {}
+        """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
+        self._away = False
+
+    def __enter__(self) -> "OtherWeights":
+        assert not self._away, "own weights are away"
+        return self
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def take(self, backup: WeightBackup) -> None:
+        """Give the model the weights of ``backup``, which must not change inside the context."""
+        if not self._away:
+            self._put_away()
         for name, parameter in self._policy.module.named_parameters():
-            copy = self._copies[name]
-            if parameter.device == copy.device:
-                self._copies[name] = parameter.data
-                parameter.data = copy
-            else:  # release and resume know the parameter by its address, so only the content is swapped
-                own = parameter.detach().clone()
-                parameter.copy_(copy)
-                copy.copy_(own)
+            if self._in_place:
+                parameter.copy_(backup.tensors[name], non_blocking=True)
+            else:
+                parameter.data = backup.tensors[name]
+
+    def _put_away(self) -> None:
+        for name, parameter in self._policy.module.named_parameters():
+            if not self._in_place:
+                self._own[name] = parameter.data
+                continue
+            if name not in self._own:
+                self._own[name] = _empty_on_host(parameter)
+            self._own[name].copy_(parameter, non_blocking=True)
+        self._away = True
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        if not self._away:
+            return
+        for name, parameter in self._policy.module.named_parameters():
+            if self._in_place:
+                parameter.copy_(self._own[name], non_blocking=True)
+            else:
+                parameter.data = self._own[name]
+        self._away = False
+        _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
 
 
-def _copy_on_host(parameter: Tensor) -> Tensor:
-    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
-    return copy.copy_(parameter.detach())
+def _empty_on_host(parameter: Tensor) -> Tensor:
+    return torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+
+
+def _synchronize(policy: Policy) -> None:
+    if policy.parallel.device.type == "cuda":
+        torch.cuda.synchronize()
