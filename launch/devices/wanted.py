@@ -61,7 +61,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=training_bytes(size.parameters, dtype) // ours.tensor_parallel,
+        memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu") // ours.tensor_parallel,
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from learner.megatron.optimizer_pieces import MAIN, STATE, Piece
+from learner.megatron.sizes import OFFLOADED_AT_ONCE
 
-BLOCK_ELEMENTS = 1 << 26
-"""Weights whose state is on the device at a time: 768 MiB with main weights. A power of two, to which pinned allocations are rounded up."""
 _SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
 """Settings by which Megatron's optimizers recognise their parameter groups in a checkpoint."""
 
@@ -42,7 +41,7 @@ class OffloadedAdam:
     """Adam over the pieces of one rank. It has those methods and attributes of Megatron's optimizers that the learner uses."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, pieces: Sequence[Piece], *, distributed: bool, clip_grad: float, block: int = BLOCK_ELEMENTS
+        self, ddp: DistributedDataParallel, pieces: Sequence[Piece], *, distributed: bool, clip_grad: float, block: int = OFFLOADED_AT_ONCE
     ) -> None:
         self._ddp, self._distributed, self._clip_grad = ddp, distributed, clip_grad
         self.steps = 0
