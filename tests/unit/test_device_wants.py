@@ -117,6 +117,8 @@ def test_the_environment_of_ranks(four: Node) -> None:
         assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], other, {})
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], config, {name: "x"})
+    beside_sglang = rank_variables(four, places[0], RunConfig(engine=sglang()), {"NCCL_NVLS_ENABLE": "1"})
+    assert beside_sglang["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_NVLS_ENABLE" not in beside_sglang, "the user's own stays"
     on_cpu = RankPlace(rank=0, node=0, local_rank=0)
     assert rank_variables(four, on_cpu, config, {}) == {"CUDA_VISIBLE_DEVICES": ""}
     assert rank_variables(replace(four, devices=()), on_cpu, config, {}) == {}
