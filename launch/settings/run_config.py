@@ -143,6 +143,10 @@ class RunConfig:
         """Return the SHA-256, hexadecimal, of the settings that decide what is trained; places, machines and names are left out."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
         del parts["learner"]["colocated"], parts["learner"]["devices"]
+        for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without
+            del parts["learner"][name]
+        if not self.learner.distributed_optimizer:  # so the digests of former runs stay
+            del parts["learner"]["distributed_optimizer"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         parts["reward"] = (self.actor.reward, self.actor.reward_options)

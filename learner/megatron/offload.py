@@ -124,7 +124,7 @@ class OffloadedAdam:
             first,
             second,
             [],
-            [torch.tensor(float(self.steps - 1), device=device) for _ in mains],
+            list(torch.full((len(mains),), float(self.steps - 1), device=device).unbind()),
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
