@@ -121,6 +121,14 @@ class LearnerConfig:
     """Replicas of the model, on this machine."""
     tensor_parallel: int = 1
     """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
+    distributed_optimizer: bool = False
+    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with data_parallel 1."""
+    overlap_grad_reduce: str = "auto"
+    """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
+    overlap_param_gather: str = "auto"
+    """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
+    offload_optimizer: bool = False
+    """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     device: str = "auto"
@@ -194,6 +202,18 @@ class LearnerConfig:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        """Refuse values that are not among the choices, and choices that contradict each other."""
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if getattr(self, name) not in ("auto", "always", "never"):
+                raise ValueError(f"{name}: want auto, always or never, got {getattr(self, name)!r}")
+        if self.overlap_param_gather == "always" and not self.distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather: want auto or never without distributed_optimizer, got 'always': "
+                "every replica computes all weights itself, and nothing is gathered"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):

@@ -5,6 +5,7 @@ import os
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.devices.errors import Refused
+from launch.devices.memory_table import memory_rows
 from launch.devices.placement import place
 from launch.devices.shapes import described
 from launch.devices.visible import this_node
@@ -29,3 +30,21 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         return
     for line in described([node], placed):
         report.good(PLACEMENT, line)
+    if model is not None and config.learner.device != "cpu":
+        _check_host_memory(report, config, model, ranks=len(placed.ranks))
+
+
+def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
+    """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with what it has."""
+    rows = [row for row in memory_rows(model.shape, config, cuda=True) if row.on_host]
+    wanted = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted <= total:
+        report.good(
+            "host memory", f"{total / 1e9:.1f} GB, {wanted / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices"
+        )
+        return
+    largest = max(rows, key=lambda row: row.bytes).part
+    cure = "use a larger machine, or learner.offload_optimizer: false" if config.learner.offload_optimizer else "use a larger machine"
+    want = f"{wanted / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices (mostly: {largest})"
+    report.error("host memory", report.at("learner.offload_optimizer"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)

@@ -177,7 +177,8 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     ranks = config.learner.data_parallel
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
-    wanted = ranks * training_bytes(model.num_parameters, dtypes[0]) + engines * 2 * weights  # those served, and those being pushed
+    rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False)
+    wanted = ranks * rank + engines * 2 * weights  # those served, and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
         want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"

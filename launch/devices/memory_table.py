@@ -6,12 +6,15 @@ the allocator, Python: some GB together) is not in the table.
 """
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actors.serving.builtin.shape import ModelShape
 from launch.settings.run_config import RunConfig
-from learner.megatron.sizes import LOGITS_AT_ONCE
+from learner.config import LearnerConfig
+from learner.megatron.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
@@ -48,26 +51,33 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def training_bytes(num_parameters: int, dtype: str) -> int:
-    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters."""
-    return num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + optimizer_bytes(num_parameters, dtype)
+def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool) -> int:
+    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes."""
+    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(num_parameters, dtype) // num_shares(learner)
+    return num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + state
+
+
+def num_shares(learner: LearnerConfig) -> int:
+    """Return the number of replicas over which the optimizer's state is divided."""
+    return learner.data_parallel if learner.distributed_optimizer else 1
 
 
 def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
     learner, item = config.learner, ITEM_BYTES[dtype]
     split, tokens = learner.tensor_parallel, row_tokens(shape, config)
-    own = rank_parameters(shape, split)
+    shares = num_shares(learner)
+    own = buffer_elements(shape, split, shares) if shares > 1 else rank_parameters(shape, split)
     yield Row(process="rank", part="weights", bytes=item * own)
     yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
-    yield Row(
-        process="rank",
-        part="Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32",
-        bytes=optimizer_bytes(own, dtype),
-    )
-    if learner.algorithm.needs_reference:
-        yield Row(process="rank", part="reference model", bytes=item * own, on_host=cuda)
-    if config.weights.push_every > 1:
-        yield Row(process="rank", part="weights of the last version", bytes=item * own, on_host=cuda)
+    yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
+    copies = [
+        *(["reference model"] if learner.algorithm.needs_reference else []),
+        *(["weights of the last version"] if config.weights.push_every > 1 else []),
+    ]
+    if copies and cuda:
+        copies.append("own weights, while one of the other two is in their place")
+    for part in copies:
+        yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
     kept = f"kept for the backward pass of {tokens:,} tokens"
     yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activation_bytes_per_token(shape, dtype, tensor_parallel=split))
     yield Row(
@@ -82,6 +92,17 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
         bytes=staged,
         on_host=config.weights.staging != "cuda",
     )
+
+
+def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool) -> Iterable[Row]:
+    """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
+    part = "Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
+    if shares > 1:
+        part += f", 1/{shares} of them"
+    yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
+    if offloaded:
+        block = min(elements, OFFLOADED_AT_ONCE)
+        yield Row(process="rank", part="Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
 
 
 def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Row]:
@@ -111,11 +132,29 @@ def parameters(shape: ModelShape) -> int:
 
 
 def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
-    """Return the number of parameters of one rank: matrices and biases are split, but for norms and the biases of row-split matrices."""
-    return sum(
-        math.prod(tensor) // (1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel)
-        for name, tensor in shape.tensors().items()
-    )
+    """Return the number of parameters of one rank."""
+    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in shape.tensors().items())
+
+
+def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int) -> int:
+    """Return the elements of a rank's weight buffer, and of its gradients, with a distributed optimizer.
+
+    Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
+    (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, whose ends add some KB.
+    """
+    joint: dict[str, int] = defaultdict(int)
+    for name, tensor in shape.tensors().items():
+        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP.
+        joint[re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
+            tensor
+        ) // split_of(name, tensor_parallel)
+    divisor = math.lcm(shares, 128)
+    return -(-sum(-(-elements // 64) * 64 for elements in joint.values()) // divisor) * divisor
+
+
+def split_of(name: str, tensor_parallel: int) -> int:
+    """Return the number of ranks over which a tensor is split: none for norms and the biases of row-split matrices."""
+    return 1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

@@ -21,6 +21,9 @@ OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 """The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
 for colocated ranks; memory that other processes open is not tried with it."""
+AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
+same; a built-in engine has the defaults of the NCCL that the ranks have."""
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
 """Arguments of SGLang, each with its other names, whose product is the number of its devices."""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
@@ -61,7 +64,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=training_bytes(size.parameters, dtype) // ours.tensor_parallel,
+        memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu") // ours.tensor_parallel,
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
@@ -132,6 +135,8 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
     private = not config.learner.colocated and config.weights.staging != CUDA
     if private and not any(name in given for name in OWN_ALLOCATOR):
         variables[ALLOCATOR] = EXPANDABLE
+    if config.engine.kind == SGLANG:
+        variables |= {name: "0" for name in AS_SGLANG if name not in given}
     return variables
 
 

@@ -144,6 +144,10 @@ class RunConfig:
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
         for name in ("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
             del parts["learner"][name]
+        for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without
+            del parts["learner"][name]
+        if not self.learner.distributed_optimizer:  # so the digests of former runs stay
+            del parts["learner"]["distributed_optimizer"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         parts["reward"] = (self.actor.reward, self.actor.reward_options)

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.memory import Memory, PlainMemory
-from learner.megatron.parallel import Parallel
+from learner.megatron.parallel import Parallel, Replicas
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,6 +30,7 @@ class Policy:
     """The wrapper that the schedule and the optimizer use."""
     bridge: Any
     parallel: Parallel
+    replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
 
@@ -43,6 +43,15 @@ class Policy:
     def dtype(self) -> str:
         """The key of ``DTYPES`` for weights and activations."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.config.params_dtype)
+
+    def gather(self) -> None:
+        """Complete the weights after an optimizer step whose gathering was left to the next forward pass; collective over the replicas.
+
+        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
+        """
+        groups = self.ddp.bucket_groups
+        if self.replicas.overlap_param_gather and any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
+            self.ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
@@ -61,12 +70,14 @@ class Policy:
         return total.hexdigest()
 
 
-def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Memory | None = None) -> Policy:
+def build_policy(
+    model_dir: Path, *, dtype: str, parallel: Parallel, replicas: Replicas | None = None, memory: Memory | None = None
+) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
     Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory = DTYPES[dtype], memory or PlainMemory()
+    kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
         with memory.region():
@@ -78,10 +89,33 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Mem
             with torch.no_grad():
                 bridge.load_weights([module], str(model_dir))
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
-        with memory.region(scratch=True):  # of gradients, which each minibatch sets to zero first
-            # float32, because gradients of many micro-batches and ranks are added up, each much smaller than the sum.
-            ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, memory=memory)
+        ddp = _data_parallel(bridge.config, inner, replicas, memory)
+    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+
+
+def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory) -> DistributedDataParallel:
+    """Wrap the model. Gradients are scratch memory, because each minibatch sets them to zero first."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
+        overlap_grad_reduce=replicas.overlap_grad_reduce,
+        use_distributed_optimizer=replicas.distributed_optimizer,
+        overlap_param_gather=replicas.overlap_param_gather,
+        bucket_size=replicas.bucket_elements,
+    )
+    if not replicas.distributed_optimizer:
+        with memory.region(scratch=True):
+            return DistributedDataParallel(config, settings, inner)
+    # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
+    with memory.region():
+        ddp = DistributedDataParallel(config, settings, inner)
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
+        for buffer in ddp.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+    with memory.region(scratch=True):
+        for buffer, size in zip(ddp.buffers, sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
+            buffer.reset()
+    return ddp
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
@@ -97,14 +131,15 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "
 
 
 class WeightBackup:
-    """A second copy of the weights (the proximal policy, the reference) that can replace them temporarily.
+    """A second copy of the weights: the proximal policy, the reference.
 
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._copies = {name: _copy_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _empty_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self.refresh()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -116,7 +151,8 @@ class WeightBackup:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
         for name, parameter in self._policy.module.named_parameters():
-            self._copies[name].copy_(parameter)
+            self._copies[name].copy_(parameter, non_blocking=True)
+        _synchronize(self._policy)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -124,28 +160,64 @@ class WeightBackup:
         for name, copy in self._copies.items():
             copy.copy_(tensors[name])
 
-    @contextmanager
-    def switch(self) -> Iterator[None]:
-        """Give the model the copied weights inside the context, and its own afterwards, bit for bit."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+
+class OtherWeights:
+    """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for bit.
+
+    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its address: its own
+    weights go to the host once and come back once, for any number of backups. On the CPU parameters only point to the copies.
+    """
+
+    def __init__(self, policy: Policy, *, in_place: bool | None = None) -> None:
+        """``in_place``: copy contents; None = on a device."""
+        self._policy = policy
+        self._in_place = policy.parallel.device.type == "cuda" if in_place is None else in_place
+        self._own: dict[str, Tensor] = {}
+        """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
+        self._away = False
+
+    def __enter__(self) -> "OtherWeights":
+        assert not self._away, "own weights are away"
+        return self
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def take(self, backup: WeightBackup) -> None:
+        """Give the model the weights of ``backup``, which must not change inside the context."""
+        if not self._away:
+            self._put_away()
         for name, parameter in self._policy.module.named_parameters():
-            copy = self._copies[name]
-            if parameter.device == copy.device:
-                self._copies[name] = parameter.data
-                parameter.data = copy
-            else:  # release and resume know the parameter by its address, so only the content is swapped
-                own = parameter.detach().clone()
-                parameter.copy_(copy)
-                copy.copy_(own)
+            if self._in_place:
+                parameter.copy_(backup.tensors[name], non_blocking=True)
+            else:
+                parameter.data = backup.tensors[name]
+
+    def _put_away(self) -> None:
+        for name, parameter in self._policy.module.named_parameters():
+            if not self._in_place:
+                self._own[name] = parameter.data
+                continue
+            if name not in self._own:
+                self._own[name] = _empty_on_host(parameter)
+            self._own[name].copy_(parameter, non_blocking=True)
+        self._away = True
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        if not self._away:
+            return
+        for name, parameter in self._policy.module.named_parameters():
+            if self._in_place:
+                parameter.copy_(self._own[name], non_blocking=True)
+            else:
+                parameter.data = self._own[name]
+        self._away = False
+        _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
 
 
-def _copy_on_host(parameter: Tensor) -> Tensor:
-    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
-    return copy.copy_(parameter.detach())
+def _empty_on_host(parameter: Tensor) -> Tensor:
+    return torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+
+
+def _synchronize(policy: Policy) -> None:
+    if policy.parallel.device.type == "cuda":
+        torch.cuda.synchronize()

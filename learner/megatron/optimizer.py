@@ -2,18 +2,26 @@
 
 import logging
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor
 
 from learner.config import OptimizerConfig
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
+from learner.megatron.offload import OffloadedAdam
+from learner.megatron.optimizer_pieces import Piece, make_leaves, own_pieces, set_steps, sharded_pieces, state_of_pieces, whole_pieces
 
 log = logging.getLogger(__name__)
+
+PIECES = "optimizer_pieces"
+"""Place of the optimizer's state in the content of a checkpoint, where it is in pieces."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -28,13 +36,25 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class PolicyOptimizer:
-    """Megatron's optimizer (plain, not distributed; float32 main weights in bfloat16) for one policy."""
+    """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one in host memory."""
 
-    def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int) -> None:
+    def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
+        """``offload``: keep the state in host memory."""
         self._config, self._steps, self._policy = config, steps, policy
         self._has_state = False
+        self._taken = 0
+        """Steps of Adam, those before a restart included; counted for an optimizer in pieces only."""
+        self._distributed = policy.replicas.distributed_optimizer
+        self._pieces = own_pieces(policy.ddp) if self._distributed else whole_pieces(policy.ddp)
+        clip = config.clip_grad or math.inf  # not 0, with which Megatron would not compute the norm
+        self._offloaded = OffloadedAdam(policy.ddp, self._pieces, distributed=self._distributed, clip_grad=clip) if offload else None
+        self.inner: Any = self._offloaded or self._megatrons(clip)
+        """Megatron's optimizer, or ``OffloadedAdam``."""
+
+    def _megatrons(self, clip: float) -> Any:
+        config, policy = self._config, self._policy
         with megatron_device(), policy.memory.region():
-            self.inner = get_megatron_optimizer(
+            inner = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
                     lr=config.lr,
@@ -43,14 +63,19 @@ class PolicyOptimizer:
                     adam_beta1=config.beta1,
                     adam_beta2=config.beta2,
                     adam_eps=config.eps,
-                    clip_grad=config.clip_grad or math.inf,  # not 0, with which Megatron would not compute the norm
+                    clip_grad=clip,
                     bf16=policy.config.bf16,
                     params_dtype=policy.config.params_dtype,
+                    use_distributed_optimizer=self._distributed,
+                    overlap_param_gather=policy.replicas.overlap_param_gather,
                 ),
                 [policy.ddp],
             )
-        for group in self.inner.param_groups:
+        if self._distributed:
+            make_leaves(inner)
+        for group in inner.param_groups:
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
+        return inner
 
     def zero_grad(self) -> None:
         """Set the gradients to 0; call it before the first micro-batch of a step."""
@@ -75,6 +100,7 @@ class PolicyOptimizer:
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
         with self._memory_of_state():
             _, norm, _ = self.inner.step()
+        self._taken += 1
         return float(norm), rate
 
     def _finite(self, step: int, loss: float, rate: float) -> bool:
@@ -82,7 +108,7 @@ class PolicyOptimizer:
 
         A sum of squares beyond float32 counts as not finite, because Megatron computes the norm for clipping from it.
         """
-        squares = [float(torch.linalg.vector_norm(buffer.grad_data)) ** 2 for buffer in self._policy.ddp.buffers]
+        squares = [float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in self._reduced()]
         here = self._policy.parallel
         sums = torch.tensor([loss, rate, *squares], dtype=torch.float64, device=here.device)
         if here.dp_size * here.tp_size > 1:
@@ -94,7 +120,54 @@ class PolicyOptimizer:
         log.error("step %d skipped: want finite loss and gradients, got loss=%g gradient_norm=%g on rank %d", step, loss, norm, here.rank)
         return False
 
+    def _reduced(self) -> Iterator[Tensor]:
+        """Yield the gradients that this rank has reduced: with a distributed optimizer its share of each bucket, else all of them.
+
+        The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not finite either.
+        """
+        for buffer in self._policy.ddp.buffers:
+            group = buffer.data_parallel_group
+            if not self._distributed:
+                yield buffer.grad_data
+                continue
+            for bucket in buffer.buckets:
+                yield bucket.grad_data.chunk(group.size())[group.rank()]
+
+    # ---- in a checkpoint
+
+    def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """Return the optimizer's part of a checkpoint; ``model``: the model's sharded state. The names are those of the plain one."""
+        if not self._in_pieces:
+            return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
+        entries = {PIECES: sharded_pieces(model, self._state_of_pieces())}
+        if is_loading:
+            return entries
+        settings = [{name: value for name, value in group.items() if name not in ("params", "blocks")} for group in self.inner.param_groups]
+        common = {"param_groups": settings, "state": {"common_step": torch.tensor(float(self._taken))}}
+        return {"optimizer": {"optimizer": common} if self._policy.config.bf16 else common, **entries}
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Take over the state that was loaded into the content of ``sharded``."""
+        if not self._in_pieces:
+            self.inner.load_state_dict(loaded["optimizer"])
+            return
+        common = loaded["optimizer"].get("optimizer", loaded["optimizer"])
+        self._taken = int(common["state"]["common_step"])
+        own = {tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()}
+        assert all(tensor.untyped_storage().data_ptr() in own for tensor in loaded[PIECES]), "Megatron has loaded into other tensors"
+        if self._offloaded is not None:
+            self._offloaded.steps = self._taken
+        else:
+            set_steps(self.inner, self._taken)
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self._distributed or self._offloaded is not None
+
+    def _state_of_pieces(self) -> list[tuple[Piece, dict[str, Tensor]]]:
+        return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
+
     def _memory_of_state(self) -> AbstractContextManager[None]:
         """Return the memory region of the first step, which allocates Adam's moments; a context without effect afterwards."""
-        first, self._has_state = not self._has_state, True
+        first, self._has_state = not self._has_state and self._offloaded is None, True
         return self._policy.memory.region() if first else nullcontext()

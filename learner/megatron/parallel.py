@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from learner.config import LearnerConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
@@ -21,6 +23,35 @@ class Parallel:
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """How the data-parallel replicas of the model share gradients, optimizer state and weights."""
+
+    distributed_optimizer: bool = False
+    """Each replica has the optimizer state of its share of the weights, and gets the others' weights after a step."""
+    overlap_grad_reduce: bool = False
+    """Gradients are reduced bucket by bucket during the last backward pass."""
+    overlap_param_gather: bool = False
+    """Weights are gathered bucket by bucket during the next forward pass of the same batch."""
+    bucket_elements: int | None = None
+    """Weights of a bucket, with overlap; None = Megatron's choice, 40 million."""
+
+
+def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
+    """Return what the settings mean for this world: nothing with one replica, and overlap only on CUDA unless it is demanded.
+
+    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass.
+    """
+    if here.dp_size == 1:
+        return Replicas()
+    on = {"auto": here.device.type == "cuda", "always": True, "never": False}
+    return Replicas(
+        distributed_optimizer=learner.distributed_optimizer,
+        overlap_grad_reduce=on[learner.overlap_grad_reduce],
+        overlap_param_gather=learner.distributed_optimizer and on[learner.overlap_param_gather],
+    )
 
 
 def choose_device(wanted: str) -> torch.device:

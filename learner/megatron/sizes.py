@@ -9,6 +9,8 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of ``model_type`` that have a bridge."""
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
+OFFLOADED_AT_ONCE = 1 << 26
+"""Weights whose offloaded optimizer state is on the device at a time. A power of two, to which pinned allocations are rounded up."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 

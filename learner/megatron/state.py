@@ -107,7 +107,7 @@ def load(
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         policy.module.load_state_dict(loaded["model"])
-        optimizer.inner.load_state_dict(loaded["optimizer"])
+        optimizer.restore(loaded)
     if proximal is not None:
         proximal.restore(loaded["proximal"])
     if same_world:
@@ -149,7 +149,7 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
 
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
     model = policy.module.sharded_state_dict()
-    content = {"model": model, "optimizer": optimizer.inner.sharded_state_dict(model, is_loading=is_loading)}
+    content = {"model": model, **optimizer.sharded(model, is_loading=is_loading)}
     if proximal is not None:
         # The layout of the model's own shards, with the copies as their data and under other names.
         copies = {name: part for name, part in policy.module.sharded_state_dict().items() if name in proximal.tensors}

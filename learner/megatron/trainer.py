@@ -32,7 +32,7 @@ from learner.data.batch import MicroBatch, StepBatch
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.model import Policy, WeightBackup
+from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.output_layer import output_weight
 
@@ -101,6 +101,7 @@ class Trainer:
         ``reference``: weights of the reference model, if the algorithm needs one; else None.
         """
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
+        self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
         assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         self.kl_scale = 1.0
@@ -109,6 +110,8 @@ class Trainer:
         # The schedule reads both from the model's configuration.
         policy.config.finalize_model_grads_func = _finalize_unscaled
         policy.config.grad_scale_func = optimizer.inner.scale_loss
+        if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
+            policy.config.no_sync_func = policy.ddp.no_sync
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
@@ -128,6 +131,7 @@ class Trainer:
                 self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, step.denominators(number), batch.step)
                 for number in range(batch.num_minibatches)
             ]
+            self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
@@ -186,15 +190,17 @@ class Trainer:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
         # 2 stands for any interval above 1, in which the policy moves between two versions.
         published_every = 1 if self._proximal is None else 2
-        if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
-            # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
-            with contextlib.nullcontext() if self._proximal is None else self._proximal.switch():
+        with self._others as others:
+            if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
+                # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
+                if self._proximal is not None:
+                    others.take(self._proximal)
                 old = self._forward_only(rows, temperature)
-            rows = [replace(row, seen=replace(row.seen, old_T=old_T)) for row, old_T in zip(rows, old, strict=True)]
-        if self._reference is not None:
-            with self._reference.switch():
+                rows = [replace(row, seen=replace(row.seen, old_T=old_T)) for row, old_T in zip(rows, old, strict=True)]
+            if self._reference is not None:
+                others.take(self._reference)
                 reference = self._forward_only(rows, temperature)
-            rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, each_T in zip(rows, reference, strict=True)]
+                rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, each_T in zip(rows, reference, strict=True)]
         return rows
 
     def _with_advantages(self, rows: list[_Row], step: _Step) -> list[_Row]:

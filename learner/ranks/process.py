@@ -24,6 +24,7 @@ from bus.system.processes import Child
 from learner.errors import LearnerError
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.progress import steps_noted
+from learner.ranks.network import loopback_variables
 
 log = logging.getLogger(__name__)
 
@@ -223,4 +224,5 @@ def _rank_environment(part: Part, local: int, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS reads it when CUDA is initialised
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # gives the order of kernels that Megatron's tensor parallelism relies on
+        **loopback_variables(os.environ),
     }

@@ -81,7 +81,13 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
             try:
                 start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
                 memory = open_memory(colocated=learner.colocated, device=here.device)
-                policy = build_policy(places.model_dir, dtype=_chosen_dtype(learner, here), parallel=here, memory=memory)
+                policy = build_policy(
+                    places.model_dir,
+                    dtype=_chosen_dtype(learner, here),
+                    parallel=here,
+                    replicas=parallel.choose_replicas(learner, here),
+                    memory=memory,
+                )
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
                 # trims streams behind a checkpoint.
@@ -184,7 +190,7 @@ class Rank:
     ) -> None:
         self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
         self._here = policy.parallel
-        self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps)
+        self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._trainer = Trainer(
             policy,

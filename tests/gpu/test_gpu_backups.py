@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.model import OtherWeights, WeightBackup, build_policy
 from learner.megatron.parallel import Parallel
 from tests.tiny_models import write_tiny_model
 from weightstore.format.manifest import Manifest
@@ -27,7 +27,8 @@ def test_a_backup_is_pinned_and_exchanged_bit_for_bit(rank: Parallel, on_gpu: bo
             one.copy_(two)
     own = policy.digest()
     assert own == other.digest() != kept
-    with backup.switch():
+    with OtherWeights(policy) as others:
+        others.take(backup)
         assert policy.digest() == kept
         if on_gpu:
             assert places == [parameter.data_ptr() for parameter in policy.module.parameters()], "memory that is released knows the address"

@@ -54,7 +54,7 @@ def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algori
     return replace(made, loss_T=made.loss_T + (math.nan if bad else 0.0))
 
 
-def skips(model_dir: Path, here: parallel.Parallel) -> dict[str, object]:
+def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas | None = None) -> dict[str, object]:
     """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with a NaN gradient there."""
     algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
     batches = []
@@ -63,7 +63,7 @@ def skips(model_dir: Path, here: parallel.Parallel) -> dict[str, object]:
         batches.append(make_batches(samples, step=step, data_parallel=here.dp_size)[here.dp_rank])
 
     def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], PolicyOptimizer, Policy]:
-        policy = build_policy(model_dir, dtype="float32", parallel=here)
+        policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         trainer = Trainer(policy, optimizer, algorithm, max_lag=2)
         skipped, digests = [], []

@@ -30,7 +30,7 @@ class LossyMemory(PlainMemory):
     def __init__(self) -> None:
         super().__init__()
         self.places: dict[int, torch.UntypedStorage] = {}
-        self._scratch: set[int] = set()
+        self.scratch: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
 
     @contextmanager
@@ -41,13 +41,13 @@ class LossyMemory(PlainMemory):
             yield
         new = {at: storage for at, storage in storages().items() if at not in before}
         self.places |= new
-        self._scratch |= new.keys() if scratch else set()
+        self.scratch |= new.keys() if scratch else set()
 
     def release(self) -> None:
         super().release()
         for at, storage in self.places.items():
             content = torch.tensor([], dtype=torch.uint8).set_(storage)
-            if at not in self._scratch:
+            if at not in self.scratch:
                 self._kept[at] = content.clone()
             content.fill_(255)
 
@@ -74,19 +74,28 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
-def learner(model_dir: Path, here: parallel.Parallel, memory: Memory, dtype: str) -> tuple[Policy, PolicyOptimizer, Trainer, WeightBackup]:
-    policy = build_policy(model_dir, dtype=dtype, parallel=here, memory=memory)
+SHARES = parallel.Replicas(distributed_optimizer=True)
+"""With one replica the share is everything, but weights are in the wrapper's buffer."""
+
+
+def learner(
+    model_dir: Path, here: parallel.Parallel, memory: Memory, dtype: str, replicas: parallel.Replicas | None = None
+) -> tuple[Policy, PolicyOptimizer, Trainer, WeightBackup]:
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=memory)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     backup = WeightBackup(policy)
     return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, proximal=backup), backup
 
 
+@pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_with_releases_between_them_are_the_same_bits(here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str) -> None:
+def test_steps_with_releases_between_them_are_the_same_bits(
+    here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str, replicas: parallel.Replicas | None
+) -> None:
     batches = [make_batches(make_samples(vocab=VOCAB, seed=seed))[0] for seed in range(3)]
     digests = []
     for memory in (PlainMemory(), LossyMemory()):
-        policy, optimizer, trainer, _ = learner(model_dir, here, memory, dtype)
+        policy, optimizer, trainer, _ = learner(model_dir, here, memory, dtype, replicas)
         made = []
         for batch in batches:
             memory.release()
@@ -98,7 +107,7 @@ def test_steps_with_releases_between_them_are_the_same_bits(here: parallel.Paral
         checkpoint = tmp_path / type(memory).__name__
         checkpoint.mkdir()
         state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
-        again = build_policy(model_dir, dtype=dtype, parallel=here, memory=type(memory)())
+        again = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=type(memory)())
         restored = PolicyOptimizer(again, OPTIMIZER, steps=10)
         state.load(checkpoint, policy=again, optimizer=restored)
         again.memory.release()
@@ -115,6 +124,8 @@ def test_steps_with_releases_between_them_are_the_same_bits(here: parallel.Paral
     everything = [*policy.module.parameters(), *main, *(buffer.grad_data for buffer in policy.ddp.buffers), *state_tensors]
     assert state_tensors
     outside = [each.shape for each in everything if each.untyped_storage().data_ptr() not in memory.places]
+    kept = [each for each in (*policy.module.parameters(), *main, *state_tensors) if each.untyped_storage().data_ptr() in memory.scratch]
+    assert not kept, "these lose their content"
     assert not outside, "these stay in memory when it is released"
 
 

@@ -172,13 +172,31 @@ async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner
     assert AutoTokenizer.from_pretrained(tmp_path / "final").decode([5]) is not None
 
 
-@pytest.mark.parametrize(("staleness", "push_every"), [({"max_lag": 0}, 1), ({"max_lag": 2}, 2)], ids=["synchronous", "every-second-step"])
-async def test_a_killed_rank_resumes_with_the_same_bits(open_learner: OpenLearner, staleness: dict[str, Any], push_every: int) -> None:
+SHARES = {
+    "data_parallel": 2,
+    "distributed_optimizer": True,
+    "offload_optimizer": True,
+    "overlap_grad_reduce": "always",
+    "overlap_param_gather": "always",
+    "minibatches": 2,
+}
+"""Two replicas with a share of the optimizer's state each, in host memory."""
+
+
+@pytest.mark.parametrize(
+    ("staleness", "push_every", "changes"),
+    [({"max_lag": 0}, 1, {}), ({"max_lag": 2}, 2, {}), ({"max_lag": 2}, 2, SHARES)],
+    ids=["synchronous", "every-second-step", "shares"],
+)
+async def test_a_killed_rank_resumes_with_the_same_bits(
+    open_learner: OpenLearner, staleness: dict[str, Any], push_every: int, changes: dict[str, Any]
+) -> None:
     """It is killed after step 11 and resumed from the checkpoint of step 8: the steps are repeated, with the same digests."""
-    async with open_learner(staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8) as learner:
+    async with open_learner(staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8, **changes) as learner:
         async with learner.started():
             await learner.until(11)
-            learner.ranks[0].kill()
+            for rank in learner.ranks:
+                rank.kill()
             await learner.ended()
         before = await VersionRegistry(learner.world.bus).head()
         await learner.finish()

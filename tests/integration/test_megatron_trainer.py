@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from learner import logprobs
@@ -19,7 +20,7 @@ from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row
-from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import Trainer
 from tests.cuda_kernels import RaisingOnCuda
@@ -301,13 +302,70 @@ def test_the_proximal_policy_is_the_backed_up_one(make: Any) -> None:
     first = trainer.log_probs(batch)[0]
     trainer.train(batch)
     digest = policy.digest()
-    with proximal.switch():
+    with OtherWeights(policy) as others:
+        others.take(proximal)
         assert torch.equal(trainer.log_probs(batch)[0], first)
     assert policy.digest() == digest
     stale = trainer.train(batch)
     assert stale["train/ppo_clip_fraction"] > 0
     proximal.refresh()
     assert trainer.train(batch)["train/ppo_clip_fraction"] == 0
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies into tensors, by the number of their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["on the CPU", "as on a device"])
+def test_own_weights_go_away_once_and_come_back_once(make: Any, in_place: bool) -> None:
+    """With a proximal policy and a reference: one copy out, one in for each of the two, one back; on the CPU none."""
+    _, policy, _, proximal = make()
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.add_(1.0)
+    reference, other = WeightBackup(policy), policy.digest()
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.add_(1.0)
+    places = [parameter.data_ptr() for parameter in policy.module.parameters()]
+    size, own = sum(parameter.numel() for parameter in policy.module.parameters()), policy.digest()
+    others, copies = OtherWeights(policy, in_place=in_place), Copies()
+    for _ in range(2):  # the second time, the copy on the host is there already
+        with copies:
+            others.__enter__()
+            others.take(proximal)
+        assert policy.digest() not in (own, other)
+        with copies:
+            others.take(reference)
+        assert policy.digest() == other
+        if in_place:
+            assert places == [parameter.data_ptr() for parameter in policy.module.parameters()]
+        with copies:
+            others.__exit__()
+        assert policy.digest() == own
+        assert places == [parameter.data_ptr() for parameter in policy.module.parameters()]
+    assert copies.elements == (2 * 4 * size if in_place else 0)
+
+
+def test_own_weights_come_back_after_an_error(make: Any) -> None:
+    _, policy, _, proximal = make()
+    with torch.no_grad():
+        next(policy.module.parameters()).add_(1.0)
+    own = policy.digest()
+    with pytest.raises(KeyError), OtherWeights(policy) as others:
+        others.take(proximal)
+        assert policy.digest() != own
+        raise KeyError
+    assert policy.digest() == own
 
 
 @pytest.mark.parametrize("correction", PRESETS)

@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import activation_bytes_per_token, optimizer_bytes, parameters, rank_parameters
+from launch.devices.memory_table import activation_bytes_per_token, buffer_elements, optimizer_bytes, parameters, rank_parameters
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.attention import packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, build_policy
+from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
+from learner.megatron.optimizer_pieces import whole_pieces
+from learner.megatron.parallel import Parallel, Replicas
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -91,3 +93,51 @@ def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, fa
     for found in run_ranks(measured, (model_dir, dtype), world=2, out=tmp_path):
         assert found["parameters"] == rank_parameters(shape, 2)
         assert found["kept"] == TOKENS * activation_bytes_per_token(shape, dtype, tensor_parallel=2)
+
+
+def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> None:
+    """Write the sizes of this rank, one of two replicas with a share of the optimizer's state each, to ``out/rank-<r>.json``."""
+    joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    policy = build_policy(model_dir, dtype=dtype, parallel=joined, replicas=Replicas(distributed_optimizer=True))
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2, offload=offload)
+    optimizer.zero_grad()
+    with megatron_device():
+        optimizer.step(1, loss=0.0)
+    pieces = optimizer.sharded(policy.module.sharded_state_dict(), is_loading=True)["optimizer_pieces"]
+    sizes = {piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage().nbytes() for piece in pieces}
+    weights = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in policy.module.parameters()}
+    found = {
+        "weights": sum(weights.values()),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers),
+        "state": sum(sizes.values()),
+    }
+    (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
+    parallel.leave()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen2", "bfloat16")])
+def test_the_table_agrees_with_two_replicas_that_share_the_optimizer(tmp_path: Path, family: str, dtype: str, offload: bool) -> None:
+    """Weights and gradients to the byte, padding included; the shares together have the state of every weight once."""
+    model_dir = write_tiny_model(tmp_path / "model", family, tied=False, num_hidden_layers=3, **SIZES)
+    shape = ModelShape.read(model_dir)
+    padded = buffer_elements(shape, 1, 2)
+    assert padded > parameters(shape), "the sizes need no padding: the test shows nothing"
+    ranks = run_ranks(measured_shares, (model_dir, dtype, offload), world=2, out=tmp_path)
+    for found in ranks:
+        assert found["weights"] == padded * (4 if dtype == "float32" else 2)
+        assert found["gradients"] == padded * 4
+        assert 0 < found["state"] <= optimizer_bytes(padded // 2, dtype)
+    assert sum(found["state"] for found in ranks) == optimizer_bytes(parameters(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_table_agrees_with_an_offloaded_optimizer(world: Parallel, tmp_path: Path, dtype: str) -> None:
+    """The host's part to the byte; and on the device, besides it, a block of it at a time."""
+    shape = ModelShape.read(model_dir := write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, **SIZES))
+    policy = build_policy(model_dir, dtype=dtype, parallel=world)
+    block = 1 << 12
+    adam = OffloadedAdam(policy.ddp, whole_pieces(policy.ddp), distributed=False, clip_grad=1.0, block=block)
+    held = [flat for each in adam.blocks for flat in each.host.values()]
+    assert sum(flat.nbytes for flat in held) == optimizer_bytes(parameters(shape), dtype)
+    assert max(sum(flat.nbytes for flat in each.host.values()) for each in adam.blocks) == optimizer_bytes(block, dtype)

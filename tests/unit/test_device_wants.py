@@ -117,6 +117,8 @@ def test_the_environment_of_ranks(four: Node) -> None:
         assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], other, {})
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], config, {name: "x"})
+    beside_sglang = rank_variables(four, places[0], RunConfig(engine=sglang()), {"NCCL_NVLS_ENABLE": "1"})
+    assert beside_sglang["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_NVLS_ENABLE" not in beside_sglang, "the user's own stays"
     on_cpu = RankPlace(rank=0, node=0, local_rank=0)
     assert rank_variables(four, on_cpu, config, {}) == {"CUDA_VISIBLE_DEVICES": ""}
     assert rank_variables(replace(four, devices=()), on_cpu, config, {}) == {}
@@ -198,6 +200,17 @@ def test_the_check_refuses_what_cannot_work(four: Node, tmp_path: Path, settings
     assert error.startswith(complaint)
 
 
+def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model of the test fits; into a machine with one page of memory nothing does."""
+    offloaded = "learner.offload_optimizer=true"
+    (fits,) = checked(tmp_path, offloaded).on("host memory")
+    assert "needed for what 1 rank(s) keep outside their devices" in fits
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    (error,) = [finding.text for finding in checked(tmp_path, offloaded).errors if finding.topic == "host memory"]
+    assert error.startswith("--set: learner.offload_optimizer: want 0.0 GB of the machine's memory")
+    assert "Adam: two moments" in error and "learner.offload_optimizer: false" in error
+
+
 def test_a_broken_driver_is_an_error_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "bin", script="echo Failed to initialize NVML; exit 255"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -228,6 +241,11 @@ def test_a_shared_accelerator_refuses_what_needs_two(tmp_path: Path, setting: st
 def test_devices_decide_nothing_that_is_trained() -> None:
     """A run continues with the same recorded steps on other GPUs."""
     assert RunConfig(learner=LearnerConfig(devices=("1",))).digest() == RunConfig().digest()
+    same = LearnerConfig(offload_optimizer=True, overlap_grad_reduce="always", overlap_param_gather="never")
+    assert RunConfig(learner=same).digest() == RunConfig().digest()
+    assert RunConfig(learner=LearnerConfig(distributed_optimizer=True)).digest() != RunConfig().digest(), (
+        "a norm is summed in another order"
+    )
 
 
 def test_the_fake_is_found_through_the_environment_given(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 from actors.serving.builtin.shape import ModelShape
 from launch.cli.main import main
 from launch.devices.memory_table import Row, memory_rows, parameters, rank_parameters
+from launch.devices.shapes import Device, Node
+from launch.devices.wanted import ModelSize, want_of
 from launch.settings.config_loader import load
 
 QWEN3_8B = {
@@ -51,8 +53,39 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
     for cuda in (True, False):
         found = rows(*settings, cuda=cuda)
         assert found["rank", "reference model"].on_host is cuda
+        assert (("rank", "own weights") in found) is cuda, "on the CPU parameters only point to the copies"
         assert not found["rank", "weights"].on_host
     assert rows("weights.transport=handles", "weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
+
+
+def test_replicas_divide_the_optimizer_and_nothing_else() -> None:
+    one, eight = rows("learner.data_parallel=8"), rows("learner.data_parallel=8", "learner.distributed_optimizer=true")
+    assert [part for _, part in one if part.startswith("Adam")] == ["Adam: two moments and main weights"]
+    state = ("rank", "Adam: two moments and main weights")
+    assert one[state].bytes == 12 * parameters(SHAPE) == 8 * eight[state].bytes, "Qwen3-8B needs no padding"
+    assert "1/8" in eight[state].part
+    for part in ("weights", "gradients"):
+        assert eight["rank", part].bytes == one["rank", part].bytes
+    assert rows("learner.distributed_optimizer=true") == rows(), "one replica has all"
+
+
+def test_an_offloaded_optimizer_is_on_the_host_but_for_a_block() -> None:
+    state, block = ("rank", "Adam: two moments and main weights"), ("rank", "Adam's state of one block")
+    for cuda in (True, False):
+        found = rows("learner.offload_optimizer=true", cuda=cuda)
+        assert found[state].on_host is cuda and found[state].bytes == 12 * parameters(SHAPE)
+        assert found[block].bytes == 12 << 26 and not found[block].on_host
+    assert block not in rows()
+
+
+def test_the_placement_counts_what_the_table_counts() -> None:
+    node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(2)))
+    size = ModelSize(parameters=4_000_000_000)
+    needs = {}
+    for settings in ((), ("learner.distributed_optimizer=true",), ("learner.offload_optimizer=true",)):
+        config = load([], ("learner.dtype=bfloat16", "learner.data_parallel=2", *settings)).config
+        needs[settings] = want_of(config, node, learner=True, engines=0, size=size).memory_rank
+    assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000]
 
 
 @pytest.mark.parametrize("tokens", [1024, 8192])

@@ -1,0 +1,165 @@
+"""The part of the optimizer's state that one rank has, and its place in a checkpoint.
+
+With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, and Adam's moments and main weights exist
+for that range alone. A range may begin and end inside a row of a matrix; in a checkpoint it is stored as at most three rectangles of that
+matrix, under the names that the plain optimizer has. So one optimizer loads what the other has saved, over any number of ranks, and no rank
+gathers more than its own part.
+
+Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's step, and the plain
+optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+STATE = ("exp_avg", "exp_avg_sq")
+"""Tensors that torch's Adam keeps for every parameter; their names are part of the checkpoint."""
+MAIN = "fp32_param"
+"""Name of the float32 main weights in a checkpoint, as Megatron has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A range of one parameter, whose optimizer state this rank has."""
+
+    parameter: Tensor
+    start: int
+    """First element of the range in the flattened parameter."""
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the range of ``tensor``, which has the parameter's shape, as a flat view."""
+        return tensor.detach().view(-1)[self.start : self.end]
+
+
+def whole_pieces(ddp: DistributedDataParallel) -> list[Piece]:
+    """Return a piece for every parameter, for an optimizer that is not distributed."""
+    return [Piece(parameter, 0, parameter.numel()) for parameter in ddp.params_with_grad]
+
+
+def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
+    """Return the pieces of this rank: its share of each bucket, without the padding between parameters."""
+    pieces = []
+    for buffer in ddp.buffers:
+        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for parameter, (begins, ends, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // size
+            first = bucket.offset + rank * share
+            start, end = max(begins, first), min(ends, first + share)
+            if start < end:
+                pieces.append(Piece(parameter, start - begins, end - begins))
+    return pieces
+
+
+def sharded_pieces(model: Mapping[str, Any], tensors: Sequence[tuple[Piece, Mapping[str, Tensor]]]) -> list[ShardedTensor]:
+    """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters themselves.
+
+    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them.
+    """
+    of_parameter = {id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])}
+    return [
+        entry
+        for piece, named in tensors
+        for place, start in _places(of_parameter[id(piece.parameter)], piece.parameter)
+        for entry in _entries(place, start, piece, named)
+    ]
+
+
+def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> Iterator[tuple[ShardedTensor, int]]:
+    """Yield the model's entries of a parameter, each with its first element: two for the joint projection of a gated MLP, else one."""
+    start = 0
+    for place in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
+        yield place, start
+        start += math.prod(place.local_shape)
+    assert start == parameter.numel(), f"{entry.key}: its parts have {start} elements of {parameter.numel()}"
+
+
+def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
+    """Yield the parts of a piece that lie in ``place``, whose first element is ``start`` of the parameter."""
+    first, last = max(piece.start, start), min(piece.end, start + math.prod(place.local_shape))
+    width = math.prod(place.local_shape[1:])
+    before = (1,) * place.prepend_axis_num
+    for row, column, rows, columns in rectangles(first - start, last - start, width):
+        at = start + row * width + column - piece.start
+        inner = (rows, *((columns,) if len(place.local_shape) > 1 else ()))
+        offset = [*place.global_offset]
+        offset[place.prepend_axis_num] += row
+        if len(place.local_shape) > 1:
+            offset[place.prepend_axis_num + 1] += column
+        for name, tensor in named.items():
+            yield replace(
+                place,
+                key=f"optimizer.state.{name}.{place.key}",
+                data=tensor[at : at + rows * columns].view(*before, *inner),
+                dtype=tensor.dtype,
+                local_shape=(*before, *inner),
+                global_offset=tuple(offset),
+                axis_fragmentations=None,  # not a regular grid
+                replica_id=(*place.replica_id[:-1], 0),  # no other data-parallel rank has it
+                prepend_axis_num=0,
+            )
+
+
+def rectangles(first: int, last: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns), in the elements' order."""
+    found = []
+    while first < last:
+        row, column = divmod(first, width)
+        if column or last - first < width:
+            rows, columns = 1, min(width - column, last - first)
+        else:
+            rows, columns = (last - first) // width, width
+        found.append((row, column, rows, columns))
+        first += rows * columns
+    return found
+
+
+def make_leaves(inner: Any) -> None:
+    """Replace the float32 shards of Megatron's new distributed optimizer by leaves on the same memory.
+
+    They are views of the parameters, and torch warns whenever the gradient of a tensor that is no leaf is read.
+    """
+    [distributed] = inner.chained_optimizers
+    for group, shards in zip(distributed.optimizer.param_groups, distributed.shard_fp32_groups, strict=True):
+        assert [*map(id, group["params"])][: len(shards)] == [*map(id, shards)], "Megatron orders its groups in another way"
+        for at, shard in enumerate(shards):
+            shards[at] = group["params"][at] = shard.detach()
+            tensor_parallel.copy_tensor_model_parallel_attributes(shards[at], shard)
+
+
+def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:
+    """Return each piece with its state in Megatron's distributed optimizer; the state is made here if no step has made it."""
+    [distributed] = inner.chained_optimizers
+    groups = (
+        *zip(distributed.model_fp32_groups, distributed.shard_fp32_groups, strict=True),
+        *zip(distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups, strict=True),
+    )
+    mains = {id(parameter): main for models, mains in groups for parameter, main in zip(models, mains, strict=True)}
+    found = []
+    for piece in pieces:
+        main = mains[id(piece.parameter)]
+        assert main.numel() == piece.end - piece.start, "Megatron divides its buckets in another way"
+        state = distributed.optimizer.state[main]
+        if not state:
+            # Every parameter needs a step of its own, because torch counts it in place.
+            state.update(step=torch.zeros((), device=main.device), **{name: torch.zeros_like(main) for name in STATE})
+        named = {name: state[name] for name in STATE}
+        found.append((piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach()}))
+    return found
+
+
+def set_steps(inner: Any, steps: int) -> None:
+    """Set the number of steps in the state of Megatron's distributed optimizer."""
+    for state in inner.chained_optimizers[0].optimizer.state.values():
+        state["step"].fill_(steps)

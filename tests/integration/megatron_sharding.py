@@ -1,0 +1,131 @@
+"""Body of one rank of a world of two: trains the same steps with every way of keeping the optimizer's state. Run by the test."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
+from learner.megatron import parallel, state
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.trainer import Trainer
+from tests.integration.megatron_ranks import skips
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEPS = (3, 4)
+UNCLIPPED = OptimizerConfig(lr=3e-3, weight_decay=0.01, warmup_steps=2, clip_grad=1e9)
+CLIPPED = replace(UNCLIPPED, clip_grad=0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of keeping the optimizer's state."""
+
+    replicas: Replicas | None = None
+    offload: bool = False
+
+
+BUCKET = 9_000
+"""Elements of a bucket, so that the tiny model has several."""
+SHARES = Replicas(distributed_optimizer=True)
+WAYS = {
+    "plain": Way(),
+    "plain, overlap": Way(replicas=Replicas(overlap_grad_reduce=True, bucket_elements=BUCKET)),
+    "distributed": Way(replicas=SHARES),
+    "distributed, overlap": Way(
+        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET),
+    ),
+    "offload": Way(offload=True),
+    "distributed, offload": Way(replicas=SHARES, offload=True),
+    "distributed, overlap, offload": Way(
+        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET), offload=True
+    ),
+}
+CASES = [(dtype, way) for dtype in ("float32", "bfloat16") for way in WAYS]
+CLIPPED_CASES = [(dtype, way) for dtype in ("float32", "bfloat16") for way in ("plain", "distributed", "offload", "distributed, offload")]
+RESUMES = [
+    ("plain", "distributed"),
+    ("distributed", "plain"),
+    ("distributed", "distributed, overlap"),
+    ("plain", "distributed, offload"),
+    ("distributed, offload", "distributed"),
+    ("offload", "plain"),
+]
+"""Who has saved, and who continues."""
+
+
+def learner(model_dir: Path, here: Parallel, dtype: str, way: Way, settings: OptimizerConfig) -> tuple[Trainer, Policy, PolicyOptimizer]:
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=way.replicas)
+    optimizer = PolicyOptimizer(policy, settings, steps=10, offload=way.offload)
+    return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2), policy, optimizer
+
+
+def take(trainer: Trainer, step: int, here: Parallel) -> dict[str, float]:
+    samples = make_samples(vocab=VOCAB, step=step)
+    return trainer.train(make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=24, minibatches=2)[here.dp_rank])
+
+
+def trained(model_dir: Path, here: Parallel, case: tuple[str, str], settings: OptimizerConfig, out: Path | None) -> dict[str, object]:
+    """Train ``STEPS``; with ``out``, save a checkpoint after the first. Returns metrics and digests of each step."""
+    trainer, policy, optimizer = learner(model_dir, here, case[0], WAYS[case[1]], settings)
+    metrics, digests = [], []
+    for step in STEPS:
+        metrics.append(take(trainer, step, here))
+        digests.append(policy.digest())
+        if out is not None and step == STEPS[0]:
+            saved(out / f"{case[0]} {case[1]}", policy, optimizer)
+    return {"metrics": metrics, "digests": digests, "buckets": sum(len(buffer.buckets) for buffer in policy.ddp.buffers)}
+
+
+def saved(directory: Path, policy: Policy, optimizer: PolicyOptimizer) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    state.save(directory, step=STEPS[0], policy=policy, optimizer=optimizer)
+    return directory
+
+
+def resumed(model_dir: Path, here: Parallel, dtype: str, names: tuple[str, str], out: Path) -> dict[str, object]:
+    """Load the checkpoint of one way into another, and take the second step."""
+    trainer, policy, optimizer = learner(model_dir, here, dtype, WAYS[names[1]], UNCLIPPED)
+    assert state.load(out / f"{dtype} {names[0]}", policy=policy, optimizer=optimizer)[0] == STEPS[0]
+    return {"metrics": take(trainer, STEPS[1], here), "digest": policy.digest()}
+
+
+def passed_on(model_dir: Path, here: Parallel, dtype: str, way: Way, checkpoint: Path, to: Path) -> None:
+    """Load a checkpoint and save it again."""
+    _, policy, optimizer = learner(model_dir, here, dtype, way, UNCLIPPED)
+    state.load(checkpoint, policy=policy, optimizer=optimizer)
+    saved(to, policy, optimizer)
+
+
+def main(model_dir: Path, of_one: Path, out: Path) -> None:
+    """``of_one``: directory with a checkpoint of one rank for each dtype."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    cpu, rank = torch.device("cpu"), int(os.environ["RANK"])
+    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
+    results: dict[str, object] = {" ".join(case): trained(model_dir, here, case, UNCLIPPED, out) for case in CASES}
+    results |= {f"clipped {' '.join(case)}": trained(model_dir, here, case, CLIPPED, None) for case in CLIPPED_CASES}
+    for dtype in ("float32", "bfloat16"):
+        results |= {f"{dtype} {one} > {other}": resumed(model_dir, here, dtype, (one, other), out) for one, other in RESUMES}
+        for name in ("distributed", "distributed, overlap, offload"):
+            passed_on(model_dir, here, dtype, WAYS[name], of_one / dtype, out / f"of one, {dtype} {name}")
+    results["skips"] = skips(model_dir, here, SHARES)
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])
+        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
+    for dtype in ("float32", "bfloat16"):
+        passed_on(model_dir, here, dtype, WAYS["plain"], out / f"{dtype} distributed", out / f"split, {dtype} plain")
+        passed_on(model_dir, here, dtype, WAYS["offload"], out / f"{dtype} distributed", out / f"split, {dtype} offload")
+    parallel.leave()
+    (out / f"rank-{rank}.json").write_text(json.dumps(results))

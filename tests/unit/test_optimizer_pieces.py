@@ -1,0 +1,104 @@
+"""Pieces of the optimizer's state as rectangles of a checkpoint, and what the settings of replicas mean."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+from learner.config import LearnerConfig
+from learner.megatron.offload import cut
+from learner.megatron.optimizer_pieces import Piece, rectangles, sharded_pieces
+from learner.megatron.parallel import Parallel, Replicas, choose_replicas
+
+
+@given(st.integers(1, 7), st.data())
+def test_rectangles_cover_a_range_in_its_order(width: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, 40))
+    last = data.draw(st.integers(first, 60))
+    found = rectangles(first, last, width)
+    elements = [(row + r) * width + column + c for row, column, rows, columns in found for r in range(rows) for c in range(columns)]
+    assert elements == list(range(first, last))
+    assert len(found) <= 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=5), st.integers(1, 20))
+def test_blocks_have_every_element_once_and_one_size(ranges: list[tuple[int, int]], size: int) -> None:
+    pieces = [Piece(torch.empty(40), start, start + length) for start, length in ranges]
+    runs = list(cut(pieces, size))
+    sizes = [sum(part.end - part.start for part in run) for run in runs]
+    assert all(each == size for each in sizes[:-1]) and sizes[-1:] <= [size]
+
+    def elements(parts: list[Piece]) -> list[tuple[int, int]]:
+        return [(id(part.parameter), at) for part in parts for at in range(part.start, part.end)]
+
+    assert elements([part for run in runs for part in run]) == elements(pieces)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["matrix", "gated"])
+@pytest.mark.parametrize("cuts", [(0, 48), (0, 1, 48), (0, 7, 24, 25, 48), (0, 23, 31, 48)])
+def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...]) -> None:
+    """Two layers, each split over two ranks along its rows, each rank's part in pieces: every element is at its place, once."""
+    whole = torch.full((2, 16, 6), -1.0)
+    for layer in range(2):
+        for rank in range(2):
+            parameter = torch.arange(48.0).view(8, 6) + 1000 * (2 * layer + rank)
+            entry: Any = ShardedTensor.from_rank_offsets(
+                "w", parameter, (0, layer, 2), (1, rank, 2), replica_id=(0, 0, 1), prepend_axis_num=1
+            )
+            if gated:
+                entry = apply_swiglu_sharded_factory(entry, ((0, layer, 2),))
+            for start, end in pairwise(cuts):
+                piece = Piece(parameter, start, end)
+                for part in sharded_pieces({"w": entry}, [(piece, {"exp_avg": piece.of(parameter).clone()})]):
+                    assert (part.key, part.global_shape, part.replica_id) == ("optimizer.state.exp_avg.w", (2, 16, 6), (0, 0, 0))
+                    there = whole[part.global_slice()]
+                    assert bool((there == -1).all())
+                    there.copy_(part.data)
+    rows = torch.arange(48.0).view(8, 6)
+    for layer in range(2):
+        ranks = [rows + 1000 * (2 * layer + rank) for rank in range(2)]
+        halves = [rank.chunk(2) for rank in ranks]
+        wanted = torch.cat([*(half[0] for half in halves), *(half[1] for half in halves)] if gated else ranks)
+        assert torch.equal(whole[layer], wanted)
+
+
+def here(dp_size: int, device: str) -> Parallel:
+    group: Any = None
+    return Parallel(rank=0, dp_rank=0, dp_size=dp_size, tp_rank=0, tp_size=1, dp_group=group, tp_group=group, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "wanted"),
+    [
+        ({}, "cpu", (False, False, False)),
+        ({}, "cuda", (False, True, False)),
+        ({"distributed_optimizer": True}, "cpu", (True, False, False)),
+        ({"distributed_optimizer": True}, "cuda", (True, True, True)),
+        ({"distributed_optimizer": True, "overlap_param_gather": "never"}, "cuda", (True, True, False)),
+        ({"overlap_grad_reduce": "always"}, "cpu", (False, True, False)),
+        ({"overlap_grad_reduce": "never"}, "cuda", (False, False, False)),
+    ],
+)
+def test_the_settings_of_replicas(settings: dict[str, Any], device: str, wanted: tuple[bool, bool, bool]) -> None:
+    learner = LearnerConfig(**settings)
+    found = choose_replicas(learner, here(2, device))
+    assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_param_gather) == wanted
+    assert choose_replicas(learner, here(1, device)) == Replicas(), "with one replica there is nothing to share"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlap_grad_reduce": "on"}, "overlap_grad_reduce: want auto, always or never, got 'on'"),
+        ({"overlap_param_gather": "yes"}, "overlap_param_gather: want auto, always or never, got 'yes'"),
+        ({"overlap_param_gather": "always"}, "without distributed_optimizer"),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(**settings)
