@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.parallel import Parallel
 
@@ -61,14 +62,14 @@ class Policy:
         return total.hexdigest()
 
 
-def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Memory | None = None) -> Policy:
+def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, kernels: Wanted | None = None, memory: Memory | None = None) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
     Raises ConfigRefused for a model that the learner cannot train.
     """
     kind, memory = DTYPES[dtype], memory or PlainMemory()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
+        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
         with memory.region():
             module = bridge.build()
             for parameter in module.parameters():

@@ -34,6 +34,7 @@ from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import End, Start
 from learner.feed.places import RankPlaces
 from learner.megatron import parallel, state
+from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
@@ -77,7 +78,9 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
             try:
                 start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
                 memory = open_memory(colocated=learner.colocated, device=here.device)
-                policy = build_policy(places.model_dir, dtype=_chosen_dtype(learner, here), parallel=here, memory=memory)
+                policy = build_policy(
+                    places.model_dir, dtype=_chosen_dtype(learner, here), parallel=here, kernels=Wanted.of(learner), memory=memory
+                )
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions.
                 idle.work = rank.pushes.collect
