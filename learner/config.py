@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from learner.algorithms.config import OF_GROUPS, AlgorithmConfig
 
+RECOMPUTE = ("none", "selective", "full")
+"""Choices of ``learner.recompute``, from the most memory to the least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -131,6 +134,12 @@ class LearnerConfig:
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
+    attention: str = "auto"
+    """auto | sdpa | varlen. varlen = torch's flash attention over rows of any lengths, on CUDA in half precision; auto = where it works."""
+    recompute: str = "none"
+    """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
+    fused_activation: str = "auto"
+    """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -218,3 +227,15 @@ class LearnerConfig:
             raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: want {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")
+        for name, forced in (("attention", "varlen"), ("fused_activation", "always")):
+            if getattr(self, name) == forced and self.device == "cpu":
+                raise ValueError(f"{name}: want auto on the CPU, got {forced!r}: it is a kernel for CUDA")
+        if self.attention == "varlen" and self.dtype == "float32":
+            raise ValueError("attention: want auto or sdpa with dtype: float32, got 'varlen': flash attention computes in half precision")

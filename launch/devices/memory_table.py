@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from actors.serving.builtin.shape import ModelShape
 from launch.settings.run_config import RunConfig
-from learner.config import LearnerConfig
+from learner.config import RECOMPUTE, LearnerConfig
 from learner.megatron.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
 AUTO = "auto"
+NONE, SELECTIVE, FULL = RECOMPUTE
 STAGED_COPIES = 2
 """Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 
@@ -78,8 +79,11 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
         copies.append("own weights, while one of the other two is in their place")
     for part in copies:
         yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
+    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute)
     kept = f"kept for the backward pass of {tokens:,} tokens"
-    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activation_bytes_per_token(shape, dtype, tensor_parallel=split))
+    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
+    if learner.recompute != NONE:
+        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * activations.again_per_token(shape))
     yield Row(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
@@ -162,13 +166,31 @@ def optimizer_bytes(num_parameters: int, dtype: str) -> int:
     return num_parameters * FLOAT32 * (2 if dtype == "float32" else 3)
 
 
-def activation_bytes_per_token(shape: ModelShape, dtype: str, *, tensor_parallel: int = 1) -> int:
-    """Return the bytes that the decoder keeps per token between forward and backward pass, without recomputation, logits excluded."""
-    item = ITEM_BYTES[dtype]
-    ends = (
-        TOKEN_ID + (tensor_parallel > 1) + shape.hidden * (3 * item if dtype == "float32" else 2 * FLOAT32 + item) + FLOAT32
-    )  # embedding (and its mask), last norm
-    return shape.num_layers * _layer_bytes(shape, item, tensor_parallel) + ends
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """What decides about the activations of a rank's decoder: dtype, ranks that share the model, recomputation."""
+
+    dtype: str
+    tensor_parallel: int = 1
+    recompute: str = NONE
+
+    def kept_per_token(self, shape: ModelShape) -> int:
+        """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""
+        item, hidden = ITEM_BYTES[self.dtype], shape.hidden
+        norm = hidden * (3 * item if self.dtype == "float32" else 2 * FLOAT32 + item) + FLOAT32
+        if self.recompute == FULL:
+            # of each layer its input; the angles of the rotary positions once, for all
+            layers = shape.num_layers * hidden * item + shape.head_dim * FLOAT32
+        else:
+            layers = shape.num_layers * (_layer_bytes(shape, item, self.tensor_parallel) - self.again_per_token(shape))
+        return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
+
+    def again_per_token(self, shape: ModelShape) -> int:
+        """Return the bytes that the backward pass of one layer computes again, per token."""
+        item = ITEM_BYTES[self.dtype]
+        if self.recompute == FULL:
+            return _layer_bytes(shape, item, self.tensor_parallel)
+        return _mlp_bytes(shape, item, self.tensor_parallel) if self.recompute == SELECTIVE else 0
 
 
 def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
@@ -180,9 +202,18 @@ def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
     rotary = 4 * shape.head_dim * item  # cosines and sines, for queries and for keys
     # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
     attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
-    # both halves of the first projection, and three results on the way to the second one
-    mlp = 5 * (shape.intermediate // split) * item
-    return norms + rotary + attention + mlp + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
+    return (
+        norms
+        + rotary
+        + attention
+        + _mlp_bytes(shape, item, split)
+        + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
+    )
+
+
+def _mlp_bytes(shape: ModelShape, item: int, split: int) -> int:
+    """Return the bytes that the MLP keeps per token beside its input: both halves of its first projection, and three results after it."""
+    return 5 * (shape.intermediate // split) * item
 
 
 def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int:

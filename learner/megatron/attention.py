@@ -6,6 +6,9 @@ exact: padding comes after every real query, and attention is causal.
 Shape letters: T = tokens of the row, P = padded positions of all buckets, n = heads, d = head size.
 """
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.megatron.kernels import SDPA, VARLEN, varlen_operator
+
 
 @dataclass
 class PackedRow(PackedSeqParams):
@@ -28,6 +33,8 @@ class PackedRow(PackedSeqParams):
     """
 
     position_ids_T: Tensor | None = None
+    bounds_S: Tensor | None = None
+    """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(sequences, padded length) of each bucket."""
     take_P: Tensor | None = None
@@ -49,6 +56,7 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedR
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids_T=position_ids_T,
+        bounds_S=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device),
         buckets=buckets,
         take_P=None if in_order else torch.from_numpy(take).to(device),
         give_T=None if in_order else torch.from_numpy(give).to(device),
@@ -140,6 +148,47 @@ class SDPACoreAttention(MegatronModule):
         """Attend with all tensors [b, heads, s, d]."""
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+
+
+class VarlenCoreAttention(SDPACoreAttention):
+    """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA only."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
+    ) -> Tensor:
+        """Attend as ``SDPACoreAttention`` does; a plain batch has no boundaries, and takes that way."""
+        if not isinstance(packed_seq_params, PackedRow):
+            return super().forward(query, key, value, attention_mask, packed_seq_params, **unused)
+        operator = varlen_operator()
+        assert operator is not None  # ``choose_attention`` has looked
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return attend_varlen(q, k, v, packed_seq_params, operator=operator, scale=self.softmax_scale).flatten(1)[:, None]
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: Callable[..., Any], scale: float | None) -> Tensor:
+    """Attend causally within each sequence of a row: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
+
+    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, whose causal mask is the window (-1, 0). Where it takes no
+    ``enable_gqa`` (torch 2.11), keys and values are repeated for the queries that share them.
+    """
+    more: dict[str, bool] = {}
+    if q.shape[1] != k.shape[1]:
+        if _takes_groups(operator):
+            more = {"enable_gqa": True}
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    bounds, longest = row.bounds_S, row.max_seqlen_q
+    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **more)
+    return out
+
+
+@functools.cache
+def _takes_groups(operator: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(operator).parameters
+
+
+CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {SDPA: SDPACoreAttention, VARLEN: VarlenCoreAttention}
+"""Core attention by the name of its kernel."""
 
 
 class _Pad(torch.autograd.Function):

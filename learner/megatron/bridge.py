@@ -1,7 +1,7 @@
 """Hugging Face models as Megatron-core models: configuration, weights in, weights out.
 
 ``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so these subclasses use Megatron's own layers with
-``SDPACoreAttention`` instead, and map the two norms of a layer that Transformer Engine would fuse into the linears.
+attention of our own instead, and map the two norms of a layer that Transformer Engine would fuse into the linears.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers import AutoConfig
 
-from learner.megatron.attention import PackedRotary, SDPACoreAttention
+from learner.megatron.attention import CORE_ATTENTION, PackedRotary
+from learner.megatron.kernels import Kernels, Wanted, chosen
 from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
@@ -34,7 +35,7 @@ class _LocalLayers:
 
     _DIRECT_MAPPING: dict[str, str]
 
-    def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, hf_config: Any, dtype: torch.dtype, wanted: Wanted) -> None:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
@@ -49,6 +50,9 @@ class _LocalLayers:
             deterministic_mode=torch.are_deterministic_algorithms_enabled(),
             attention_dropout=0.0,
         )
+        config = self.config  # type: ignore[attr-defined]
+        self.kernels: Kernels = chosen(wanted, dtype=dtype, head_size=config.kv_channels)
+        self.set_extra_args(**self.kernels.arguments())  # type: ignore[attr-defined]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         if self.hf_config.tie_word_embeddings:  # type: ignore[attr-defined]
@@ -64,7 +68,7 @@ class _LocalLayers:
         """Return the model with random weights. They are initialised because Megatron marks the split weights while it does that."""
         config = self.config  # type: ignore[attr-defined]
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-        spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+        spec.submodules.self_attention.submodules.core_attention = CORE_ATTENTION[self.kernels.attention]
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -119,14 +123,15 @@ _BRIDGES: Mapping[str, type[_LocalLayers]] = {"qwen3": _Qwen3, "qwen2": _Qwen2, 
 assert sorted(_BRIDGES) == sorted(FAMILIES)  # FAMILIES is for checks that must not import torch
 
 
-def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) -> Any:
+def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int, wanted: Wanted | None = None) -> Any:
     """Return the bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
 
-    Raises ConfigRefused for a model type without a bridge, or sizes that tensor parallelism cannot split.
+    ``wanted``: settings about kernels; None = the defaults. Raises ConfigRefused for a model type without a bridge, sizes that tensor
+    parallelism cannot split, or a kernel that cannot work here.
     """
     hf_config = AutoConfig.from_pretrained(model_dir)
     for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", tensor_parallel=tensor_parallel):
         raise refused
-    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype)
+    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype, wanted or Wanted())
     assert isinstance(bridge, LLMBridge)
     return bridge

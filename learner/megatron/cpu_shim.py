@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 
@@ -38,11 +39,14 @@ def _is_cuda(device: Any) -> bool:
 
 
 _mode = _CudaMeansCpu()
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
-    "current_device": lambda: torch.device("cpu"),
-    "synchronize": lambda device=None: None,
+_ANSWERS: Mapping[tuple[Any, str], Callable[..., Any]] = {
+    (torch.cuda, "current_device"): lambda: torch.device("cpu"),
+    (torch.cuda, "synchronize"): lambda device=None: None,
+    (megatron_random, "_get_cuda_rng_state"): lambda *_, **__: None,
+    (megatron_random, "_set_cuda_rng_state"): lambda *_, **__: None,
 }
-"""Replacements in ``torch.cuda``: rotary positions and gradient buffers query the device, checkpoints synchronise with it."""
+"""Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation saves and restores
+the generator of the CUDA device, beside that of the CPU."""
 
 
 @contextlib.contextmanager
@@ -51,15 +55,15 @@ def megatron_device() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    originals = {name: getattr(torch.cuda, name) for name in _ANSWERS}
-    for name, answer in _ANSWERS.items():
-        setattr(torch.cuda, name, answer)
+    originals = {(owner, name): getattr(owner, name) for owner, name in _ANSWERS}
+    for (owner, name), answer in _ANSWERS.items():
+        setattr(owner, name, answer)
     try:
         with _mode:
             yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.cuda, name, original)
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.parallel import Parallel, Replicas
 
@@ -71,7 +72,13 @@ class Policy:
 
 
 def build_policy(
-    model_dir: Path, *, dtype: str, parallel: Parallel, replicas: Replicas | None = None, memory: Memory | None = None
+    model_dir: Path,
+    *,
+    dtype: str,
+    parallel: Parallel,
+    kernels: Wanted | None = None,
+    replicas: Replicas | None = None,
+    memory: Memory | None = None,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
@@ -79,7 +86,7 @@ def build_policy(
     """
     kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
+        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
         with memory.region():
             module = bridge.build()
             for parameter in module.parameters():

@@ -35,6 +35,7 @@ from learner.feed.feed_messages import End, Start
 from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
 from learner.megatron import parallel, state
+from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
@@ -85,6 +86,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                     places.model_dir,
                     dtype=_chosen_dtype(learner, here),
                     parallel=here,
+                    kernels=Wanted.of(learner),
                     replicas=parallel.choose_replicas(learner, here),
                     memory=memory,
                 )

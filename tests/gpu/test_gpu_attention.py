@@ -1,6 +1,7 @@
 """Attention of packed rows on the device: values and gradients against float64, its kernels, and its memory."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.megatron.attention import SDPACoreAttention, packed_row
+from learner.megatron.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
+from learner.megatron.kernels import SDPA, VARLEN
+from learner.megatron.model import build_policy
+from learner.megatron.parallel import Parallel
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +22,8 @@ LENGTHS = (1, 5, 33, 64, 7, 17)
 GB = 1e9
 
 
-def attention() -> SDPACoreAttention:
-    return SDPACoreAttention(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self")
+def attention(kernel: str = SDPA) -> SDPACoreAttention:
+    return CORE_ATTENTION[kernel](SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self")
 
 
 def row_of(lengths: tuple[int, ...], device: torch.device) -> Any:
@@ -48,12 +52,16 @@ def reference(inputs: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
     return torch.cat(found)[:, None]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tolerance"), [(SDPA, torch.float32, 2e-5), (SDPA, torch.bfloat16, 3e-2), (VARLEN, torch.bfloat16, 3e-2)]
+)
 @pytest.mark.parametrize("groups", [2, 4])
-def test_values_and_gradients(device: torch.device, dtype: torch.dtype, tolerance: float, groups: int) -> None:
+def test_values_and_gradients(device: torch.device, kernel: str, dtype: torch.dtype, tolerance: float, groups: int) -> None:
+    if kernel == VARLEN and device.type != "cuda":
+        pytest.skip("flash attention needs CUDA; tests/unit/test_kernels.py compares its arguments with SDPA")
     ours = made_inputs(sum(LENGTHS), 4, groups, 16, dtype, device)
     exact = [each.detach().cpu().double().requires_grad_() for each in ours]
-    out = attention()(*ours, None, packed_seq_params=row_of(LENGTHS, device))
+    out = attention(kernel)(*ours, None, packed_seq_params=row_of(LENGTHS, device))
     wanted = reference(exact, LENGTHS)
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
     out.backward(weights.to(device, dtype))
@@ -64,20 +72,43 @@ def test_values_and_gradients(device: torch.device, dtype: torch.dtype, toleranc
         assert (one.detach().cpu().double() - other.detach()).abs().max() <= tolerance * other.abs().max()
 
 
-def test_bfloat16_runs_on_flash_kernels(cuda: torch.device) -> None:
-    ours, row = made_inputs(2048, 16, 8, 128, torch.bfloat16, cuda), row_of((2048,), cuda)
-    attention()(*ours, None, packed_seq_params=row).sum().backward()  # loads the kernels
+@pytest.mark.parametrize("kernel", [SDPA, VARLEN])
+def test_bfloat16_runs_on_flash_kernels(cuda: torch.device, kernel: str) -> None:
+    ours, row = made_inputs(2048, 16, 8, 128, torch.bfloat16, cuda), row_of((1024, 24, 1000), cuda)
+    attention(kernel)(*ours, None, packed_seq_params=row).sum().backward()  # loads the kernels
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attention()(*ours, None, packed_seq_params=row).sum().backward()
+        attention(kernel)(*ours, None, packed_seq_params=row).sum().backward()
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
-    assert any(("flash" in name and "fwd" in name) or "cudnn" in name for name in names), names
+    assert any(("flash" in name and "fwd" in name) or (kernel == SDPA and "cudnn" in name) for name in names), names
 
 
+@pytest.mark.usefixtures("deterministic")
+def test_flash_attentions_gradients_are_the_same_bits_twice(cuda: torch.device) -> None:
+    """Long sequences, for which many blocks add to one gradient."""
+    lengths, gradients = (3000, 40, 5000), []
+    for _ in range(3):
+        ours = made_inputs(sum(lengths), 16, 8, 128, torch.bfloat16, cuda)
+        attention(VARLEN)(*ours, None, packed_seq_params=row_of(lengths, cuda)).float().square().sum().backward()
+        gradients.append([each.grad for each in ours])
+    for again in gradients[1:]:
+        for one, other in zip(gradients[0], again, strict=True):
+            assert one is not None and other is not None
+            assert torch.equal(one, other)
+
+
+def test_a_model_in_bfloat16_takes_flash_attention(rank: Parallel, model_dir: Path, on_gpu: bool) -> None:
+    assert build_policy(model_dir, dtype="bfloat16", parallel=rank).bridge.kernels.attention == (VARLEN if on_gpu else SDPA)
+    assert build_policy(model_dir, dtype="float32", parallel=rank).bridge.kernels.attention == SDPA
+
+
+@pytest.mark.parametrize("kernel", [SDPA, VARLEN])
 @pytest.mark.parametrize("lengths", [(8192,), (2048,) * 4], ids=["one of 8k", "four of 2k"])
-def test_eight_thousand_tokens_take_less_than_a_gigabyte(cuda: torch.device, lengths: tuple[int, ...], peak: Callable[[], int]) -> None:
+def test_eight_thousand_tokens_take_less_than_a_gigabyte(
+    cuda: torch.device, kernel: str, lengths: tuple[int, ...], peak: Callable[[], int]
+) -> None:
     """16 heads of 128 in bfloat16, forward and backward, inputs and gradients included. Scores of all pairs would take 2 GB each."""
     ours, row = made_inputs(sum(lengths), 16, 8, 128, torch.bfloat16, cuda), row_of(lengths, cuda)
-    attention()(*ours, None, packed_seq_params=row).sum().backward()
+    attention(kernel)(*ours, None, packed_seq_params=row).sum().backward()
     torch.cuda.synchronize()
     assert peak() < GB

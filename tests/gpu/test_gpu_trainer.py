@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron import state
+from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
@@ -24,8 +25,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
 
 
-def learner(model_dir: Path, rank: Parallel, dtype: str = "float32") -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
-    policy = build_policy(model_dir, dtype=dtype, parallel=rank)
+def learner(
+    model_dir: Path, rank: Parallel, dtype: str = "float32", kernels: Wanted | None = None
+) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
+    policy = build_policy(model_dir, dtype=dtype, parallel=rank, kernels=kernels)
     optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
     return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, proximal=proximal), policy, optimizer, proximal
 
@@ -87,6 +90,28 @@ def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, mod
         trainer.train(batch(step))
         made.append(policy.digest())
     assert made == digests[0], "the restart has other bits"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputation_changes_no_bit(recompute: str, dtype: str, rank: Parallel, model_dir: Path) -> None:
+    found = []
+    for kernels in (Wanted(), Wanted(recompute=recompute)):
+        trainer, policy, _, _ = learner(model_dir, rank, dtype, kernels)
+        for step in (3, 4):
+            trainer.train(batch(step))
+        found.append(policy.digest())
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_fused_activation_is_near_the_separate_one(rank: Parallel, model_dir: Path) -> None:
+    """Rows of several lengths, for which torch.compile makes several kernels."""
+    fused, separate = (learner(model_dir, rank, "bfloat16", Wanted(fused_activation=wanted))[0] for wanted in ("always", "never"))
+    for step in (3, 4):
+        ours, wanted = fused.train(batch(step)), separate.train(batch(step))
+        assert ours["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.02)
+        assert ours["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.05)
 
 
 def test_a_checkpoint_of_the_cpu_is_continued(rank: Parallel, model_dir: Path, tmp_path: Path, child: Child) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import activation_bytes_per_token, buffer_elements, optimizer_bytes, parameters, rank_parameters
-from learner.config import OptimizerConfig
+from launch.devices.memory_table import Activations, buffer_elements, optimizer_bytes, parameters, rank_parameters
+from learner.config import RECOMPUTE, OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.attention import packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
@@ -64,7 +65,7 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     policy = build_policy(model_dir, dtype=dtype, parallel=world)
     assert sum(parameter.numel() for parameter in policy.module.parameters()) == parameters(shape) == rank_parameters(shape, 1)
     assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == 4 * parameters(shape)
-    assert kept_bytes(policy) == TOKENS * activation_bytes_per_token(shape, dtype)
+    assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype).kept_per_token(shape)
 
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
     optimizer.zero_grad()
@@ -76,11 +77,25 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     assert sum(tensor.nbytes for tensor in (*state, *mains)) == optimizer_bytes(parameters(shape), dtype)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_the_table_agrees_with_a_rank_that_recomputes(world: Parallel, tmp_path: Path, family: str, dtype: str, recompute: str) -> None:
+    model_dir = write_tiny_model(tmp_path, family, tied=True, num_hidden_layers=3, **SIZES)
+    shape = ModelShape.read(model_dir)
+    policy = build_policy(model_dir, dtype=dtype, parallel=world, kernels=Wanted(recompute=recompute))
+    activations = Activations(dtype=dtype, recompute=recompute)
+    assert kept_bytes(policy) == TOKENS * activations.kept_per_token(shape)
+    assert 0 < activations.again_per_token(shape) < Activations(dtype=dtype).kept_per_token(shape) / 2
+
+
 def measured(model_dir: Path, dtype: str, out: Path) -> None:
     """Write the sizes of this rank, one of two that share the model, to ``out/rank-<r>.json``."""
     joined = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype=dtype, parallel=joined)
-    found = {"parameters": sum(parameter.numel() for parameter in policy.module.parameters()), "kept": kept_bytes(policy)}
+    found = {"parameters": sum(parameter.numel() for parameter in policy.module.parameters()), "none": kept_bytes(policy)}
+    for recompute in ("selective", "full"):
+        found[recompute] = kept_bytes(build_policy(model_dir, dtype=dtype, parallel=joined, kernels=Wanted(recompute=recompute)))
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
     parallel.leave()
 
@@ -92,7 +107,9 @@ def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, fa
     shape = ModelShape.read(model_dir)
     for found in run_ranks(measured, (model_dir, dtype), world=2, out=tmp_path):
         assert found["parameters"] == rank_parameters(shape, 2)
-        assert found["kept"] == TOKENS * activation_bytes_per_token(shape, dtype, tensor_parallel=2)
+        for recompute in RECOMPUTE:
+            activations = Activations(dtype=dtype, tensor_parallel=2, recompute=recompute)
+            assert found[recompute] == TOKENS * activations.kept_per_token(shape), recompute
 
 
 def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> None:

@@ -99,6 +99,15 @@ def test_a_sample_longer_than_the_budget_makes_a_longer_row() -> None:
     assert "4,000 tokens" in found["rank", "activations kept for the backward pass"].part
 
 
+def test_recomputation_keeps_less_and_computes_one_layer_again() -> None:
+    kept, again = ("rank", "activations kept for the backward pass"), ("rank", "activations of one layer")
+    plain, selective, full = (rows(f"learner.recompute={choice}") for choice in ("none", "selective", "full"))
+    assert again not in plain
+    assert plain[kept].bytes - selective[kept].bytes == SHAPE.num_layers * selective[again].bytes
+    assert 20 * full[kept].bytes < plain[kept].bytes
+    assert full[kept].bytes + full[again].bytes < selective[kept].bytes + selective[again].bytes
+
+
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "launch/configs/digits.yaml", "--memory"]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,185 @@
+"""The choice of kernels for the model on one device: attention, recomputation, fused activation. Knows torch and no model.
+
+Each choice is a pure function that also gives its reason; ``chosen`` looks at this machine once and logs the result.
+"""
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from learner.config import LearnerConfig
+from learner.errors import ConfigRefused
+
+log = logging.getLogger(__name__)
+
+SDPA, VARLEN = "sdpa", "varlen"
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
+"""Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA does."""
+FLASH_CAPABILITY = (8, 0)
+"""Oldest compute capability of torch's flash attention: Ampere."""
+RECOMPUTED_MODULES = ("mlp",)
+"""Modules of a layer that ``selective`` computes again. Megatron 0.16.1 offers ``layernorm`` too, but that needs Transformer Engine (its
+``CheckpointWithoutOutput`` asks for the FP8 state whatever the setting), and ``core_attn`` keeps nothing that flash attention would not."""
+
+
+class Choice(NamedTuple):
+    """A kernel and the reason for it."""
+
+    kernel: str
+    reason: str
+
+
+class Site(NamedTuple):
+    """What decides about kernels: the device, the model, and the abilities of the installed torch."""
+
+    device: str
+    """cpu | cuda"""
+    dtype: torch.dtype
+    head_size: int
+    capability: tuple[int, int]
+    """Compute capability of a CUDA device; (0, 0) on the CPU."""
+    varlen: frozenset[str]
+    """Parameters of torch's ``varlen_attn``; empty if this torch has none."""
+    deterministic: bool
+    compiler: str
+    """Why torch.compile cannot work here; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The learner's settings about kernels."""
+
+    attention: str = "auto"
+    recompute: str = "none"
+    fused_activation: str = "auto"
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> "Wanted":
+        """Return those of a configuration."""
+        return cls(attention=learner.attention, recompute=learner.recompute, fused_activation=learner.fused_activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The kernels of a model, after the choice."""
+
+    attention: str = SDPA
+    recompute: str = "none"
+    fused_activation: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the fields of Megatron's TransformerConfig that these kernels set."""
+        return {**recompute_arguments(self.recompute), "bias_activation_fusion": self.fused_activation}
+
+
+def choose_attention(wanted: str, site: Site) -> Choice:
+    """Return ``varlen`` or ``sdpa`` for ``auto | varlen | sdpa``, with the reason. Raises ConfigRefused for a ``varlen`` that cannot work.
+
+    ``varlen`` is torch's flash attention over sequences of any length (``torch.nn.attention.varlen``). Its backward pass is deterministic
+    where torch's switch is on. Sources: ``varlen_attn`` of torch 2.13 (flash attention 2: half precision; causal = window (-1, 0), which
+    came in 2.11; 2.10 had another argument); PyTorch pull requests 172245 and 179468; ``attention_backward.cu``.
+    """
+    if wanted == SDPA:
+        return Choice(SDPA, "learner.attention: sdpa")
+    obstacle = _obstacle(site)
+    if not obstacle:
+        return Choice(VARLEN, f"flash attention over the lengths of a row, {'' if site.deterministic else 'not '}deterministic")
+    if wanted == VARLEN:
+        raise ConfigRefused("learner.attention", "sdpa or auto", f"varlen: {obstacle}")
+    return Choice(SDPA, obstacle)
+
+
+def _obstacle(site: Site) -> str:
+    if site.device != "cuda":
+        return f"the device is {site.device}, and flash attention needs CUDA"
+    if not site.varlen:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    if missing := {"window_size", "scale"} - site.varlen:
+        return f"varlen_attn of torch {torch.__version__} has no {' and no '.join(sorted(missing))}"
+    if site.dtype not in FLASH_DTYPES:
+        return f"flash attention has no kernel for {str(site.dtype).removeprefix('torch.')}"
+    if site.capability < FLASH_CAPABILITY:
+        return f"compute capability {site.capability[0]}.{site.capability[1]} is below {FLASH_CAPABILITY[0]}.{FLASH_CAPABILITY[1]}"
+    if site.head_size > FLASH_HEAD_SIZE or site.head_size % FLASH_MULTIPLE:
+        return f"heads of size {site.head_size}: flash attention has multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD_SIZE}"
+    return ""
+
+
+def choose_fused_activation(wanted: str, site: Site) -> Choice:
+    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
+
+    Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length. Two kernels for one
+    formula may round differently, so that a resumed run, whose first row is another one, need not repeat the same bits.
+    """
+    if wanted == "never":
+        return Choice("separate", "learner.fused_activation: never")
+    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
+    if wanted == "always":
+        if obstacle:
+            raise ConfigRefused("learner.fused_activation", "auto or never", f"always: {obstacle}")
+        return Choice("fused", "learner.fused_activation: always")
+    if not obstacle and site.deterministic:
+        obstacle = "learner.deterministic: a kernel that is compiled for one length may round differently from that for any length"
+    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
+
+
+def recompute_arguments(recompute: str) -> dict[str, Any]:
+    """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from its input."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(RECOMPUTED_MODULES)}
+    return {}
+
+
+def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int) -> Kernels:
+    """Return the kernels for this machine, and log each with its reason. Raises ConfigRefused for one that cannot work."""
+    site = _this_site(dtype, head_size)
+    attention, activation = choose_attention(config.attention, site), choose_fused_activation(config.fused_activation, site)
+    for name, choice in (("attention", attention), ("activation", activation)):
+        log.info("kernel of=%s chosen=%s reason=%s", name, choice.kernel, choice.reason)
+    return Kernels(attention=attention.kernel, recompute=config.recompute, fused_activation=activation.kernel == "fused")
+
+
+def _this_site(dtype: torch.dtype, head_size: int) -> Site:
+    cuda = torch.cuda.is_available()
+    operator = varlen_operator()
+    return Site(
+        device="cuda" if cuda else "cpu",
+        dtype=dtype,
+        head_size=head_size,
+        capability=torch.cuda.get_device_capability() if cuda else (0, 0),
+        varlen=frozenset() if operator is None else frozenset(inspect.signature(operator).parameters),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        compiler=_compile_obstacle(),
+    )
+
+
+@functools.cache
+def varlen_operator() -> Callable[..., Any] | None:
+    """Return torch's ``varlen_attn``; None if this torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)  # it logs every call
+    return varlen_attn
+
+
+def _compile_obstacle() -> str:
+    """Return why torch.compile cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc or clang."""
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs the package triton"
+    compiler = os.environ.get("CC", "")
+    if not any(shutil.which(name) for name in (compiler, "gcc", "clang") if name):
+        return "triton needs a C compiler (CC, gcc or clang)"
+    return ""

@@ -1,0 +1,76 @@
+"""Recomputed activations change no bit of a step, in one rank and in two that share the model, and use no kernel that CUDA lacks."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import RECOMPUTE, OptimizerConfig
+from learner.megatron import parallel
+from learner.megatron.kernels import Wanted
+from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from learner.megatron.trainer import Trainer
+from tests.cuda_kernels import RaisingOnCuda
+from tests.learner_steps import make_batches, make_samples, run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+VOCAB = 300
+TIMES = ("train/step_seconds", "train/tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float32") -> dict[str, Any]:
+    """Train two steps of several micro-batches, with passes that need no gradients between them. Returns metrics and digest."""
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, kernels=Wanted(recompute=recompute))
+    assert policy.bridge.kernels.recompute == recompute
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3, weight_decay=0.01), steps=10)
+    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=WeightBackup(policy))
+    metrics, random, raising = [], torch.get_rng_state(), RaisingOnCuda()
+    for step in (3, 4):
+        batch = make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=70)[0]
+        assert len(batch.micro_batches) > 1
+        with raising:
+            found = trainer.train(batch)
+        metrics.append({name: value for name, value in found.items() if name not in TIMES})
+    assert torch.equal(torch.get_rng_state(), random)
+    return {"metrics": metrics, "digest": policy.digest(), "raising": raising.found}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_recomputation_changes_no_bit(world: Parallel, tmp_path: Path, family: str, dtype: str) -> None:
+    model_dir = write_tiny_model(tmp_path, family, vocab_size=VOCAB)
+    plain, *others = (trained(model_dir, world, recompute, dtype) for recompute in RECOMPUTE)
+    assert plain["metrics"][0]["train/grad_norm"] > 0
+    for other in others:
+        assert other == plain
+    assert plain["raising"] == []
+
+
+def main(model_dir: Path, out: Path) -> None:
+    """One of two ranks that share the model."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    here = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
+    results = {recompute: trained(model_dir, here, recompute) for recompute in RECOMPUTE}
+    parallel.leave()
+    (out / f"rank-{here.rank}.json").write_text(json.dumps(results))
+
+
+def test_recomputation_changes_no_bit_of_two_ranks_that_share_the_model(tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model", vocab_size=VOCAB)
+    for found in run_ranks(main, (model_dir,), world=2, out=tmp_path):
+        assert found["selective"] == found["none"]
+        assert found["full"] == found["none"]

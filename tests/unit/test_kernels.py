@@ -1,0 +1,222 @@
+"""The choice of kernels by device, dtype, torch and model; flash attention's arguments, against attention in float64."""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from learner.config import LearnerConfig
+from learner.errors import ConfigRefused
+from learner.megatron.attention import CORE_ATTENTION, PackedRow, SDPACoreAttention, attend_varlen, packed_row
+from learner.megatron.kernels import (
+    SDPA,
+    VARLEN,
+    Kernels,
+    Site,
+    Wanted,
+    choose_attention,
+    choose_fused_activation,
+    chosen,
+    varlen_operator,
+)
+
+HOPPER = Site(
+    device="cuda",
+    dtype=torch.bfloat16,
+    head_size=128,
+    capability=(9, 0),
+    varlen=frozenset({"query", "window_size", "scale", "enable_gqa"}),
+    deterministic=True,
+    compiler="",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cpu"}, "the device is cpu"),
+        ({"varlen": frozenset()}, "has no torch.nn.attention.varlen"),
+        ({"varlen": frozenset({"query", "is_causal"})}, "no scale and no window_size"),  # torch 2.10
+        ({"dtype": torch.float32}, "no kernel for float32"),
+        ({"capability": (7, 5)}, "capability 7.5 is below 8.0"),
+        ({"head_size": 288}, "heads of size 288"),
+        ({"head_size": 100}, "heads of size 100"),
+    ],
+)
+def test_sdpa_is_chosen_where_flash_attention_cannot_work(change: dict[str, Any], reason: str) -> None:
+    site = HOPPER._replace(**change)
+    kernel, why = choose_attention("auto", site)
+    assert kernel == SDPA
+    assert reason in why
+    with pytest.raises(ConfigRefused, match=r"learner.attention: want sdpa or auto, got") as refused:
+        choose_attention("varlen", site)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"capability": (8, 0)},
+        {"capability": (10, 0)},
+        {"head_size": 256},
+        {"head_size": 8},
+        {"varlen": HOPPER.varlen - {"enable_gqa"}},  # torch 2.11
+    ],
+)
+def test_varlen_is_chosen_where_it_works(change: dict[str, Any]) -> None:
+    site = HOPPER._replace(**change)
+    assert choose_attention("auto", site).kernel == VARLEN == choose_attention("varlen", site).kernel
+    assert choose_attention("sdpa", site).kernel == SDPA
+    assert "not deterministic" not in choose_attention("auto", site).reason
+    assert "not deterministic" in choose_attention("auto", site._replace(deterministic=False)).reason
+
+
+def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() -> None:
+    fast = HOPPER._replace(deterministic=False)
+    assert choose_fused_activation("auto", fast).kernel == "fused"
+    assert choose_fused_activation("auto", HOPPER).kernel == "separate"
+    assert choose_fused_activation("always", HOPPER).kernel == "fused"
+    assert choose_fused_activation("never", fast).kernel == "separate"
+    for site in (fast._replace(device="cpu"), fast._replace(compiler="triton needs a C compiler")):
+        assert choose_fused_activation("auto", site).kernel == "separate"
+        with pytest.raises(ConfigRefused, match=r"learner.fused_activation: want auto or never, got 'always: (the device is cpu|triton)"):
+            choose_fused_activation("always", site)
+
+
+def test_the_defaults_are_those_of_the_configuration() -> None:
+    assert Wanted.of(LearnerConfig()) == Wanted()
+    settings = {"attention": "sdpa", "recompute": "full", "fused_activation": "never"}
+    assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
+
+
+def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        kernels = chosen(Wanted(recompute="full"), dtype=torch.bfloat16, head_size=64)
+    assert kernels == Kernels(attention=SDPA, recompute="full", fused_activation=False)
+    assert [record.getMessage().split(" reason=")[0] for record in caplog.records] == [
+        "kernel of=attention chosen=sdpa",
+        "kernel of=activation chosen=separate",
+    ]
+    assert CORE_ATTENTION.keys() == {SDPA, VARLEN}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention": "flash"}, "attention: want auto, sdpa or varlen, got 'flash'"),
+        ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
+        ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
+        ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
+        ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
+        ({"attention": "varlen", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(**settings)
+
+
+LENGTHS = (1, 5, 0, 33, 64, 7, 17)
+
+
+def row_of(lengths: tuple[int, ...]) -> PackedRow:
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return packed_row(bounds, torch.cat([torch.arange(length) for length in lengths]))
+
+
+def by_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with the signature and the rules of ``varlen_attn`` (torch 2.13), sequence by sequence; refuses what a kernel would read
+    out of bounds."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    starts = cu_seq_q.tolist()
+    assert starts == cu_seq_k.tolist()
+    assert starts[0] == 0
+    assert starts[-1] == len(query) == len(key) == len(value)
+    lengths = [after - before for before, after in itertools.pairwise(starts)]
+    assert max(lengths) == max_q == max_k
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    repeats = query.shape[1] // key.shape[1]
+    found = []
+    for q_L, k_L, v_L in zip(*(each.split(lengths) for each in (query, key, value)), strict=True):
+        k_L, v_L = (each.repeat_interleave(repeats, 1) for each in (k_L, v_L))
+        scores = torch.einsum("qhd,khd->hqk", q_L, k_L) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        past, ahead = window_size
+        distance = torch.arange(len(q_L))[None] - torch.arange(len(q_L))[:, None]  # key less query
+        seen = ((past < 0) | (distance >= -past)) & ((ahead < 0) | (distance <= ahead))
+        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v_L))
+    return torch.cat(found)
+
+
+def of_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    return by_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("operator", [by_formula, of_torch_2_11])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_row_by_flash_attentions_arguments_equals_sdpa(operator: Callable[..., Tensor], groups: int, scale: float | None) -> None:
+    """Values and gradients in float64; the values of attention are views of a joint projection, as in the model."""
+    row = row_of(LENGTHS)
+    tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
+    joint = torch.randn(tokens, 4 + 2 * groups, 16, generator=generator, dtype=torch.float64)
+    weights = torch.randn(tokens, 64, generator=generator, dtype=torch.float64)
+    config = type("Config", (), {"context_parallel_size": 1, "attention_dropout": 0.0})()
+    plain = SDPACoreAttention(config, 1, None, "self", softmax_scale=scale)
+
+    def found(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = joint.clone().requires_grad_()
+        out = attend(*leaf.split([4, groups, groups], 1))
+        out.backward(weights)
+        assert leaf.grad is not None
+        return out.detach(), leaf.grad
+
+    ours = found(lambda q, k, v: attend_varlen(q, k, v, row, operator=operator, scale=scale).flatten(1))
+    wanted = found(lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=row)[:, 0])
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_torchs_operator_takes_the_arguments_and_gives_the_shape() -> None:
+    """In FakeTensor mode, which knows the operator's shapes and computes nothing."""
+    operator = varlen_operator()
+    assert operator is not None
+    row = row_of(LENGTHS)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = (torch.empty(sum(LENGTHS), heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+        out = attend_varlen(q, k, k, row, operator=operator, scale=None)
+        assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+        out.sum().backward()
+        assert q.grad is not None
+        assert k.grad is not None
+        assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
