@@ -51,7 +51,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the command line says of this node."""
+    """Place and addresses of this node, from the command line."""
 
     place: NodePlace
     host: str = ""
@@ -184,7 +184,7 @@ def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
 
 
 def _bound(addresses: Reach) -> str:
-    """Return the address whose interface ranks use."""
+    """Return an address of the interface that ranks use."""
     return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
 
 

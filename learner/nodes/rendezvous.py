@@ -153,7 +153,7 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
 
 
 def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
-    """Return the record of what ends the attempt, as the rows of the other nodes tell; None = nothing."""
+    """Return the record of the reason to end the attempt, from the rows of the other nodes; None = there is none."""
     for node, nonce in enumerate(mine.nonces):
         if node == me.node:
             continue
