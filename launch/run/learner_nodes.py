@@ -21,7 +21,7 @@ from bus.liveness.keys import make_keys
 from bus.streams.bus import connect
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
-from launch.devices.errors import DeviceError
+from launch.devices.errors import Refused
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import place
 from launch.devices.shapes import Device, Node, RankPlace
@@ -121,8 +121,8 @@ class NodeWork:
         want = dataclasses.replace(want_of(self._config, nodes[0], learner=True, engines=0), learner_devices=())
         try:
             ranks = place(nodes, want).ranks
-        except DeviceError as error:
-            raise NodeRefused("learner", "devices for all ranks", str(error), "see there") from None
+        except Refused as error:
+            raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             found = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
