@@ -118,7 +118,8 @@ class NodeWork:
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
         """Return the number of ranks of each node. Raises NodeRefused."""
         nodes = [_node_of(row) for row in offers]
-        want = dataclasses.replace(want_of(self._config, nodes[0], learner=True, engines=0), learner_devices=())
+        of_one = want_of(self._config, nodes[0], learner=True, engines=0)
+        want = dataclasses.replace(of_one, ranks=_ranks(self._config), learner_devices=())
         try:
             ranks = place(nodes, want).ranks
         except Refused as error:
@@ -196,9 +197,7 @@ def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
     """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in vain."""
     if not node.devices or config.learner.device == "cpu":
         return ()
-    count = _ranks(config) // config.learner.nodes
-    want = dataclasses.replace(want_of(config, node, learner=True, engines=0), ranks=count)
-    chosen = place([node], want).ranks
+    chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
     return tuple(next(device for device in node.devices if device.uuid == rank.uuid) for rank in chosen if rank.uuids)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.devices.shapes import Node
+from launch.devices.wanted import want_of
 from launch.run import learner_nodes
 from launch.run.learner_nodes import NodeWork
 from launch.settings.config_loader import from_map
@@ -73,3 +74,9 @@ async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pyt
     await same.check("2")
     with pytest.raises(NodeRefused):
         await same.check("1")
+
+
+def test_one_node_wants_devices_for_its_own_ranks_only(tmp_path: Path) -> None:
+    """``tidemill check`` and ``up`` place the ranks of this machine."""
+    of_one = want_of(config(tmp_path, data_parallel=4, tensor_parallel=2, nodes=2), Node(), learner=True, engines=0)
+    assert of_one.ranks == 4
