@@ -35,7 +35,7 @@ from launch.settings.run_config import RunConfig
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.agreement import refuse_public
 from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow
+from learner.nodes.node_rows import NodeRow, Phase
 from learner.nodes.own_row import here
 from learner.ranks.process import Part, run_part
 
@@ -100,12 +100,12 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         work = NodeWork(config, arguments, node, own, interface=interface_of(_bound(addresses)))
         limits = Limits(wait_s=config.learner.nodes_wait_s)
 
-        def on_wait(text: str) -> None:
+        def on_change(row: NodeRow) -> None:
             """Show in ``tidemill status`` what the agent waits for, and why the last attempt ended."""
-            heartbeat.update(phase="waiting" if text else "working", waits_for=text, trouble=agent.row.reason)
+            phase = {Phase.READY: "waiting", Phase.RUNNING: "working"}.get(row.phase, row.phase.value)
+            heartbeat.update(phase=phase, waits_for=row.waits_for, trouble=row.reason)
 
-        agent = Agent(bus, row, work, bind=addresses.bind, limits=limits, on_wait=on_wait)
-        await agent.run(draining)
+        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=on_change).run(draining)
 
 
 class NodeWork:

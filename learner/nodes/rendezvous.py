@@ -182,11 +182,11 @@ def _drained(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
 
 def _running(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
     if me.node != LEADER:
-        return Wait("the last step")
+        return Wait()
     rows = [there.row for there in seen.values() if mine.has(there.row)]
     draining = [row for row in rows if row.phase is Phase.DRAINING]
     if draining or me.phase is Phase.DRAINING:
         return Record(State.DRAINING, f"{(draining or [me])[0].name} was stopped")
     if mine.state is State.FORMING and all(row.phase in (Phase.RUNNING, Phase.FINISHED) for row in rows):
         return Record(State.RUNNING)
-    return Wait("the last step")
+    return Wait()
