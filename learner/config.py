@@ -121,7 +121,7 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 8192
     """Token budget of one packed row; micro-batches are filled to it."""
     data_parallel: int = 1
-    """Replicas of the model, on this machine."""
+    """Replicas of the model."""
     tensor_parallel: int = 1
     """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
     distributed_optimizer: bool = False
@@ -193,6 +193,8 @@ class LearnerConfig:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.nodes < 0:
             raise ValueError(f"nodes: want >= 0, got {self.nodes}")
+        if self.nodes != 1 and self.colocated:
+            raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
         world = self.data_parallel * self.tensor_parallel
         if self.nodes > 1 and (world % self.nodes or world // self.nodes % self.tensor_parallel):
             raise ValueError(

@@ -313,6 +313,8 @@ def learner(args: argparse.Namespace) -> int:
     from launch.run.node_rank import node_place
 
     place = node_place(wanted.learner.nodes, args.node_rank, os.environ)
+    if place.nodes == 1 and (args.host or args.advertise):
+        raise ValueError("--host, --advertise: want --nodes N > 1, got one node: nothing of it listens on the network")
     if place.nodes != wanted.learner.nodes:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
         wanted = _loaded(args).config

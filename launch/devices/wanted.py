@@ -38,7 +38,7 @@ class ModelSize:
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
-    """Return what a run wants of a machine, for its ranks (``learner``) and a number of engines.
+    """Return what a run wants of a machine, for the ranks of a node (``learner``) and a number of engines.
 
     Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
     """
@@ -50,7 +50,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     dtype = dtype_on(ours.dtype, cuda=known and ours.device != "cpu")
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=known and each > 0)] * size.parameters
     return Want(
-        ranks=ours.data_parallel * ours.tensor_parallel if learner else 0,
+        ranks=ours.data_parallel * ours.tensor_parallel // max(1, ours.nodes) if learner else 0,
         tp=ours.tensor_parallel,
         engines=engines,
         devices_per_engine=each,

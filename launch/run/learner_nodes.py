@@ -23,7 +23,7 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
-from launch.devices.errors import DeviceError
+from launch.devices.errors import Refused
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import place
 from launch.devices.shapes import Device, Node, RankPlace
@@ -38,7 +38,7 @@ from learner.checkpoints.keeper import Keeper, Ring
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.agreement import refuse_public
 from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow
+from learner.nodes.node_rows import NodeRow, Phase
 from learner.nodes.own_row import here
 from learner.ranks.process import Part, run_part
 
@@ -54,7 +54,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the command line says of this node."""
+    """Place and addresses of this node, from the command line."""
 
     place: NodePlace
     host: str = ""
@@ -104,12 +104,12 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
 
-        def on_wait(text: str) -> None:
+        def on_change(row: NodeRow) -> None:
             """Show in ``tidemill status`` what the agent waits for, and why the last attempt ended."""
-            heartbeat.update(phase="waiting" if text else "working", waits_for=text, trouble=agent.row.reason)
+            phase = {Phase.READY: "waiting", Phase.RUNNING: "working"}.get(row.phase, row.phase.value)
+            heartbeat.update(phase=phase, waits_for=row.waits_for, trouble=row.reason)
 
-        agent = Agent(bus, row, work, bind=addresses.bind, limits=limits, on_wait=on_wait)
-        await agent.run(draining)
+        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=on_change).run(draining)
 
 
 class NodeWork:
@@ -148,11 +148,12 @@ class NodeWork:
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
         """Return the number of ranks of each node. Raises NodeRefused."""
         nodes = [_node_of(row) for row in offers]
-        want = dataclasses.replace(want_of(self._config, nodes[0], learner=True, engines=0), learner_devices=())
+        of_one = want_of(self._config, nodes[0], learner=True, engines=0)
+        want = dataclasses.replace(of_one, ranks=_ranks(self._config), learner_devices=())
         try:
             ranks = place(nodes, want).ranks
-        except DeviceError as error:
-            raise NodeRefused("learner", "devices for all ranks", str(error), "see there") from None
+        except Refused as error:
+            raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             found = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
@@ -221,7 +222,7 @@ def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
 
 
 def _bound(addresses: Reach) -> str:
-    """Return the address whose interface ranks use."""
+    """Return an address of the interface that ranks use."""
     return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
 
 
@@ -233,9 +234,7 @@ def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
     """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in vain."""
     if not node.devices or config.learner.device == "cpu":
         return ()
-    count = _ranks(config) // config.learner.nodes
-    want = dataclasses.replace(want_of(config, node, learner=True, engines=0), ranks=count)
-    chosen = place([node], want).ranks
+    chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
     return tuple(next(device for device in node.devices if device.uuid == rank.uuid) for rank in chosen if rank.uuids)
 
 

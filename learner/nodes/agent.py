@@ -76,12 +76,12 @@ class Limits:
 class Agent:
     """One node's agent, from its claim of the node rank to its end."""
 
-    def __init__(self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_wait: Callable[[str], None]) -> None:
+    def __init__(self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]) -> None:
         """``row``: the facts of this node, without nonces and keys. ``bind``: address to listen on, which may differ from the advertised.
 
-        ``on_wait`` is called with what the agent waits for, whenever that changes.
+        ``on_change`` is called with the row when its phase, wait or reason has changed.
         """
-        self._bus, self._rows, self._work, self._bind, self._limits, self._on_wait = bus, bus.rows("run"), work, bind, limits, on_wait
+        self._bus, self._rows, self._work, self._bind, self._limits, self._on_change = bus, bus.rows("run"), work, bind, limits, on_change
         self._keys = FeedKeys.new()
         self._own = OwnRow(self._rows, replace(row, nonce=nonce(), agent=nonce(), key=self._keys.ranks_public))
         self._wake = Waiter()
@@ -127,6 +127,7 @@ class Agent:
 
     async def _act_until_left(self, loops: list[asyncio.Task[None]]) -> None:
         """Act on each change of rows and children until an action ends the agent."""
+        shown: tuple[str, str, str] | None = None
         while True:
             for loop in loops[:2]:
                 if loop.done():
@@ -141,6 +142,10 @@ class Agent:
                 await self._leave(action)
                 return
             await self._act(action)
+            now = (self.row.phase, self.row.waits_for, self.row.reason)
+            if now != shown:
+                self._on_change(self.row)
+            shown = now
             await self._wake.wait(LOOK_S)
 
     def _decide(self) -> Action:
@@ -183,7 +188,6 @@ class Agent:
         if text.partition(" (silent")[0] != self.row.waits_for.partition(" (silent")[0]:
             log.info("node=%d %s", self.row.node, f"waiting for {text}" if text else type(action).__name__.lower())
             self._own.update(waits_for=cut(text))
-            self._on_wait(text)
         now = time.monotonic()
         missing = isinstance(action, Wait) and action.missing
         self._missing_since = (self._missing_since or now) if missing else None

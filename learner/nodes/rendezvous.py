@@ -153,7 +153,7 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
 
 
 def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
-    """Return the record of what ends the attempt, as the rows of the other nodes tell; None = nothing."""
+    """Return the record of the reason to end the attempt, from the rows of the other nodes; None = there is none."""
     for node, nonce in enumerate(mine.nonces):
         if node == me.node:
             continue
@@ -182,11 +182,11 @@ def _drained(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
 
 def _running(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
     if me.node != LEADER:
-        return Wait("the last step")
+        return Wait()
     rows = [there.row for there in seen.values() if mine.has(there.row)]
     draining = [row for row in rows if row.phase is Phase.DRAINING]
     if draining or me.phase is Phase.DRAINING:
         return Record(State.DRAINING, f"{(draining or [me])[0].name} was stopped")
     if mine.state is State.FORMING and all(row.phase in (Phase.RUNNING, Phase.FINISHED) for row in rows):
         return Record(State.RUNNING)
-    return Wait("the last step")
+    return Wait()

@@ -67,6 +67,8 @@ class Node:
     agent: Agent
     stop: asyncio.Event
     running: "asyncio.Task[None]"
+    shown: list[NodeRow]
+    """Rows of the agent as ``tidemill status`` gets them."""
 
     async def started(self) -> Part:
         async with asyncio.timeout(WITHIN_S):
@@ -81,11 +83,12 @@ class Node:
 @asynccontextmanager
 async def node(bus: Bus, rank: int, limits: Limits | None = None, **changes: object) -> AsyncIterator[Node]:
     ranks, stop = Ranks(), asyncio.Event()
+    shown: list[NodeRow] = []
     row = replace(ROW, node=rank, **changes)  # type: ignore[arg-type]
-    agent = Agent(bus, row, ranks, bind="127.0.0.1", limits=limits or Limits(), on_wait=lambda text: None)
+    agent = Agent(bus, row, ranks, bind="127.0.0.1", limits=limits or Limits(), on_change=shown.append)
     running = asyncio.create_task(agent.run(stop))
     try:
-        yield Node(ranks, agent, stop, running)
+        yield Node(ranks, agent, stop, running, shown)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -118,6 +121,9 @@ async def test_two_agents_run_one_attempt_after_the_other_to_the_last_step(open_
         row = await one.rows("run").get(ATTEMPT_KEY)
         assert row is not None and attempt_of(row[0]).state is State.DONE
         assert await one.rows("run").keys("node") == []
+        waits = [(row.phase, row.waits_for, row.reason) for row in leader.shown]
+        assert (Phase.RUNNING, "", "") in waits and waits[-1][0] is not Phase.READY
+        assert any("rank 2 killed by signal 9" in reason for _, _, reason in waits)
 
 
 async def test_a_stopped_agent_drains_all_and_the_others_wait_for_its_successor(open_bus: BusOpener) -> None:
