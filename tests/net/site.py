@@ -84,7 +84,7 @@ class Site:
 
     def end_all_but_bus(self) -> dict[str, int]:
         """Drain all machines but the bus, actors first and the engines last, which they need; return the exit codes."""
-        codes = {}
+        codes: dict[str, int] = {}
         for stage in (("act0", "act1", "router"), ("node", "node1"), ("gpu",)):
             names = [name for name in stage if name in self.started]
             for name in names:

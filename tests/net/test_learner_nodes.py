@@ -70,6 +70,7 @@ async def test_a_node_that_vanishes_is_waited_for_and_all_start_again(run: Site)
         report("second node returned", time.monotonic() - begin + await next_steps(run, bus))
 
 
+@pytest.mark.slow
 async def test_a_node_that_reaches_the_bus_and_not_its_peer_ends_the_attempt_with_both_names(run: Site) -> None:
     async with run.bus() as bus:
         before, begin = await until(bus, State.RUNNING), time.monotonic()
