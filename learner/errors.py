@@ -160,6 +160,17 @@ class RankFailed(LearnerError):
         return f"rank {self.rank}: {self.reason}"
 
 
+class RankSilent(LearnerError):
+    """A rank on another node has sent no heartbeat for too long: it hangs, or its machine or network is gone."""
+
+    def __init__(self, rank: int, silent_s: float) -> None:
+        super().__init__(rank, silent_s)
+        self.rank, self.silent_s = rank, silent_s
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: no heartbeat for {self.silent_s:.0f} s"
+
+
 class MemoryReleased(LearnerError):
     """The model was used while its memory was released, which is a bug of the learner."""
 

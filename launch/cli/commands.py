@@ -367,7 +367,7 @@ def rank(args: argparse.Namespace) -> int:
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys))
+    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress)
 
 
 def dead(args: argparse.Namespace) -> int:

@@ -201,6 +201,7 @@ def _inner_parser() -> argparse.ArgumentParser:
         _on_bus(inner)
         inner.add_argument("--feeder-url", required=True)
         inner.add_argument("--epoch", type=int, default=0, help="of this start, if it was raised already")
+        inner.add_argument("--progress", type=int, default=-1, metavar="FD", help="inherited descriptor that gets a byte for every step")
         inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
     return parser
 

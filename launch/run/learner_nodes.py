@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -182,7 +182,7 @@ class NodeWork:
             "directory: a shared path, or learner.checkpoint.store: local",
         )
 
-    async def run(self, part: Part, draining: asyncio.Event) -> None:
+    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])
@@ -194,6 +194,7 @@ class NodeWork:
             draining=draining,
             threads=self._config.learner.threads,
             drain_s=self._config.up.drain_s,
+            on_step=on_step,
             variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
         )
 

@@ -418,6 +418,7 @@ async def run_feeder(
     from launch.checks.resume import model_identity
     from learner.data.prompts import PromptFile, model_tokenizer
     from learner.feed import feeder
+    from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
 
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
@@ -453,6 +454,7 @@ async def run_feeder(
         checkpoints=config.checkpoints,
         num_nodes=config.learner.nodes,
         epoch=epoch,
+        rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
     )
     await feeder.run_feeder(
         places,
@@ -466,8 +468,12 @@ async def run_feeder(
     )
 
 
-def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
-    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code."""
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
+    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code.
+
+    ``progress``: as ``RankPlaces.progress``.
+    """
+    from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import RankPlaces
 
     with importing():
@@ -478,6 +484,8 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys")
         bus_url=bus_url,
         feeder_url=feeder_url,
         feeder_keys=keys,
+        silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
+        progress=progress,
         model_dir=Path(config.model.path),
         checkpoints=config.checkpoints,
         node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks

@@ -1,7 +1,7 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
 rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the reason
-of the wait), end, error. Knows no socket.
+of the wait), end, error. Both ways, over a connection of their own: alive (``feed_liveness.py``). Knows no socket.
 """
 
 import reprlib
@@ -22,6 +22,7 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "checkpointed": {"step": (int,), "directory": (str,)},
     "failed": {"rank": (int,), "reason": (str,), "exit_code": (int,)},
     "bye": {},
+    "alive": {"rank": (int,)},
 }
 """Fields of each message of a rank, with their types."""
 

@@ -17,7 +17,7 @@ from bus.client.waiter import Waiter
 from bus.exit_codes import CRASHED
 from bus.wire.json_object import JsonMapping, JsonObject
 from learner.data.batch import Frame
-from learner.errors import FeedError, RankFailed
+from learner.errors import FeedError, RankFailed, RankSilent
 from learner.feed.feed_gate import Gate
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import Start, pack, unpack_from_rank
@@ -60,8 +60,11 @@ class FeedServer:
     It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a minute, never an error.
     """
 
-    def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int) -> None:
-        self._world_size, self._data_parallel = world_size, data_parallel
+    def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0) -> None:
+        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send none."""
+        self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
+        self._heard_s: dict[int, float] = {}
+        """Time of the last heartbeat of every registered rank."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages beyond it without an error
@@ -109,7 +112,9 @@ class FeedServer:
             header = unpack_from_rank(frames[0] if frames else b"", where=f"feed at {self.url}")
             if header["type"] == "failed":  # also of a rank that fails before its hello
                 raise RankFailed(header["rank"], header["reason"], header["exit_code"])
-            if rank is None:
+            if header["type"] == "alive":
+                await self._alive(identity, header["rank"])
+            elif rank is None:
                 self._hello(identity, header)
             else:
                 self._handle(rank, header)
@@ -144,7 +149,8 @@ class FeedServer:
         await self._serve()
 
     async def beat(self, waits_for: str) -> None:
-        """Send a heartbeat to waiting ranks, with the reason of the wait."""
+        """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no heartbeats."""
+        self._refuse_silence()
         for identity, rank in self._ranks.items():
             if rank.waits is not None:
                 await self._send(identity, pack("wait", waits_for=waits_for))
@@ -153,6 +159,22 @@ class FeedServer:
         """Send all ranks the error that ends the feeder, and its exit code."""
         for identity in self._ranks:
             await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
+
+    async def _alive(self, identity: bytes, rank: int) -> None:
+        """Note and answer a heartbeat. It comes over another connection than the rank's requests, which may be in a collective."""
+        if not 0 <= rank < self._world_size:
+            raise FeedError("heartbeat", f"a rank of {self._world_size}", rank)
+        self._heard_s[rank] = time.monotonic()
+        await self._send(identity, pack("alive"))
+
+    def _refuse_silence(self) -> None:
+        if not self._rank_silence_s:
+            return
+        now = time.monotonic()
+        for rank in self._ranks.values():
+            silent_s = now - self._heard_s.get(rank.rank, now)
+            if not rank.gone and silent_s > self._rank_silence_s:
+                raise RankSilent(rank.rank, silent_s)
 
     def starved_s(self, now: float) -> float:
         """Return the longest time for which a rank has been waiting for a batch, in seconds; 0 = no rank waits."""
@@ -183,6 +205,7 @@ class FeedServer:
         if any(other.rank == rank.rank for other in self._ranks.values()):
             raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
         self._ranks[identity] = rank
+        self._heard_s.setdefault(rank.rank, time.monotonic())
 
     def _requested(self, rank: _Rank, header: Mapping[str, object]) -> None:
         step = header["step"]

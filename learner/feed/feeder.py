@@ -45,8 +45,8 @@ async def run_feeder(
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
-    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
-    learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
+    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError; of the bus
+    Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
     rules = DataRules(
         run=places.run,
@@ -67,7 +67,13 @@ async def run_feeder(
     )
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     world_size = learner.data_parallel * learner.tensor_parallel
-    server = FeedServer(places.listen, keys=places.keys, world_size=world_size, data_parallel=learner.data_parallel)
+    server = FeedServer(
+        places.listen,
+        keys=places.keys,
+        world_size=world_size,
+        data_parallel=learner.data_parallel,
+        rank_silence_s=places.rank_silence_s,
+    )
     try:
         async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
             await connected.create_layout()

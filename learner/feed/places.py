@@ -24,6 +24,8 @@ class FeederPlaces:
     """Nodes of the learner."""
     epoch: int = 0
     """Epoch that the leader of several nodes has raised for this start; 0 = the feeder raises it."""
+    rank_silence_s: float = 0.0
+    """Longest time without a heartbeat of a rank; 0 = ranks send none, as on one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,10 @@ class RankPlaces:
     bus_url: str
     feeder_url: str
     feeder_keys: FeedKeys
+    silence_s: float = 0.0
+    """Longest time without a heartbeat of the feeder, in a collective, too; 0 = there are none, as on one node."""
+    progress: int = -1
+    """Inherited descriptor of a pipe that gets a byte for every step; -1 = none."""
     model_dir: Path
     """Initial weights, configuration and tokenizer, in Hugging Face format."""
     checkpoints: Path

@@ -98,8 +98,8 @@ class Agent:
         self._stopped = False
         self._missing_since: float | None = None
         self._bad_ends: deque[float] = deque(maxlen=limits.bad_ends)
-        self.progress_s = time.monotonic()
-        """Time of the last sign of a step of this node's ranks."""
+        self._stepped_s = time.monotonic()
+        """Time of the last step of this node's ranks, or of their start."""
 
     @property
     def row(self) -> NodeRow:
@@ -146,7 +146,7 @@ class Agent:
     def _decide(self) -> Action:
         now = time.monotonic()
         if self._view is None:
-            away = now - max(self._read_s, self.progress_s)
+            away = now - max(self._read_s, self._stepped_s)
             if self._ranks is not None and away > self._limits.fence_s:
                 return End(f"the bus has not answered, and no step was made, for {away:.0f} s")
             return Wait("the bus")
@@ -264,10 +264,13 @@ class Agent:
         except NodeRefused as error:
             await self._give_up(str(error), error.exit_code)
         self._drain.clear()
-        self.progress_s = time.monotonic()
+        self._stepped()
         self._own.update(phase=Phase.RUNNING, epoch=attempt.epoch, reason="")
-        self._ranks = asyncio.create_task(self._work.run(part, self._drain), name="ranks")
+        self._ranks = asyncio.create_task(self._work.run(part, self._drain, self._stepped), name="ranks")
         self._ranks.add_done_callback(lambda _: self._wake.wake())
+
+    def _stepped(self) -> None:
+        self._stepped_s = time.monotonic()
 
     async def _reap(self) -> None:
         """Note the end of the ranks. Raises LearnerEnded for one that no restart cures."""

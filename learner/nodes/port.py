@@ -1,7 +1,7 @@
 """What a node agent needs of its machine: the layout of the ranks, and their processes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -29,6 +29,9 @@ class Work(Protocol):
         """Write what ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
         raise NotImplementedError
 
-    async def run(self, part: Part, draining: asyncio.Event) -> None:
-        """Run the processes until they have ended with success, or drained. When cancelled, it ends them first. Raises ChildFailed."""
+    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+        """Run the processes until they have ended with success, or drained. When cancelled, it ends them first. Raises ChildFailed.
+
+        ``on_step`` is called after steps of its ranks.
+        """
         raise NotImplementedError

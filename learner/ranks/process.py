@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bus import exit_codes
@@ -23,6 +23,7 @@ from bus.server.ports import KeptPort
 from bus.system.processes import Child
 from learner.errors import LearnerError
 from learner.feed.feed_keys import FeedKeys
+from learner.feed.progress import steps_noted
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,13 @@ async def run_part(
     threads: int = 1,
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
+    on_step: Callable[[], None] | None = None,
 ) -> None:
     """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
 
     ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
     ``variables``: environment of each rank, over the one that it gets here; empty = no more.
+    ``on_step`` is called after steps of its ranks.
     Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
     that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
@@ -117,11 +120,12 @@ async def run_part(
             words = [*command, "feeder", *arguments, "--feeder-url", part.listen]
             words += ["--epoch", str(part.epoch)] if part.epoch else []
             feeder = await _start("feeder", words, {}, part.keys.for_feeder())
-        for local in range(part.num_ranks):
-            environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
-            rank_command = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
-            ranks.append(await _start(f"rank {part.first_rank + local}", rank_command, environment, part.keys.for_ranks()))
-        await _watch(feeder, ranks, draining, drain_s)
+        with steps_noted(on_step) as progress:
+            for local in range(part.num_ranks):
+                environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
+                words = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
+                ranks.append(await _start(f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress))
+            await _watch(feeder, ranks, draining, drain_s)
     except ChildFailed as first:
         children = [*([feeder] if feeder else []), *ranks]
         await _end(children)
@@ -130,12 +134,13 @@ async def run_part(
         await _end([*([feeder] if feeder else []), *ranks])
 
 
-async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> Child:
-    """Start a child that reads the feeder's keys from a pipe."""
+async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1) -> Child:
+    """Start a child that reads the feeder's keys from a pipe, and notes its steps in another (``progress`` >= 0)."""
     descriptor = keys.pipe()
-    child = Child(name, [*command, "--feeder-keys", str(descriptor)], environment={**environment, "PYTHONUNBUFFERED": "1"})
+    words = [*command, "--feeder-keys", str(descriptor), *(("--progress", str(progress)) if progress >= 0 else ())]
+    child = Child(name, words, environment={**environment, "PYTHONUNBUFFERED": "1"})
     try:
-        await child.start(pass_fds=(descriptor,))
+        await child.start(pass_fds=(descriptor, *((progress,) if progress >= 0 else ())))
     finally:
         os.close(descriptor)
     log.info("started child=%s pid=%d", name, child.pid)

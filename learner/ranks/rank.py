@@ -30,8 +30,10 @@ from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient
+from learner.feed.feed_liveness import Heartbeats
 from learner.feed.feed_messages import End, Start
 from learner.feed.places import RankPlaces
+from learner.feed.progress import note_step
 from learner.megatron import parallel, state
 from learner.megatron.memory import open_memory
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
@@ -64,6 +66,8 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
         with ExitStack() as stack:
             here = _join(stack, learner)
             idle = Idle()
+            if places.silence_s:
+                stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
             feed = stack.enter_context(
                 FeedClient(
                     places.feeder_url,
@@ -252,6 +256,7 @@ class Rank:
 
     def _step(self, batch: StepBatch, start: Start) -> None:
         metrics = self._watched(batch, self._trainer.train(batch)) | self._clock.metrics()
+        note_step(self._places.progress)
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:

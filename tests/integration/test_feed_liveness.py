@@ -1,0 +1,114 @@
+"""Heartbeats of ranks and feeder of several nodes, and the keys of several nodes, on real sockets."""
+
+import asyncio
+import queue
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from bus.system.processes import Child
+from learner.errors import RankSilent
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_liveness import Heartbeats
+from learner.feed.feed_server import FeedServer
+from learner.feed.progress import steps_noted
+from learner.ranks import process
+from tests.feeder_kit import KEYS
+from tests.integration.test_feed_strangers import START, foreign
+
+SECOND = foreign()
+"""Keys of the ranks of a second node: its own pair, and the public key of the feeder."""
+WITHIN_S = 60.0
+
+
+@asynccontextmanager
+async def serving(silence_s: float = 0.0) -> AsyncIterator[FeedServer]:
+    keys = replace(KEYS, others_public=(SECOND.ranks_public,))
+    server = FeedServer("tcp://127.0.0.1:*", keys=keys, world_size=2, data_parallel=2, rank_silence_s=silence_s)
+    running = asyncio.create_task(server.run())
+    try:
+        await server.start(START)
+        yield server
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.close()
+
+
+def hello(url: str, keys: FeedKeys, rank: int) -> int:
+    with FeedClient(url, keys=keys, rank=rank, dp_rank=rank, dp_size=2, silence_s=WITHIN_S) as client:
+        return client.hello().epoch
+
+
+async def test_the_gate_admits_the_keys_of_every_node_of_the_attempt_and_no_other() -> None:
+    async with serving() as server:
+        assert await asyncio.to_thread(hello, server.url, KEYS, 0) == 1
+        assert await asyncio.to_thread(hello, server.url, SECOND, 1) == 1
+        with Heartbeats(server.url, keys=foreign(), rank=1):
+            async with asyncio.timeout(WITHIN_S):
+                while not server.refused:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+def test_keys_reach_a_child_with_those_of_other_nodes() -> None:
+    keys = replace(KEYS, others_public=(SECOND.ranks_public,))
+    assert FeedKeys.read(keys.for_feeder().pipe()) == keys.for_feeder()
+
+
+async def test_a_rank_that_sends_no_heartbeat_ends_the_feeder() -> None:
+    async with serving(silence_s=0.2) as server:
+        with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as client:
+            await asyncio.to_thread(client.hello)
+            with pytest.raises(RankSilent, match=r"rank 0: no heartbeat for \d+ s"):
+                async with asyncio.timeout(WITHIN_S):
+                    while True:
+                        await server.beat("nothing")
+                        await asyncio.sleep(0.05)
+
+
+async def test_a_rank_in_a_collective_lives_by_its_heartbeats() -> None:
+    """The main connection is silent for longer than allowed; the heartbeats go on, and are answered."""
+    silent: queue.Queue[str] = queue.Queue()
+    async with serving(silence_s=3.0) as server:
+        with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as client:
+            await asyncio.to_thread(client.hello)
+            with Heartbeats(server.url, keys=KEYS, rank=0, silence_s=3.0, on_silence=silent.put):
+                registered = server._heard_s[0]
+                async with asyncio.timeout(WITHIN_S):
+                    while server._heard_s[0] < registered + 4.0:
+                        await server.beat("nothing")
+                        await asyncio.sleep(0.05)
+        assert silent.empty()
+
+
+async def test_a_feeder_without_heartbeats_is_reported_once() -> None:
+    silent: queue.Queue[str] = queue.Queue()
+    with Heartbeats("tcp://127.0.0.1:9", keys=KEYS, rank=0, silence_s=0.1, on_silence=silent.put):
+        reason = await asyncio.to_thread(silent.get, True, WITHIN_S)
+    assert reason == "feeder at tcp://127.0.0.1:9: no heartbeat for 0 s" and silent.empty()
+
+
+async def test_a_rank_that_hangs_without_a_feeder_ends_with_the_reason() -> None:
+    code = (
+        "import time; from learner.feed.feed_keys import FeedKeys; from learner.feed.feed_liveness import Heartbeats\n"
+        "with Heartbeats('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, silence_s=0.1): time.sleep(600)"
+    )
+    child = Child("rank 0", [sys.executable, "-c", code])
+    await child.start()
+    async with asyncio.timeout(WITHIN_S):
+        assert await child.wait() == -9
+    assert child.reason() == "feeder at tcp://127.0.0.1:9: no heartbeat for 0 s"
+
+
+async def test_steps_of_ranks_reach_the_parent() -> None:
+    stepped = asyncio.Event()
+    code = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress') + 1]), b'.')"
+    with steps_noted(stepped.set) as descriptor:
+        child = await process._start("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
+        async with asyncio.timeout(WITHIN_S):
+            await stepped.wait()
+            assert await child.wait() == 0
