@@ -18,7 +18,7 @@ from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, tr
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 
-STEPS = 3
+STEPS = 2
 """Steps behind each checkpoint."""
 ROUNDS = 3
 
