@@ -19,6 +19,7 @@ NAMES = {
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
+    "checkpoint": "how long a step waits for a checkpoint in the background, against one that is written at once",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",

@@ -40,6 +40,10 @@ class Ranks:
             raise self.refusal
         return tuple(2 for _ in offers)
 
+    @asynccontextmanager
+    async def opened(self, bus: Bus) -> AsyncIterator[None]:
+        yield
+
     async def prove(self, proof: str) -> None: ...
 
     async def check(self, proof: str) -> None: ...
