@@ -152,7 +152,7 @@ class PolicyOptimizer:
             self.inner.load_state_dict(loaded["optimizer"])
             return
         common = loaded["optimizer"].get("optimizer", loaded["optimizer"])
-        self._taken = int(common["state"]["common_step"])
+        self._taken = int(common["state"].get("common_step", 0))  # the plain optimizer leaves out 0
         own = {tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()}
         assert all(tensor.untyped_storage().data_ptr() in own for tensor in loaded[PIECES]), "Megatron has loaded into other tensors"
         if self._offloaded is not None:

@@ -37,6 +37,7 @@ from learner.feed.progress import note_step
 from learner.megatron import parallel, state
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
+from learner.megatron.meter import Meter
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
@@ -216,7 +217,7 @@ class Rank:
         )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
-        self._clock = WaitClock()
+        self._clock, self._meter = WaitClock(), Meter(policy)
         self._terminated = False
         self._in_wait = False
 
@@ -263,8 +264,13 @@ class Rank:
         return True
 
     def _step(self, batch: StepBatch, start: Start) -> None:
+<<<<<<< HEAD
         metrics = self._watched(batch, self._trainer.train(batch)) | self._clock.metrics()
         note_step(self._places.progress)
+=======
+        trained = self._trainer.train(batch)
+        metrics = self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
+>>>>>>> mem
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:

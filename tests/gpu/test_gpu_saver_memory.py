@@ -12,7 +12,7 @@ from learner.errors import MemoryReleased
 from learner.megatron.memory import Memory, PlainMemory, open_memory
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
+from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
@@ -26,8 +26,12 @@ WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hid
 """A model of about 100 million parameters, 1.9 GB with gradients and Adam: against it, cached blocks are small."""
 
 
-def learner(model_dir: Path, rank: Parallel, memory: Memory) -> Trainer:
-    policy = build_policy(model_dir, dtype="bfloat16", parallel=rank, memory=memory)
+SHARES = Replicas(distributed_optimizer=True)
+"""The weights are in a buffer of Megatron's wrapper then, beside the gradients, whose content a release does not keep."""
+
+
+def learner(model_dir: Path, rank: Parallel, memory: Memory, replicas: Replicas | None = None) -> Trainer:
+    policy = build_policy(model_dir, dtype="bfloat16", parallel=rank, replicas=replicas, memory=memory)
     return Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
 
 
@@ -42,14 +46,15 @@ def steps(trainer: Trainer, memory: Memory) -> list[str]:
     return digests
 
 
-def test_steps_with_releases_are_the_same_bits(rank: Parallel, model_dir: Path, device: torch.device) -> None:
+@pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])
+def test_steps_with_releases_are_the_same_bits(rank: Parallel, model_dir: Path, device: torch.device, replicas: Replicas | None) -> None:
     """Memory opened twice, as by tests in one process: the second is as good as the first."""
-    wanted = steps(learner(model_dir, rank, plain := PlainMemory()), plain)
+    wanted = steps(learner(model_dir, rank, plain := PlainMemory(), replicas), plain)
     assert len(set(wanted)) == 3
     for _ in range(2):
         memory = open_memory(colocated=True, device=device)
         assert (type(memory) is PlainMemory) == (device.type == "cpu")
-        assert steps(learner(model_dir, rank, memory), memory) == wanted
+        assert steps(learner(model_dir, rank, memory, replicas), memory) == wanted
 
 
 def test_released_memory_is_free_for_others_and_cannot_be_used(rank: Parallel, cuda: torch.device, tmp_path: Path) -> None:

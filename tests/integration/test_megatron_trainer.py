@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from learner import logprobs
@@ -20,6 +21,7 @@ from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row
+from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import Trainer
@@ -366,6 +368,40 @@ def test_own_weights_come_back_after_an_error(make: Any) -> None:
         assert policy.digest() != own
         raise KeyError
     assert policy.digest() == own
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_path: Path, tied: bool) -> None:
+    """Matrix products are counted by torch in the forward pass, a third of training; attention by its formula."""
+    model = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
+    trainer, policy, _, _ = make(model=model, with_proximal=False)
+    batch = make_batches(make_samples(vocab=VOCAB), max_tokens=60)[0]
+    counter = FlopCounterMode(display=False)
+    with counter:
+        trainer.log_probs(batch)
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counted.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
+    config = policy.config
+    attention = sum(6 * length**2 for length in lengths) * config.num_layers * config.num_attention_heads * config.kv_channels
+    meter = Meter(policy)
+    assert meter.operations(batch) == 3 * products + attention
+    assert meter.metrics(batch, 2.0) == {"train/tflops": pytest.approx(meter.operations(batch) / 2e12)}
+    assert not undocumented({"train/tflops", "train/mfu", "train/peak_memory_bytes"})
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
 
 
 @pytest.mark.parametrize("correction", PRESETS)
