@@ -70,6 +70,7 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     own = buffer_elements(shape, split, shares) if shares > 1 else rank_parameters(shape, split)
     yield Row(process="rank", part="weights", bytes=item * own)
     yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
+<<<<<<< HEAD
     yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
     copies = [
         *(["reference model"] if learner.algorithm.needs_reference else []),
@@ -80,6 +81,19 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     for part in copies:
         yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute)
+=======
+    yield Row(
+        process="rank",
+        part="Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32",
+        bytes=optimizer_bytes(own, dtype),
+    )
+    if learner.algorithm.needs_reference:
+        yield Row(process="rank", part="reference model", bytes=item * own, on_host=cuda)
+    if config.weights.push_every > 1:
+        yield Row(process="rank", part="weights of the last version", bytes=item * own, on_host=cuda)
+    fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
+    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
+>>>>>>> kern
     kept = f"kept for the backward pass of {tokens:,} tokens"
     yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
     if learner.recompute != NONE:
@@ -168,11 +182,13 @@ def optimizer_bytes(num_parameters: int, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """What decides about the activations of a rank's decoder: dtype, ranks that share the model, recomputation."""
+    """The activations of a rank's decoder: dtype, ranks that share the model, recomputation, fused activation."""
 
     dtype: str
     tensor_parallel: int = 1
     recompute: str = NONE
+    fused: bool = False
+    """The activation of the MLP is one kernel."""
 
     def kept_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""
@@ -182,19 +198,28 @@ class Activations:
             # of each layer its input; the angles of the rotary positions once, for all
             layers = shape.num_layers * hidden * item + shape.head_dim * FLOAT32
         else:
-            layers = shape.num_layers * (_layer_bytes(shape, item, self.tensor_parallel) - self.again_per_token(shape))
+            layers = shape.num_layers * (self._layer(shape) - self.again_per_token(shape))
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
 
     def again_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the backward pass of one layer computes again, per token."""
-        item = ITEM_BYTES[self.dtype]
         if self.recompute == FULL:
-            return _layer_bytes(shape, item, self.tensor_parallel)
-        return _mlp_bytes(shape, item, self.tensor_parallel) if self.recompute == SELECTIVE else 0
+            return self._layer(shape)
+        return self._mlp(shape) if self.recompute == SELECTIVE else 0
+
+    def _layer(self, shape: ModelShape) -> int:
+        return _layer_bytes(shape, ITEM_BYTES[self.dtype], self.tensor_parallel) + self._mlp(shape)
+
+    def _mlp(self, shape: ModelShape) -> int:
+        # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
+        return (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
 
 
 def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
-    """Return the bytes that one layer keeps per token. Norms compute in float32, and keep their input, its normalised value and a scale."""
+    """Return the bytes that one layer keeps per token outside its MLP.
+
+    Norms compute in float32, and keep their input, its normalised value and a scale.
+    """
     heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
     queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
     norm_copies = 3 if item == FLOAT32 else 2  # float32: the input of the next matrix is the product with the norm's weight
@@ -202,18 +227,7 @@ def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
     rotary = 4 * shape.head_dim * item  # cosines and sines, for queries and for keys
     # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
     attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
-    return (
-        norms
-        + rotary
-        + attention
-        + _mlp_bytes(shape, item, split)
-        + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
-    )
-
-
-def _mlp_bytes(shape: ModelShape, item: int, split: int) -> int:
-    """Return the bytes that the MLP keeps per token beside its input: both halves of its first projection, and three results after it."""
-    return 5 * (shape.intermediate // split) * item
+    return norms + rotary + attention + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
 
 
 def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int:

@@ -176,7 +176,8 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: 
         if _takes_groups(operator):
             more = {"enable_gqa": True}
         else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            each = q.shape[1] // k.shape[1]
+            k, v = (x[:, :, None].expand(-1, -1, each, -1).flatten(1, 2) for x in (k, v))
     bounds, longest = row.bounds_S, row.max_seqlen_q
     out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **more)
     return out

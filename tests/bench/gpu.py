@@ -31,6 +31,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Sample, Sampling, Span, Status
 from learner.data.batch import StepBatch
+from learner.megatron.flops import StepFlops
 from tests.bench.push import make_layout, publishing
 from tests.learner_steps import make_batches
 from tests.megatron_world import one_rank
@@ -113,26 +114,18 @@ def make_step(lengths: Sequence[int], vocab: int, micro_batches: int) -> StepBat
     return make_batches(samples, max_tokens=sum(lengths))[0]
 
 
-def flops(parameters: int, shape: dict[str, int], lengths: Sequence[int], micro_batches: int) -> float:
-    """Return the operations of a step: 6 a parameter and token, and causal attention; no recomputation.
-
-    Tied embeddings count once, as the output layer. Source: Kaplan et al. 2020; Chowdhery et al. 2022, appendix B (MFU).
-    """
-    attention = sum(6 * length * length * shape["heads"] * shape["head_dim"] * shape["layers"] for length in lengths)
-    return micro_batches * (6.0 * parameters * sum(lengths) + attention)
-
-
-def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any) -> Callable[[], Any]:
+def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, recompute: str = "none") -> Callable[[], Any]:
     """Return a step of the learner in bfloat16."""
     from learner.algorithms.config import AlgorithmConfig
     from learner.config import OptimizerConfig
+    from learner.megatron.kernels import Wanted
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
     from learner.megatron.trainer import Trainer
 
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    policy = build_policy(directory, dtype="bfloat16", parallel=parallel)
+    policy = build_policy(directory, dtype="bfloat16", parallel=parallel, kernels=Wanted(recompute=recompute))
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1000)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(advantage="reinforce"), max_lag=2)
     return lambda: trainer.train(batch)
@@ -201,17 +194,24 @@ def split(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
     return seconds | {"idle": max(0.0, wall_s - sum(seconds.values())), "wall": wall_s}
 
 
-def measure_steps(directory: Path, parameters: int, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the results by name: the learner with and without deterministic kernels, and transformers, for each length of sequences."""
+def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the results by name, for each length of sequences.
+
+    They are those of the learner with and without deterministic kernels and with recomputation, and of transformers.
+    """
     device, found = args.torch_device, {}
+    counted = StepFlops.of(json.loads((directory / "config.json").read_text()))
     with one_rank(device.type) as parallel:
         for length in args.sequence:
             lengths = [length] * max(1, args.row_tokens // length)
             batch = make_step(lengths, shape["vocab"], args.micro_batches)
-            work = flops(parameters, shape, lengths, args.micro_batches)
+            work = args.micro_batches * counted.step(lengths)
             steps: dict[str, Callable[[], Callable[[], Any]]] = {
                 "deterministic": lambda batch=batch: our_step(directory, batch, deterministic=True, parallel=parallel),  # type: ignore[misc]
                 "fast": lambda batch=batch: our_step(directory, batch, deterministic=False, parallel=parallel),  # type: ignore[misc]
+                "recompute": lambda batch=batch: our_step(  # type: ignore[misc]
+                    directory, batch, deterministic=False, parallel=parallel, recompute="full"
+                ),
                 "transformers": lambda batch=batch: plain_step(directory, batch, device),  # type: ignore[misc]
             }
             for name, make in steps.items():
@@ -365,7 +365,7 @@ def main() -> None:
         parameters = write_model(directory, shape, max(512, 32 + args.new_tokens, *args.sequence), args.torch_device)
         found |= {"shape": shape, "parameters": parameters}
         parts: dict[str, Callable[[], Any]] = {
-            "steps": lambda: measure_steps(directory, parameters, shape, args),
+            "steps": lambda: measure_steps(directory, shape, args),
             "pushes": lambda: measure_pushes(directory, args),
             "engine": lambda: asyncio.run(measure_engine(directory, shape["vocab"], args)),
         }

@@ -16,7 +16,7 @@ from learner.config import RECOMPUTE, OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.attention import packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.kernels import Wanted
+from learner.megatron.kernels import Kernels, Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
@@ -87,6 +87,18 @@ def test_the_table_agrees_with_a_rank_that_recomputes(world: Parallel, tmp_path:
     activations = Activations(dtype=dtype, recompute=recompute)
     assert kept_bytes(policy) == TOKENS * activations.kept_per_token(shape)
     assert 0 < activations.again_per_token(shape) < Activations(dtype=dtype).kept_per_token(shape) / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_table_agrees_with_a_fused_activation(world: Parallel, tmp_path: Path, dtype: str) -> None:
+    """Megatron's, without the compiler that makes one kernel of it: the tensors that it keeps are the same."""
+    model_dir = write_tiny_model(tmp_path, "qwen3", num_hidden_layers=3, tied=True, **SIZES)
+    shape = ModelShape.read(model_dir)
+    policy = build_policy(model_dir, dtype=dtype, parallel=world)
+    assert Kernels(fused_activation=True).arguments() == {"bias_activation_fusion": True}
+    policy.config.bias_activation_fusion = True
+    with torch.compiler.set_stance("force_eager"):
+        assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype, fused=True).kept_per_token(shape)
 
 
 def measured(model_dir: Path, dtype: str, out: Path) -> None:

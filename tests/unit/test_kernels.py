@@ -26,6 +26,7 @@ from learner.megatron.kernels import (
     chosen,
     varlen_operator,
 )
+from tests.cuda_kernels import RaisingOnCuda
 
 HOPPER = Site(
     device="cuda",
@@ -202,7 +203,9 @@ def test_a_row_by_flash_attentions_arguments_equals_sdpa(operator: Callable[...,
         assert leaf.grad is not None
         return out.detach(), leaf.grad
 
-    ours = found(lambda q, k, v: attend_varlen(q, k, v, row, operator=operator, scale=scale).flatten(1))
+    with RaisingOnCuda() as seen:
+        ours = found(lambda q, k, v: attend_varlen(q, k, v, row, operator=operator, scale=scale).flatten(1))
+    assert seen.found == []
     wanted = found(lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=row)[:, 0])
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 

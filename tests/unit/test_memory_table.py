@@ -108,6 +108,16 @@ def test_recomputation_keeps_less_and_computes_one_layer_again() -> None:
     assert full[kept].bytes + full[again].bytes < selective[kept].bytes + selective[again].bytes
 
 
+def test_a_fused_activation_keeps_less() -> None:
+    kept = ("rank", "activations kept for the backward pass")
+    fast = rows("learner.deterministic=false")
+    assert fast[kept].bytes < rows()[kept].bytes
+    assert rows("learner.fused_activation=always")[kept] == fast[kept]
+    never = rows("learner.deterministic=false", "learner.fused_activation=never")
+    assert never[kept] == rows()[kept]
+    assert rows("learner.deterministic=false", cuda=False)[kept] == rows(cuda=False)[kept]
+
+
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "launch/configs/digits.yaml", "--memory"]) == 0
     printed = capsys.readouterr().out
