@@ -70,7 +70,6 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     own = buffer_elements(shape, split, shares) if shares > 1 else rank_parameters(shape, split)
     yield Row(process="rank", part="weights", bytes=item * own)
     yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
-<<<<<<< HEAD
     yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
     copies = [
         *(["reference model"] if learner.algorithm.needs_reference else []),
@@ -80,20 +79,8 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
         copies.append("own weights, while one of the other two is in their place")
     for part in copies:
         yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
-    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute)
-=======
-    yield Row(
-        process="rank",
-        part="Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32",
-        bytes=optimizer_bytes(own, dtype),
-    )
-    if learner.algorithm.needs_reference:
-        yield Row(process="rank", part="reference model", bytes=item * own, on_host=cuda)
-    if config.weights.push_every > 1:
-        yield Row(process="rank", part="weights of the last version", bytes=item * own, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
->>>>>>> kern
     kept = f"kept for the backward pass of {tokens:,} tokens"
     yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
     if learner.recompute != NONE:

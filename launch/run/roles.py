@@ -454,13 +454,8 @@ async def run_feeder(
         listen=feeder_url,
         keys=keys,
         checkpoints=config.checkpoints,
-<<<<<<< HEAD
-        epoch=epoch,
-        num_nodes=config.learner.nodes,
-=======
         num_nodes=config.learner.nodes,
         epoch=epoch,
->>>>>>> ckpt
         rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
     )
     await feeder.run_feeder(

@@ -264,13 +264,9 @@ class Rank:
         return True
 
     def _step(self, batch: StepBatch, start: Start) -> None:
-<<<<<<< HEAD
-        metrics = self._watched(batch, self._trainer.train(batch)) | self._clock.metrics()
-        note_step(self._places.progress)
-=======
         trained = self._trainer.train(batch)
         metrics = self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
->>>>>>> mem
+        note_step(self._places.progress)
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:
