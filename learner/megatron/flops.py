@@ -1,7 +1,9 @@
 """Floating-point operations of a training step, counted from a model's config.json and the lengths of its sequences. No torch."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 PER_PRODUCT = 2
@@ -37,6 +39,11 @@ class StepFlops:
         # the product of a query with a key, and that of its weight with a value
         pairs = layers * 2 * heads * head
         return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * pairs)
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "StepFlops":
+        """Return the operations for a Hugging Face directory that the learner can train."""
+        return cls.of(json.loads((model_dir / "config.json").read_text()))
 
     def step(self, lengths: Iterable[int]) -> int:
         """Return the operations of one pass over sequences of ``lengths`` tokens and back."""

@@ -35,6 +35,7 @@ from learner.feed.feed_messages import End, Start
 from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
 from learner.megatron import parallel, state
+from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
@@ -217,7 +218,7 @@ class Rank:
         )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
-        self._clock, self._meter = WaitClock(), Meter(policy)
+        self._clock, self._meter = WaitClock(), Meter(policy, StepFlops.read(places.model_dir))
         self._terminated = False
         self._in_wait = False
 

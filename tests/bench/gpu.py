@@ -200,7 +200,7 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
     They are those of the learner with and without deterministic kernels and with recomputation, and of transformers.
     """
     device, found = args.torch_device, {}
-    counted = StepFlops.of(json.loads((directory / "config.json").read_text()))
+    counted = StepFlops.read(directory)
     with one_rank(device.type) as parallel:
         for length in args.sequence:
             lengths = [length] * max(1, args.row_tokens // length)

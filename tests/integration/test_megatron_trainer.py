@@ -21,6 +21,7 @@ from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row
+from learner.megatron.flops import StepFlops
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
@@ -383,8 +384,9 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_pat
     products = sum(count for operation, count in counted.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
     lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
     config = policy.config
-    attention = sum(6 * length**2 for length in lengths) * config.num_layers * config.num_attention_heads * config.kv_channels
-    meter = Meter(policy)
+    pairs = sum(length * (length + 1) for length in lengths)
+    attention = 6 * pairs * config.num_layers * config.num_attention_heads * config.kv_channels
+    meter = Meter(policy, StepFlops.read(model))
     assert meter.operations(batch) == 3 * products + attention
     assert meter.metrics(batch, 2.0) == {"train/tflops": pytest.approx(meter.operations(batch) / 2e12)}
     assert not undocumented({"train/tflops", "train/mfu", "train/peak_memory_bytes"})
