@@ -3,6 +3,16 @@
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Bounds of a learner's requests to engines, in seconds."""
+
+    phase_s: float
+    """For a phase of a push."""
+    load_s: float = 600.0
+    """For loading weights from a disk."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     """When and how versions reach the engines."""
@@ -22,6 +32,8 @@ class WeightsConfig:
     """Tensors are sent in buckets of about this size."""
     phase_deadline_s: float = 30.0
     """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
+    load_deadline_s: float = 600.0
+    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run."""
     min_engines: int = 0
     """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
@@ -39,7 +51,7 @@ class WeightsConfig:
     """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
-        for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
+        for name in ("push_every", "bucket_bytes", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.transport not in ("broadcast", "handles"):
@@ -54,6 +66,11 @@ class WeightsConfig:
             raise ValueError(f"group: want pairs, all or a number > 0, got {self.group!r}")
         if self.verify not in ("first", "always", "never"):
             raise ValueError(f"verify: want first, always or never, got {self.verify!r}")
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Bounds of requests to engines."""
+        return Deadlines(self.phase_deadline_s, self.load_deadline_s)
 
     @property
     def engines_together(self) -> int:

@@ -20,6 +20,7 @@ from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of,
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
@@ -241,8 +242,8 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
             pytest.skip("its checksums need CUDA (SGLang before 0.5.23)")
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, check, good in ((1, staged(other).differences, False), (2, staged(sent).differences, True)):
-            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
-            group = PushGroup(GroupRules(1, HERE, "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
+            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
+            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [Member(row, receiver, deadlines=Deadlines(60.0))])
             try:
                 outcome = await group.update(version, staged(sent).buckets, lambda _, check=check: check)
             finally:

@@ -12,6 +12,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
 from actors.serving.sglang.api import Api
 from tests.router_kit import Faulty, faulty
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.transport.http_receiver import HttpReceiver
 
@@ -23,7 +24,7 @@ class Clients:
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.http, self.api = HttpEngine(url, command_timeout_s=DEADLINE_S), Api(url)
-        self.receiver = HttpReceiver(session, url, epoch=1, deadline_s=DEADLINE_S)
+        self.receiver = HttpReceiver(session, url, epoch=1, deadlines=Deadlines(DEADLINE_S))
 
     async def errors(self) -> list[Exception]:
         """Return the errors that a command of each client raises."""

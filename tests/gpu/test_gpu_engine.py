@@ -15,6 +15,7 @@ from tests.engine_push import joined
 from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, serving, told_log_probs
 from tests.receiver_app import staged
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+from weightstore.config import Deadlines
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.cuda_handles import CudaMemory
@@ -66,7 +67,7 @@ def memory(request: pytest.FixtureRequest, device: torch.device) -> Memory:
 @asynccontextmanager
 async def pushing(served: Served, memory: Memory) -> AsyncIterator[HandleReceiver]:
     context = zmq.asyncio.Context()
-    receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=60.0, memory=memory)
+    receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(60.0), memory=memory)
     try:
         await receiver.join(None)
         yield receiver

@@ -27,6 +27,7 @@ from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.config import Deadlines
 from weightstore.errors import BadManifest, ReceiverFailed
 from weightstore.format.manifest import TensorSpec
 from weightstore.push.handle_receiver import HandleReceiver
@@ -148,7 +149,7 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
 @asynccontextmanager
 async def pushing(served: Served, memory: HostMemory, *, epoch: int = 1) -> AsyncIterator[HandleReceiver]:
     context = zmq.asyncio.Context()
-    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadline_s=DEADLINE_S, memory=memory)
+    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadlines=Deadlines(DEADLINE_S), memory=memory)
     try:
         await receiver.join(None)
         yield receiver
@@ -263,13 +264,13 @@ async def test_late_messages_from_before_a_join_are_refused(directory: Path) -> 
 async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
     memory, context = HostMemory(), zmq.asyncio.Context()
     async with serving(directory) as served:
-        receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=3600.0, memory=memory)
+        receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory)
         await receiver.join(None)
     with pytest.raises(ReceiverFailed, match=r"begin: connection lost"):
         await receiver.begin(1)
     receiver.close()
     refused: list[str] = []
-    nobody = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=3600.0, memory=memory, refused=refused.append)
+    nobody = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory, refused=refused.append)
     with pytest.raises(ReceiverFailed, match=r"join: connection lost"):
         await nobody.join(None)
     nobody.close()

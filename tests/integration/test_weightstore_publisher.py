@@ -22,7 +22,7 @@ from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.catchup import joining
-from weightstore.config import WeightsConfig
+from weightstore.config import Deadlines, WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from weightstore.format.manifest import Manifest
 from weightstore.push.member import Member
@@ -205,9 +205,9 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
             pass
 
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
-    member = Member(row, cast(WeightReceiver, Silent()), deadline_s=0.3)
+    member = Member(row, cast(WeightReceiver, Silent()), deadlines=Deadlines(0.3))
     began = time.monotonic()
-    outcome = await PushGroup(GroupRules(1, HERE, "gloo", 0.3), [member]).update(1, [], lambda _: None)
+    outcome = await PushGroup(GroupRules(1, HERE, "gloo", Deadlines(0.3)), [member]).update(1, [], lambda _: None)
     assert isinstance(failed := outcome[member], ReceiverFailed)
     assert failed.phase == "join" and "0.3 s" in failed.reason
     assert time.monotonic() - began < 10

@@ -10,6 +10,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bus.config import BusConfig
 from bus.errors import Fenced
@@ -17,6 +18,7 @@ from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.push.member import Member, Updated
 from weightstore.transport.http_receiver import HttpReceiver
@@ -47,7 +49,7 @@ async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            yield Member(row_of(url), HttpReceiver(session, url, epoch=3, deadline_s=20), deadline_s=20)
+            yield Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=Deadlines(20)), deadlines=Deadlines(20))
     finally:
         await runner.cleanup()
 
@@ -114,6 +116,28 @@ async def test_only_a_higher_epoch_fences() -> None:
             await pushed(member)
 
 
+async def test_loading_from_a_disk_may_take_longer_than_a_phase() -> None:
+    """The engine answers a load only when it has missed the deadline of a phase."""
+    missed = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.Response:
+        await missed.wait()
+        return web.json_response({"success": True, "stall_s": 2.0})
+
+    app = web.Application()
+    app.router.add_post("/{path}", handle)
+    deadlines = Deadlines(0.05, load_s=60.0)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        member = Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=deadlines), deadlines=deadlines)
+        load = asyncio.create_task(member.load("/model", 0))
+        with pytest.raises(ReceiverFailed, match=r"begin: .*0\.05 s"):
+            await member.begin(1)
+        assert not load.done()
+        missed.set()
+        await load
+
+
 async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
     class Odd:
         url = "odd"
@@ -123,7 +147,7 @@ async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
             raise LookupError("not foreseen")
 
     with pytest.raises(ReceiverFailed, match=r"odd: begin: LookupError\('not foreseen'\)"):
-        await Member(row_of("odd"), cast(WeightReceiver, Odd()), deadline_s=20).begin(1)
+        await Member(row_of("odd"), cast(WeightReceiver, Odd()), deadlines=Deadlines(20)).begin(1)
 
 
 def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(bus_url: str, run_id: str, tmp_path: Path) -> None:

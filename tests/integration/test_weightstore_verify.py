@@ -20,6 +20,7 @@ from tests.integration import test_weightstore_publisher
 from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
@@ -88,7 +89,7 @@ class Flipping(HttpReceiver):
     """The built-in engine with memory that loses a bit between the last bucket and the checksum request."""
 
     def __init__(self, served: Served, session: aiohttp.ClientSession, flipped: str) -> None:
-        super().__init__(session, served.engine.url, epoch=1, deadline_s=20.0)
+        super().__init__(session, served.engine.url, epoch=1, deadlines=Deadlines(20.0))
         self._served, self.flipped = served, flipped
 
     async def checksums(self) -> ChecksumReport | None:
@@ -111,8 +112,8 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for flipped in (receiver.flipped, ""):
             receiver.flipped = flipped
-            member = Member(row, receiver, deadline_s=20.0)
-            group = PushGroup(GroupRules(1, HERE, "gloo", 20.0), [member])
+            member = Member(row, receiver, deadlines=Deadlines(20.0))
+            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(20.0)), [member])
             try:
                 how = (await group.update(1, staging.buckets, lambda _: staging.differences))[member]
                 if flipped:

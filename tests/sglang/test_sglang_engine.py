@@ -31,6 +31,7 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
@@ -195,9 +196,9 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
     async with serving(python, server, directories[0]) as served:
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for check, good in ((flipped.differences, False), (staging.differences, True)):
-            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
-            member = Member(row, receiver, deadline_s=60.0)
-            group = PushGroup(GroupRules(1, HERE, "gloo", 60.0), [member])
+            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
+            member = Member(row, receiver, deadlines=Deadlines(60.0))
+            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [member])
             try:
                 how = (await group.update(2 if good else 1, staging.buckets, lambda _, check=check: check))[member]
                 if good:

@@ -12,6 +12,7 @@ from tests.engine_serving import Served, log_probs_of, scores, told_log_probs
 from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.handles import HostMemory
@@ -35,7 +36,7 @@ async def test_pushes_by_handles(python: str, server: str, directories: list[Pat
     stagings = [staged({name: tensor.detach() for name, tensor in model.state_dict().items()}, memory) for model in models]
     try:
         async with serving(python, server, directories[0]) as served:
-            receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=120.0, memory=memory)
+            receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(120.0), memory=memory)
             await receiver.join(None)
 
             async def push(version: int, *, buckets: int | None = None) -> float:

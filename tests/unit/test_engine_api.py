@@ -10,6 +10,7 @@ from actors.engines import engine_client
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.serving.sglang import api
 from bus.errors import Fenced
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.transport.engine_api import CallFailed, Failure, refusal
 from weightstore.transport.http_receiver import HttpReceiver, _NotSupported
@@ -20,7 +21,7 @@ URL, PATH = "http://x", "/begin_weight_update"
 
 def of_receiver(failed: CallFailed) -> Exception:
     session = cast(aiohttp.ClientSession, None)
-    return HttpReceiver(session, URL, epoch=3, deadline_s=1.0)._error(failed)
+    return HttpReceiver(session, URL, epoch=3, deadlines=Deadlines(1.0))._error(failed)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from bus.client.reach import HERE
 from bus.liveness.heartbeats import LiveView
 from bus.wire.messages import Capabilities, LiveRow
+from weightstore.config import Deadlines
 from weightstore.push.eviction import PushGroups
 from weightstore.push.handle_receiver import HandleReceivers
 from weightstore.push.push_group import GroupRules
@@ -56,7 +57,7 @@ def groups_of(backend: str, own: DeviceEnd = OWN, engines: int = 1, **stated: Ca
         made.append(Receiver(row.address))
         return cast(WeightReceiver, made[-1])
 
-    return PushGroups(cast(LiveView, View(**stated)), opened, GroupRules(engines, HERE, backend, 1.0, own)), made
+    return PushGroups(cast(LiveView, View(**stated)), opened, GroupRules(engines, HERE, backend, Deadlines(1.0), own)), made
 
 
 async def backends(groups: PushGroups) -> dict[str, str]:
@@ -131,7 +132,9 @@ async def test_memory_of_a_gpu_goes_only_to_engines_that_state_that_they_see_it(
         return LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", capabilities=stated, handles="ipc:///tmp/none", place=place)
 
     def carried(stated: Capabilities, gpu: str) -> bool:
-        receivers = HandleReceivers(memory, lambda row: cast(WeightReceiver, Receiver(row.address)), epoch=1, deadline_s=1, gpu=gpu)
+        receivers = HandleReceivers(
+            memory, lambda row: cast(WeightReceiver, Receiver(row.address)), epoch=1, deadlines=Deadlines(1), gpu=gpu
+        )
         try:
             return receivers._why_not(row(stated)) == ""
         finally:

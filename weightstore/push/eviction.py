@@ -73,7 +73,7 @@ class PushGroups:
         backoff = self._backoffs.setdefault(member.identity, _Backoff())
         backoff.failures += 1
         self.evicted[member.id] = reason
-        pause_s = min(self._rules.deadline_s * 2 ** (backoff.failures - 2), _LONGEST_PAUSE_S) if backoff.failures > 1 else 0.0
+        pause_s = min(self._rules.deadlines.phase_s * 2 ** (backoff.failures - 2), _LONGEST_PAUSE_S) if backoff.failures > 1 else 0.0
         backoff.until_s = time.monotonic() + pause_s
         _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
         await self._drop(member, leave=True)
@@ -100,7 +100,7 @@ class PushGroups:
                 receiver.close()
                 self.evicted[row.id] = f"weights.backend: nccl is not possible: {reason}"
                 return False
-        member = Member(row, receiver, deadline_s=self._rules.deadline_s, backend=backend)
+        member = Member(row, receiver, deadlines=self._rules.deadlines, backend=backend)
         group = next((group for group in self._groups if group.has_room(member)), None)
         if group is None:
             group = PushGroup(self._rules)

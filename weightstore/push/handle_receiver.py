@@ -6,7 +6,7 @@ A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; i
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 import zmq
@@ -16,6 +16,7 @@ from torch import Tensor
 from bus.errors import Fenced
 from bus.system.coroutines import first_of
 from bus.wire.messages import LiveRow
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
@@ -47,7 +48,7 @@ class HandleReceiver:
         url: str,
         *,
         epoch: int,
-        deadline_s: float,
+        deadlines: Deadlines,
         memory: Memory,
         control: WeightReceiver | None = None,
         ranks: int = 1,
@@ -58,7 +59,7 @@ class HandleReceiver:
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadline_s, self._memory, self._control, self._ranks = epoch, deadline_s, memory, control, ranks
+        self._epoch, self._deadlines, self._memory, self._control, self._ranks = epoch, deadlines, memory, control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, asyncio.Future[dict[str, object]]] = {}
@@ -107,7 +108,8 @@ class HandleReceiver:
 
     async def load_snapshot(self, directory: str, version: int) -> float:
         """Send the path, because engine and learner are on one host. Returns the seconds in the answer."""
-        return stall_of(self.url, "load", await self._request("load", directory=directory, version=version))
+        answer = await self._answered("load", {"directory": directory, "version": version}, self._deadlines.load_s)
+        return stall_of(self.url, "load", answer)
 
     async def release(self) -> None:
         """Release by the control receiver, which must be there."""
@@ -141,15 +143,19 @@ class HandleReceiver:
             raise
 
     async def _request(self, verb: str, **fields: object) -> dict[str, object]:
+        """Send a request of a phase and return the answer."""
+        return await self._answered(verb, fields, self._deadlines.phase_s)
+
+    async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float) -> dict[str, object]:
         """Send a request and return the answer. All foreign errors are translated here."""
         id = self._last_id = self._last_id + 1
-        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": self._deadline_s, **fields}
+        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 await self._socket.send(msgpack.packb(request))
                 answer = await self._answer(verb, id)
         except TimeoutError:
-            raise ReceiverFailed(self.url, verb, f"no answer within {self._deadline_s:g} s") from None
+            raise ReceiverFailed(self.url, verb, f"no answer within {deadline_s:g} s") from None
         except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
             raise ReceiverFailed(self.url, verb, str(error) or type(error).__name__) from None
         status = answer.get("status")
@@ -192,10 +198,10 @@ class HandleReceiver:
 class HandleReceivers:
     """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
-    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float, gpu: str = "") -> None:
+    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "") -> None:
         """``gpu``: UUID of the GPU whose memory it is; empty = host memory."""
         self._gpu = gpu
-        self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
+        self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
         self._refused: dict[tuple[str, str, int], str] = {}
@@ -214,7 +220,7 @@ class HandleReceivers:
                 self._context,
                 row.handles,
                 epoch=self._epoch,
-                deadline_s=self._deadline_s,
+                deadlines=self._deadlines,
                 memory=self._memory,
                 control=otherwise,
                 ranks=row.capabilities.ranks,

@@ -19,6 +19,7 @@ from torch import Tensor
 from bus.client.reach import Reach, bare
 from bus.errors import Fenced
 from bus.wire.messages import LiveRow
+from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
@@ -55,12 +56,12 @@ class Member:
     Every verb raises ReceiverFailed naming the phase, and Fenced.
     """
 
-    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float, backend: str = "gloo") -> None:
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
         """``backend``: of the process group of its channel, if that has one."""
         self.id, self.identity = row.id, identity(row)
         self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
-        self.receiver, self.deadline_s = receiver, deadline_s
+        self.receiver, self.deadlines = receiver, deadlines
         self.verified = False
         """Its checksums have been compared once, or it has none to compare."""
         # Both sides must know the request: the engine by its live row, the adapter by its type (that for handles does not).
@@ -111,7 +112,7 @@ class Member:
     async def load(self, directory: str, version: int) -> None:
         """Have the engine load its weights from a directory on its machine."""
         await self._resume("weights")
-        async with self.phase("load"):
+        async with self.phase("load", within_s=self.deadlines.load_s):
             await self.receiver.load_snapshot(directory, version)
         await self._resume("kv_cache")
 
@@ -159,13 +160,17 @@ class Member:
         self.receiver.close()
 
     @asynccontextmanager
-    async def phase(self, name: str, *, bounded: bool = True) -> AsyncIterator[None]:
-        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced stays as it is."""
+    async def phase(self, name: str, *, bounded: bool = True, within_s: float | None = None) -> AsyncIterator[None]:
+        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced stays as it is.
+
+        ``within_s`` None = the deadline of a phase.
+        """
+        deadline_s = within_s or self.deadlines.phase_s
         try:
-            async with asyncio.timeout(self.deadline_s if bounded else None):
+            async with asyncio.timeout(deadline_s if bounded else None):
                 yield
         except TimeoutError:
-            raise ReceiverFailed(self.receiver.url, name, f"not done within {self.deadline_s:g} s") from None
+            raise ReceiverFailed(self.receiver.url, name, f"not done within {deadline_s:g} s") from None
         except ReceiverFailed as error:
             raise ReceiverFailed(error.url, name, error.reason, answered=error.answered) from None
         except PeerLost as error:

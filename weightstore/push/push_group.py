@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bus.client.reach import Reach
 from bus.wire.messages import LiveRow
+from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
 from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated
@@ -51,7 +52,7 @@ class GroupRules:
     """Address at which the learner serves the rendezvous."""
     backend: str
     """auto | gloo | nccl; auto = nccl to engines that can, else gloo."""
-    deadline_s: float
+    deadlines: Deadlines
     own: DeviceEnd = field(default_factory=DeviceEnd)
     """The learner's GPU."""
 
@@ -66,7 +67,7 @@ class GroupRules:
         """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        return await GroupChannel.open(members, at=self.at, backend=members[0].backend, deadline_s=self.deadline_s)
+        return await GroupChannel.open(members, at=self.at, backend=members[0].backend, deadline_s=self.deadlines.phase_s)
 
 
 class PushGroup:
@@ -109,7 +110,7 @@ class PushGroup:
             except _GroupBroken as broken:
                 # An engine that did not fail may still be joining, and SGLang gets the time to end that: see ``_JOIN_S``.
                 if broken.phase == "join" and any(not member.single_request for member in going if member not in broken.errors):
-                    await asyncio.sleep(min(_JOIN_S, self._rules.deadline_s / 4))
+                    await asyncio.sleep(min(_JOIN_S, self._rules.deadlines.phase_s / 4))
                 self.close()
                 failed = await _failed(going, broken)
                 _log.warning("push broke off version=%d phase=%s engines=%d failed=%s", version, broken.phase, len(going), _ids(failed))
@@ -143,7 +144,7 @@ class PushGroup:
         assert channel is not None
         if all(member.single_request for member in members):
             async with _PushRound() as round:
-                return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadline_s)
+                return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadlines.phase_s)
         async with _PushRound() as round:
             # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by itself.
             await round.each("begin", [(member, member.begin(version)) for member in members])
@@ -159,7 +160,7 @@ class PushGroup:
             except PeerLost as error:
                 raise _GroupBroken("join", {}, error) from None
             self._joined = list(members)
-            round.start("join", None, channel.meet(), self._rules.deadline_s)
+            round.start("join", None, channel.meet(), self._rules.deadlines.phase_s)
             for member in members:
                 round.start("join", member, channel.join(member))
             await round.until(round.under_way)

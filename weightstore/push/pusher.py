@@ -118,12 +118,12 @@ class Pusher:
 
         def over_http(row: LiveRow) -> WeightReceiver:
             """Make the HTTP receiver of a live engine."""
-            return HttpReceiver(session, row.address, epoch=self._epoch, deadline_s=config.phase_deadline_s)
+            return HttpReceiver(session, row.address, epoch=self._epoch, deadlines=config.deadlines)
 
         self._groups = PushGroups(
             self._view,
             over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
-            GroupRules(config.engines_together, self._at, config.backend, config.phase_deadline_s, self._own),
+            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own),
         )
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
@@ -137,7 +137,7 @@ class Pusher:
         from weightstore.push.handle_receiver import HandleReceivers
 
         gpu = self._own.uuid if self._config.staging == "cuda" else ""
-        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadline_s=self._config.phase_deadline_s, gpu=gpu)
+        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=self._config.deadlines, gpu=gpu)
         stack.callback(receivers.close)
         return receivers.open
 

@@ -9,6 +9,7 @@ import aiohttp
 from torch import Tensor
 
 from bus.errors import Fenced
+from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
@@ -26,9 +27,9 @@ class HttpReceiver:
 
     carries = False
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadline_s: float) -> None:
-        self._api = EngineApi(url, self._error, session=session, connect_s=deadline_s)
-        self.url, self._epoch, self._deadline_s = self._api.url, epoch, deadline_s
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
+        self._api = EngineApi(url, self._error, session=session, connect_s=deadlines.phase_s)
+        self.url, self._epoch, self._deadlines = self._api.url, epoch, deadlines
         self._group = ""
         self._version = -1
 
@@ -100,12 +101,19 @@ class HttpReceiver:
     async def load_snapshot(self, directory: str, version: int) -> float:
         """POST /update_weights_from_disk, and return the seconds in its answer."""
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
-        return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
+        answer = await self._post("update_weights_from_disk", body, within_s=self._deadlines.load_s)
+        return stall_of(self.url, "update_weights_from_disk", answer)
 
-    async def _post(self, path: str, body: Mapping[str, object], *, bounded: bool = True) -> dict[str, object]:
-        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline."""
-        body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
-        answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=self._deadline_s if bounded else None))
+    async def _post(
+        self, path: str, body: Mapping[str, object], *, bounded: bool = True, within_s: float | None = None
+    ) -> dict[str, object]:
+        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline.
+
+        ``within_s`` None = the deadline of a phase.
+        """
+        deadline_s = within_s or self._deadlines.phase_s
+        body = {**body, "epoch": self._epoch, "timeout_s": deadline_s}
+        answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=deadline_s if bounded else None))
         if answer.get("success") is False:
             raise ReceiverFailed(self.url, path, f"HTTP 200: {answer.get('message') or answer}", answered=True)
         return answer
