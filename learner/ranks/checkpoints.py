@@ -31,7 +31,6 @@ from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, M
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
 from learner.config import CheckpointConfig
 from learner.errors import CheckpointUnwritten
-from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
 from learner.megatron import state
@@ -85,7 +84,7 @@ class Checkpoints:
     def __init__(
         self,
         places: RankPlaces,
-        feed: FeedClient,
+        report: Callable[[int, str], None],
         policy: Policy,
         optimizer: PolicyOptimizer,
         proximal: WeightBackup | None,
@@ -93,7 +92,8 @@ class Checkpoints:
         config: CheckpointConfig,
         timeout_s: float,
     ) -> None:
-        self._root, self._feed = places.checkpoints, feed
+        """``report`` is called on rank 0 with step and path of a checkpoint that is written."""
+        self._root, self._report = places.checkpoints, report
         self._policy, self._optimizer, self._proximal = policy, optimizer, proximal
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -170,7 +170,7 @@ class Checkpoints:
         path = writing.result()
         self._writing = None
         if self._rank == 0:
-            self._feed.checkpointed(step, str(path))
+            self._report(step, str(path))
 
     def leave(self) -> None:
         """Give a writing under way a moment to end, before the process groups are destroyed. Raises nothing."""

@@ -214,7 +214,7 @@ class Rank:
             colocated=learner.colocated,
         )
         self.checkpoints = Checkpoints(
-            places, feed, policy, self._optimizer, self._proximal, config=learner.checkpoint, timeout_s=_timeout_s(learner)
+            places, feed.checkpointed, policy, self._optimizer, self._proximal, config=learner.checkpoint, timeout_s=_timeout_s(learner)
         )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))

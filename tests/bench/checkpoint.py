@@ -38,7 +38,7 @@ def main() -> None:
         ways = {
             name: Checkpoints(
                 places(model, root / name, 0),
-                Reports(),  # type: ignore[arg-type]
+                Reports().checkpointed,
                 policy,
                 optimizer,
                 None,

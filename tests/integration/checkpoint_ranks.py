@@ -74,7 +74,13 @@ def save(model_dir: Path, roots: list[Path], store: str, out: Path) -> None:
     policy, optimizer, trainer = built(model_dir, here)
     reports = Reports()
     saved = Checkpoints(
-        places(model_dir, roots[rank], rank), reports, policy, optimizer, None, config=CheckpointConfig(store=store), timeout_s=60
+        places(model_dir, roots[rank], rank),
+        reports.checkpointed,
+        policy,
+        optimizer,
+        None,
+        config=CheckpointConfig(store=store),
+        timeout_s=60,
     )
     train(trainer, here, STEP)
     saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})

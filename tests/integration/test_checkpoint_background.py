@@ -58,7 +58,13 @@ def make(here: Parallel, tmp_path: Path) -> Any:
         policy, optimizer, trainer = built(tmp_path / "model", here)
         reports = Reports()
         checkpoints = Checkpoints(
-            places(tmp_path / "model", root, 0), reports, policy, optimizer, None, config=CheckpointConfig(**settings), timeout_s=60
+            places(tmp_path / "model", root, 0),
+            reports.checkpointed,
+            policy,
+            optimizer,
+            None,
+            config=CheckpointConfig(**settings),
+            timeout_s=60,
         )
         return Learner(here, policy, optimizer, trainer, checkpoints, reports, root)
 

@@ -13,7 +13,7 @@ from bus.streams.bus import Bus
 from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
-from learner.checkpoints.manifest import METADATA, Manifest
+from learner.checkpoints.manifest import METADATA, FileEntry, Manifest
 from learner.config import CheckpointConfig
 from learner.errors import NoCheckpoint
 from learner.feed.copies import Copies
@@ -30,7 +30,7 @@ ROW = {"directory": f"/elsewhere/{NEWEST}", "step": 4}
 def write(roots: list[Path], step: int, *, epoch: int = 1) -> None:
     """Write a checkpoint as ranks do: one file on each node, and the metadata on all."""
     staged = [disk.staging(root, step=step, epoch=epoch) for root in roots]
-    files = {}
+    files: dict[str, FileEntry] = {}
     for node, tmp in enumerate(staged):
         (tmp / f"__{node}_0.distcp").write_bytes(b"%d of step %d" % (node, step) * 1000)
         for name in METADATA:
@@ -223,7 +223,9 @@ async def test_a_learner_on_two_nodes_goes_on_after_the_loss_of_a_disk(open_lear
         assert sorted(digests) == list(range(1, 9))
         assert any(len(same) == 2 for same in digests.values()), f"nothing was done twice: {digests}"
         assert all(len(set(same)) == 1 for same in digests.values()), digests
-        row, _ = await learner.world.bus.rows("run").get("checkpoint") or ({}, 0)
+        found = await learner.world.bus.rows("run").get("checkpoint")
+        assert found is not None
+        row = found[0]
         assert row["step"] == 8
         for root in learner.roots:
             disk.verify(root / Path(row["directory"]).name)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from learner.checkpoints.choice import Choice, choose, short_of_copies, targets
+from learner.checkpoints.choice import Choice, Held, choose, short_of_copies, targets
 from learner.checkpoints.manifest import METADATA, FileEntry
 
 NEWEST, BEFORE = "step-4-epoch-1", "step-2-epoch-1"
@@ -59,7 +59,7 @@ def test_copies_are_counted_by_living_holders(num_nodes: int, copies: int, wante
     files, there = world(num_nodes, copies)
     held = {node: {NEWEST: names} for node, names in there.items()}
     assert short_of_copies(files, NEWEST, held, num_nodes=num_nodes, copies=copies) == {}
-    without = {node: names if node else {NEWEST: set()} for node, names in held.items()}
+    without: Held = {node: names if node else {NEWEST: set()} for node, names in held.items()}
     short = short_of_copies(files, NEWEST, without, num_nodes=num_nodes, copies=copies)
     assert short["__0_0.distcp"] == wanted - 1
     assert all(count < wanted for count in short.values())
