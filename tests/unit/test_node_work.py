@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from bus.client.reach import HERE
 from launch.devices.shapes import Node
 from launch.devices.wanted import want_of
 from launch.run import learner_nodes
 from launch.run.learner_nodes import NodeWork
+from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import from_map
 from launch.settings.run_config import RunConfig
 from learner.nodes.errors import NodeRefused
@@ -20,7 +22,7 @@ def config(directory: Path, **learner: object) -> RunConfig:
 
 
 def work(directory: Path, **learner: object) -> NodeWork:
-    return NodeWork(config(directory, **learner), [], Node(), (), interface="")
+    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, 0))
 
 
 def offers(*devices: int) -> list[NodeRow]:
