@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bus.streams.bus import Bus
     from bus.wire.messages import Capabilities
     from launch.settings.config_loader import Setting
+    from learner.data.prompts import PromptFile
     from learner.feed.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
@@ -418,14 +419,10 @@ async def run_feeder(
     """
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
-    from learner.data.prompts import PromptFile, model_tokenizer
     from learner.feed import feeder
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
 
-    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
-    os.environ.setdefault("USE_TORCH", "0")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     model = Path(config.model.path)
     vocab_size, max_context = model_shape(model)
     sampling = Sampling(
@@ -434,18 +431,6 @@ async def run_feeder(
         top_k=config.sampling.top_k,
         max_new_tokens=config.sampling.max_new_tokens,
         stop=config.sampling.stop,
-    )
-    with importing():
-        tokenize = model_tokenizer(str(model), apply_chat_template=config.data.apply_chat_template)
-    data = config.data
-    prompts = PromptFile(
-        Path(data.path),
-        tokenize=tokenize,
-        max_tokens=data.max_prompt_tokens or max_context - config.sampling.max_new_tokens,
-        keys=(data.prompt_key, data.label_key, data.metadata_key),
-        template=data.template,
-        shuffle=data.shuffle,
-        seed=data.seed,
     )
     places = FeederPlaces(
         run=config.run,
@@ -460,13 +445,34 @@ async def run_feeder(
     )
     await feeder.run_feeder(
         places,
-        prompts,
+        open_prompts(config, max_context),
         model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
         learner=config.learner,
         staleness=config.staleness,
         sampling=sampling,
         push_every=config.weights.push_every,
         draining=draining,
+    )
+
+
+def open_prompts(config: RunConfig, max_context: int) -> "PromptFile":
+    """Open the run's prompts with the model's tokenizer. Raises PromptError."""
+    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
+    os.environ.setdefault("USE_TORCH", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from learner.data.prompts import PromptFile, model_tokenizer
+
+    data = config.data
+    with importing():
+        tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template)
+    return PromptFile(
+        Path(data.path),
+        tokenize=tokenize,
+        max_tokens=data.max_prompt_tokens or max_context - config.sampling.max_new_tokens,
+        keys=(data.prompt_key, data.label_key, data.metadata_key),
+        template=data.template,
+        shuffle=data.shuffle,
+        seed=data.seed,
     )
 
 

@@ -31,6 +31,10 @@ class ModelFacts:
     """As ``DataRules.model``."""
 
 
+_OF_THE_LEARNER = ("steps", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+"""Settings of the learner that the data depends on."""
+
+
 async def run_feeder(
     places: FeederPlaces,
     prompts: PromptFile,
@@ -50,11 +54,6 @@ async def run_feeder(
     """
     rules = DataRules(
         run=places.run,
-        steps=learner.steps,
-        groups_per_step=learner.groups_per_step,
-        data_parallel=learner.data_parallel,
-        max_tokens_per_micro_batch=learner.max_tokens_per_micro_batch,
-        minibatches=learner.minibatches,
         max_context=model.max_context,
         push_every=push_every,
         temperature=sampling.temperature,
@@ -63,6 +62,7 @@ async def run_feeder(
         seed=prompts.seed,
         prompts_digest=prompts.digest,
         model=model.identity,
+        **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)

@@ -43,7 +43,7 @@ from learner.errors import NoProgress, PromptError
 from learner.feed.copies import Copies, manifest_digest
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
-from learner.feed.outcomes import Outcomes, facts_of
+from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
 from learner.feed.restart import Resumed, recorded_versions, resume
 from weightstore.store.registry import HEAD, VersionRegistry
 
@@ -211,10 +211,8 @@ class Feeder:
             resumed,
             epoch=self._epoch,
             steps=self._data_rules.steps,
-            root=self._rules.root,
-            keep_checkpoints=self._rules.keep_checkpoints,
+            kept=KeptCheckpoints(self._rules.root, self._rules.keep_checkpoints, self._copies),
             on_published=self._published,
-            copies=self._copies,
         )
 
     async def _over(self, draining: asyncio.Event) -> None:

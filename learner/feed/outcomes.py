@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,16 @@ GIVE_UP_HISTORY_FULL = 0.85
 """Share of the stream SAMPLES in use at which the history window is trimmed too."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCheckpoints:
+    """The checkpoints that are kept of a run."""
+
+    root: Path
+    number: int
+    copies: Copies | None = None
+    """As of ``resume``."""
+
+
 class Outcomes:
     """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished`` at the end."""
 
@@ -42,17 +53,15 @@ class Outcomes:
         *,
         epoch: int,
         steps: int,
-        root: Path,
-        keep_checkpoints: int,
+        kept: KeptCheckpoints,
         on_published: Callable[[int, int], None],
-        copies: Copies | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it. ``copies``: as of ``resume``."""
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
         step = resumed.source.step
-        self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
-        self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
+        self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, kept.root
+        self._keep, self._earlier, self._on_published = kept.number, resumed.done, on_published
         self._done = step
-        self._copies = copies
+        self._copies = kept.copies
         self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
         """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}

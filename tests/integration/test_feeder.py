@@ -28,7 +28,7 @@ from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoChe
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
-from learner.feed.outcomes import Outcomes
+from learner.feed.outcomes import KeptCheckpoints, Outcomes
 from learner.feed.restart import CHECKPOINT_KEY, resume
 from tests import data_kit
 from tests.actor_kit import row_until
@@ -534,7 +534,7 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         server = FeedServer("tcp://127.0.0.1:*", keys=KEYS, world_size=1, data_parallel=1)
         begun = await resume(bus, rules=data_kit.rules(run=bus.run), epoch=1, root=tmp_path)
         outcomes = Outcomes(
-            bus, server, begun, epoch=1, steps=1, root=tmp_path, keep_checkpoints=1, on_published=lambda version, step: None
+            bus, server, begun, epoch=1, steps=1, kept=KeptCheckpoints(tmp_path, 1), on_published=lambda version, step: None
         )
         assert await outcomes._waited_for(7, created) == 3
         outcomes.fullness = 0.86
