@@ -79,6 +79,11 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
         copies.append("own weights, while one of the other two is in their place")
     for part in copies:
         yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
+    if learner.checkpoint.background:
+        # Each tensor is copied by one of the replicas that have it, so another rank may have less.
+        weights = item * own * (2 if config.weights.push_every > 1 else 1)
+        state = optimizer_bytes(-(-own // shares), dtype)
+        yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
     kept = f"kept for the backward pass of {tokens:,} tokens"

@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import Activations, buffer_elements, optimizer_bytes, parameters, rank_parameters
+from launch.devices.memory_table import Activations, buffer_elements, memory_rows, optimizer_bytes, parameters, rank_parameters
+from launch.settings.config_loader import load
 from learner.config import RECOMPUTE, OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.attention import packed_row
+from learner.megatron.checkpoint_writer import HostCopies
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.kernels import Kernels, Wanted
-from learner.megatron.model import Policy, build_policy
+from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.optimizer_pieces import whole_pieces
 from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.state import stage
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -75,6 +78,13 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     state = [tensor for values in inner.state.values() for tensor in values.values() if torch.is_tensor(tensor) and tensor.dim()]
     mains = [] if dtype == "float32" else [parameter for group in inner.param_groups for parameter in group["params"]]
     assert sum(tensor.nbytes for tensor in (*state, *mains)) == optimizer_bytes(parameters(shape), dtype)
+
+    proximal, copies = WeightBackup(policy), HostCopies()
+    (tmp_path / "step-1").mkdir()
+    stage(tmp_path / "step-1", step=1, policy=policy, optimizer=optimizer, proximal=proximal, copies=copies)
+    config = load([], (f"learner.dtype={dtype}", "weights.push_every=2")).config
+    (row,) = (row for row in memory_rows(shape, config, cuda=False) if "for checkpoints" in row.part)
+    assert copies.bytes == row.bytes
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
