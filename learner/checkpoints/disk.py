@@ -8,6 +8,7 @@ On several nodes without a shared directory, each node has the files of its own 
 files that are here, and ``verify`` wants all of them.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -85,7 +86,12 @@ def publish(tmp: Path) -> Path:
     # name is complete, also after a loss of power.
     for directory in sorted({tmp, *((tmp / name).parent for name in _files(tmp))}, reverse=True):
         sync(directory)
-    tmp.rename(path)
+    try:
+        tmp.rename(path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        raise FileExistsError(f"{path}: another process was faster") from None
     sync(path.parent)
     return path
 

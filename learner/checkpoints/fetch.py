@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from bus.client.ids import nonce
 from bus.system.files import sync
 from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
@@ -106,14 +107,14 @@ def _remote_manifests(directory: Path, client: PeerClient) -> list[tuple[str, Ca
 
 
 def _aside(directory: Path) -> Path:
-    path = directory.with_name(f"{directory.name}.fetch-{os.getpid()}")
-    shutil.rmtree(path, ignore_errors=True)
+    # A name of its own: an agent, its feeder and its ranks may fetch the same checkpoint at the same time.
+    path = directory.with_name(f"{directory.name}.fetch-{nonce()}")
     path.mkdir(parents=True)
     return path
 
 
 def _copy(source: CheckpointFiles, name: str, size: int, target: Path) -> None:
-    part = target.parent.parent / f".{target.parent.name}.part-{os.getpid()}"
+    part = target.parent.parent / f".{target.parent.name}.part-{nonce()}"
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb") as file:

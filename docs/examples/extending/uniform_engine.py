@@ -11,6 +11,8 @@ import numpy as np
 from aiohttp import web
 
 from actors.config import EngineConfig
+from actors.http_api import NONCE_HEADER
+from bus.client.ids import nonce
 from bus.wire.messages import Capabilities
 
 
@@ -33,6 +35,7 @@ class UniformEngine:
         self._model_dir, self._config, self._on_update = model_dir, config, on_update
         self._vocabulary, self._running, self._answered = 0, 0, 0
         self._failed = asyncio.Event()
+        self.nonce = nonce()
 
     def load(self) -> None:
         self._vocabulary = json.loads((self._model_dir / "config.json").read_text())["vocab_size"]
@@ -40,7 +43,7 @@ class UniformEngine:
     async def start(self) -> str:
         app = web.Application()
         app.add_routes([web.post("/generate", self._generate), web.post("/abort_request", self._nothing)])
-        app.add_routes([web.get("/health", self._nothing), web.get("/model_info", self._info), web.get("/server_info", self._info)])
+        app.add_routes([web.get("/health", self._health), web.get("/model_info", self._info), web.get("/server_info", self._info)])
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         host = "127.0.0.1" if self._config.host == "auto" else self._config.host
@@ -90,6 +93,9 @@ class UniformEngine:
     async def _info(self, request: web.Request) -> web.Response:
         about = {"model_path": str(self._model_dir), "weight_version": str(self.version), "vocab_size": self._vocabulary}
         return web.json_response(about)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, headers={NONCE_HEADER: self.nonce})
 
     async def _nothing(self, request: web.Request) -> web.Response:
         return web.json_response({})
