@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.client.ids import nonce
 from bus.system.files import sync
 from bus.wire.json_object import JsonObject
 from learner.checkpoints import manifest as manifests
@@ -183,13 +184,20 @@ def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
     for one in listed(root):
         newer = one.step > latest.step and one.epoch >= latest.epoch
         if not newer and one.path not in {other.path for other in kept}:
-            shutil.rmtree(one.path)
+            _remove(one.path)
             log.info("checkpoint removed path=%s", one.path)
     for path in root.glob("step-*.tmp"):
         match = _NAME.fullmatch(path.stem)
         if match and int(match[2]) < latest.epoch:
-            shutil.rmtree(path)
+            _remove(path)
     return kept
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory at once, also while another process writes into it: the agent of this node may be copying files there."""
+    aside = path.with_name(f".{path.name}.part-{nonce()}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def named(path: Path) -> Checkpoint:

@@ -23,7 +23,7 @@ from bus.server.ports import KeptPort
 from bus.system.processes import die_with_parent
 from launch.cli.main import main
 from learner.feed.feed_keys import FeedKeys
-from learner.ranks.process import _rank_environment
+from learner.ranks.process import Part, _rank_environment
 
 INSTANTS = {
     "planned": ("feeder", "learner.feed.feeder_loops:Feeder._take", 4),
@@ -32,9 +32,9 @@ INSTANTS = {
     "stepped": ("rank", "learner.feed.feed_client:FeedClient.done", 5),
     "reported": ("feeder", "learner.feed.outcomes:Outcomes._step_done", 4),
     "pushed": ("rank", "weightstore.store.registry:VersionRegistry.publish", 3),
-    "due": ("rank", "learner.ranks.rank:Rank._checkpoint", 2),
-    "written": ("rank", "learner.checkpoints.disk:commit", 1),
-    "listed": ("rank", "learner.checkpoints.disk:sync", 1),
+    "due": ("rank", "learner.ranks.checkpoints:Checkpoints.begin", 2),
+    "written": ("rank", "learner.ranks.checkpoints:Checkpoints._concluded", 1),
+    "listed": ("rank", "learner.checkpoints.disk:publish", 1),
     "named": ("rank", "learner.feed.feed_client:FeedClient.checkpointed", 1),
     "committed": ("feeder", "learner.feed.outcomes:Outcomes._trim", 1),
     "pruned": ("feeder", "bus.streams.tasks:TaskQueue.raise_floor", 1),
@@ -48,8 +48,8 @@ stepped      the weights are the new ones, which is not reported yet
 reported     the feeder has the report, the log does not
 pushed       engines have the version, the registry's head is the one before
 due          the step of a checkpoint is done
-written      the ranks' files are there, no state and no manifest
-listed       the manifest is there, nothing is synced, the directory has no name
+written      the ranks' files are there, no index, no state and no manifest
+listed       the manifest is there, the directory has no name
 named        the directory has its name, which no row has
 committed    the row names it, nothing is pruned or trimmed
 pruned       older checkpoints are gone, task floor and streams are untouched
@@ -89,12 +89,14 @@ def engine(phase: str, how: str, arguments: list[str]) -> int:
 def learner(instant: str, how: str, arguments: list[str]) -> int:
     """Run both children; return 0 when both have ended well. They are in this process' group, so a signal to the group kills all."""
     with KeptPort() as port, KeptPort() as feeder:
-        return _children(instant, how, [*arguments, "--feeder-url", f"tcp://127.0.0.1:{feeder.number}"], port.number)
+        url, keys = f"tcp://127.0.0.1:{feeder.number}", FeedKeys.new()
+        part = Part(num_ranks=1, world=1, master=("127.0.0.1", port.number), feeder_url=url, listen=url, keys=keys)
+        return _children(instant, how, [*arguments, "--feeder-url", url], part)
 
 
-def _children(instant: str, how: str, tail: list[str], port: int) -> int:
-    environments = {"feeder": {}, "rank": _rank_environment(0, 1, "127.0.0.1", port, 1)}
-    keys = FeedKeys.new()
+def _children(instant: str, how: str, tail: list[str], part: Part) -> int:
+    environments = {"feeder": {}, "rank": _rank_environment(part, 0, 1)}
+    keys = part.keys
     descriptors = {role: keys.pipe() for role in environments}
     children = [
         subprocess.Popen(
