@@ -44,7 +44,14 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
             "host memory", f"{total / 1e9:.1f} GB, {wanted / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices"
         )
         return
-    largest = max(rows, key=lambda row: row.bytes).part
-    cure = "use a larger machine, or learner.offload_optimizer: false" if config.learner.offload_optimizer else "use a larger machine"
-    want = f"{wanted / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices (mostly: {largest})"
-    report.error("host memory", report.at("learner.offload_optimizer"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)
+    parts = ", ".join(row.part for row in sorted(rows, key=lambda row: -row.bytes))
+    want = f"{wanted / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
+    settings = [name for name, used in _kept_outside(config).items() if used]
+    cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
+    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)
+
+
+def _kept_outside(config: RunConfig) -> dict[str, bool]:
+    """Settings that move a rank's memory to the machine, and whether each of them is on."""
+    learner = config.learner
+    return {"learner.offload_optimizer": learner.offload_optimizer, "learner.checkpoint.background": learner.checkpoint.background}

@@ -208,7 +208,20 @@ def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_
     monkeypatch.setattr(os, "sysconf", lambda name: 1)
     (error,) = [finding.text for finding in checked(tmp_path, offloaded).errors if finding.topic == "host memory"]
     assert error.startswith("--set: learner.offload_optimizer: want 0.0 GB of the machine's memory")
-    assert "Adam: two moments" in error and "learner.offload_optimizer: false" in error
+    assert "Adam: two moments" in error and "for checkpoints, at most" in error
+    assert error.endswith("use a larger machine or learner.offload_optimizer: false or learner.checkpoint.background: false")
+
+
+def test_a_copy_for_checkpoints_that_finds_no_memory_names_its_own_setting(
+    four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is offloaded here, so that the cure must not name what is off already."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    (error,) = [finding.text for finding in checked(tmp_path).errors if finding.topic == "host memory"]
+    assert "Adam: two moments" not in error and "for checkpoints, at most" in error
+    assert error.endswith("use a larger machine or learner.checkpoint.background: false")
+    (error,) = [finding.text for finding in checked(tmp_path, "learner.checkpoint.background=false").errors]
+    assert "checkpoint" not in error and error.endswith("use a larger machine")
 
 
 def test_a_broken_driver_is_an_error_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
