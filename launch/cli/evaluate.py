@@ -53,6 +53,10 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         "eval.every=1",
         f"eval.max_open_tasks={OPEN_TASKS}",
         "learner.colocated=false",
+        "engine.colocated=false",
+        'bus.url=""',
+        "bus.cluster=1",
+        "bus.auth=false",
     ]
     if args.data is not None:
         sets = {_name(args.data): {"path": str(args.data.resolve()), **one}}
