@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,34 +67,38 @@ async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWor
 
 
 async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_path: Path) -> None:
-    """It is killed in the first evaluation, before and after a checkpoint, and goes on with it."""
-    out = asyncio.Event()
+    """It is killed in the first evaluation, of which the checkpoint has a part, and goes on with it."""
+    begun = threading.Event()
+    answered: list[Task] = []
 
+    def first_five(task: Task, index: int) -> Sample:
+        answered.append(task)
+        if len(answered) >= 5:
+            begun.set()
+        return respond(task, index)
+
+    def stop(did: str, step: int) -> bool:
+        if (did, step) == ("batch", 1):
+            assert begun.wait(60), "five responses"
+        return (did, step) == ("publish", 3)
+
+    evaluation = plan(tmp_path, rows=12, every=100)
     async with open_world() as world:
-        answered: list[Task] = []
-
-        def half(task: Task, index: int) -> Sample:
-            answered.append(task)
-            if len(answered) >= 5:
-                out.set()
-            return respond(task, index)
-
-        for step in (1, 3):
-            async with world.actors(), world.feeder(evaluation=plan(tmp_path)) as (url, _):
-                async with world.actors(half, kind=Kind.EVAL) if step == 1 else world.actors(kind=Kind.TRAIN):
-                    await world.train(url, stop=lambda did, at, step=step: (did, at) == ("publish", step))  # type: ignore[misc]
-                    if step == 1:
-                        await out.wait()
-        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=plan(tmp_path)) as (url, feeding):
+        async with world.actors(), world.feeder(evaluation=evaluation) as (url, _):
+            training = asyncio.create_task(world.train(url, stop=stop))
+            async with world.actors(first_five, kind=Kind.EVAL):
+                await asyncio.to_thread(begun.wait, 60)
+            await training
+        assert await evaluated(world) == [], "the evaluation is not over"
+        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
             await world.train(url)
             await feeding
         await check_history(world)
         tasks = await eval_tasks(world)
         placed = [(task.min_version, task.metadata["evaluation"]["set"], task.offset) for task in tasks]
-        assert len(placed) == len(set(placed))
-        records = await evaluated(world)
-        assert summary(records) == {(one.version, one.dataset): EXPECTED[one.dataset] for one in records}
-        assert {(0, "held"), (5, "held")} <= summary(records).keys()
+        assert len(placed) == len(set(placed)) == 2 * 14
+        wanted = {"held": (12.0, 24.0, 0.5), "first": (2.0, 2.0, 0.5)}
+        assert summary(await evaluated(world)) == {(version, name): numbers for version in (0, 5) for name, numbers in wanted.items()}
 
 
 async def test_failed_foreign_and_dead_responses(open_world: OpenWorld, tmp_path: Path) -> None:

@@ -272,6 +272,20 @@ def test_invalid_samples_are_counted_by_actor_and_a_flood_of_names_together() ->
     assert (len(books.invalid_of), books.invalid_of["nobody-0"], books.invalid_of["(others)"]) == (65, 2, 136)
 
 
+def test_failed_eval_samples_leave_their_task_open() -> None:
+    """Its actor tries it again; a settled one would be acknowledged unworked."""
+    pond = Pond()
+    asked = eval_task(1)
+    pond.source.issued(asked, 0.0)
+    for status in (Status.FAILED, Status.ABORTED):
+        for index in range(2):
+            assert pond.add(sample(asked, index, status=status)).name is Disposition.EVAL
+    assert pond.source.task_floor == 0
+    for index in range(2):
+        pond.add(sample(asked, index, status=Status.COMPLETED if index else Status.TRUNCATED))
+    assert pond.source.task_floor == 1
+
+
 def test_eval_samples_are_never_trained() -> None:
     pond = Pond(groups_per_step=1)
     asked = eval_task(1)

@@ -118,6 +118,19 @@ def test_only_finished_responses_of_the_open_round_count_and_each_index_once() -
     assert (result.metrics["mean"], result.metrics["truncated_share"], result.metrics["samples"]) == (0.5, 0.5, 2.0)
 
 
+def test_tasks_of_a_round_that_is_over_are_passed_over() -> None:
+    """A restart reads them again when an older task is not settled."""
+    run = Run(made(size("a", 1, 2)))
+    run.rounds.published(0, 0)
+    task = run.issue()
+    assert task is not None
+    run.answer(task.id)
+    run.finish()
+    again = made(size("a", 1, 2))
+    again.load(run.rounds.dump())
+    assert not again.issued(task) and again.idle
+
+
 def test_what_is_given_up_is_missing_and_in_no_mean() -> None:
     run = Run(made(size("a", 3, 2)))
     run.rounds.published(0, 0)
