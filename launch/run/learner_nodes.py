@@ -45,7 +45,7 @@ from learner.ranks.process import Part, run_part
 LONG_WAIT_S = 300.0
 """Seconds that an agent waits for a bus that is started after it."""
 PROOF = ".nodes"
-"""File in the directory of the checkpoints, with which the leader proves that all nodes share it."""
+"""File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
 """Seconds for a written file to be seen on another node: a client of NFS keeps what it knows of a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
@@ -164,13 +164,15 @@ class NodeWork:
 
     async def prove(self, proof: str) -> None:
         """Write the proof into the directory of the checkpoints. Raises OSError."""
-        if self._is_local:
-            return
         await asyncio.to_thread(write_whole, self._config.checkpoints / PROOF, proof)
 
     async def check(self, proof: str) -> None:
-        """Read the leader's proof. Raises NodeRefused when it does not appear in this node's directory of the checkpoints."""
+        """Look for the leader's proof in this node's directory of the checkpoints.
+
+        Raises NodeRefused when it is missing from a shared directory, or is in one that should be this node's own.
+        """
         if self._is_local:
+            await self._refuse_shared(proof)
             return
         file, found = self._config.checkpoints / PROOF, ""
         deadline = asyncio.get_running_loop().time() + PROOF_S
@@ -186,6 +188,17 @@ class NodeWork:
             got,
             "directory: a shared path, or learner.checkpoint.store: local",
         )
+
+    async def _refuse_shared(self, proof: str) -> None:
+        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other is writing."""
+        file = self._config.checkpoints / PROOF
+        if self._place.rank and await asyncio.to_thread(_text, file) == proof:
+            raise NodeRefused(
+                "checkpoints",
+                "a directory of this node's own (learner.checkpoint.store: local)",
+                f"that of node 0: {file.parent} on {socket.gethostname()}",
+                "learner.checkpoint.store: shared, or another directory",
+            )
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
