@@ -31,6 +31,7 @@ from launch.devices.visible import this_node
 from launch.devices.wanted import rank_variables, want_of
 from launch.run.access import auth_dir, write_keys
 from launch.run.interfaces import interface_of
+from launch.run.learner_row import LearnerRow
 from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
@@ -38,7 +39,7 @@ from learner.checkpoints.keeper import Keeper, Ring
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.agreement import refuse_public
 from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow, Phase
+from learner.nodes.node_rows import NodeRow
 from learner.nodes.own_row import here
 from learner.ranks.process import Part, run_part
 
@@ -99,17 +100,12 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             capabilities=_capabilities(used),
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
+        shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
-            await stack.enter_async_context(beside(Witness(bus, heartbeat).run()))
+            await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
         work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
-
-        def on_change(row: NodeRow) -> None:
-            """Show in ``tidemill status`` what the agent waits for, and why the last attempt ended."""
-            phase = {Phase.READY: "waiting", Phase.RUNNING: "working"}.get(row.phase, row.phase.value)
-            heartbeat.update(phase=phase, waits_for=row.waits_for, trouble=row.reason)
-
-        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=on_change).run(draining)
+        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
 
 class NodeWork:

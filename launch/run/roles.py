@@ -8,13 +8,12 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.errors import BusError
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
-    from bus.liveness.heartbeats import HeartbeatPublisher
-    from bus.streams.bus import Bus
     from bus.wire.messages import Capabilities
     from launch.settings.config_loader import Setting
     from learner.data.prompts import PromptFile
@@ -349,6 +346,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
+    from launch.run.learner_row import LearnerRow
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
@@ -365,7 +363,10 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             phase="working",
             capabilities=capabilities,
         )
-        async with HeartbeatPublisher(bus, row) as heartbeat, beside(report_evicted(bus, heartbeat), Witness(bus, heartbeat).run()):
+        async with (
+            HeartbeatPublisher(bus, row) as heartbeat,
+            beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
+        ):
             await run_learner(
                 arguments,
                 num_ranks=len(variables),
@@ -396,16 +397,6 @@ def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]
     log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
     memory = min(device.memory_bytes for device in used)
     return variables, Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
-
-
-async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
-    """Background loop: write into the learner's live row the engines that it does not push to, and why."""
-    from weightstore.store.registry import EVICTED, VersionRegistry
-
-    async for _ in bus.rows("weights").watch(EVICTED):
-        with suppress(BusError):
-            evicted = await VersionRegistry(bus).evicted()
-            heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
 
 
 async def run_feeder(
