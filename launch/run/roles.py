@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
     from bus.wire.messages import Capabilities
+    from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
     from learner.data.prompts import PromptFile
     from learner.feed.feed_keys import FeedKeys
@@ -285,6 +286,8 @@ class Machine:
     allowed: Sequence[str]
     engine_words: Sequence[str]
     """Arguments passed on to its engines."""
+    learner: "HostLearner | None" = None
+    """The learner's node of this machine."""
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m launch`` of one of its processes."""
@@ -293,7 +296,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the desired numbers.
+    """Run the engines and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
 
     Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
     """
@@ -303,15 +306,19 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
     from bus.config import BusConfig
     from bus.errors import Forbidden
     from launch.run import desired
+    from launch.run.engine_devices import EngineDevices
     from launch.run.host import Host, refuse_another
     from launch.run.supervisor import Supervisor
 
-    name, directory = machine.name, machine.directory
+    name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)
-    run = run or await found_run(address, "host", draining)
+    run = run or (learner.config.run if learner else await found_run(address, "host", draining))
     if not run:
         return
+    supervisor = Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S)
     async with AsyncExitStack() as stack:
+        if learner is not None:  # before the wait for the run: its leader begins it
+            await stack.enter_async_context(learner.kept(supervisor, drain_s=machine.drain_s))
         bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
         if bus is None:
             return
@@ -324,12 +331,13 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
                 raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
         host = Host(
             bus,
-            Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
+            supervisor,
             desired.LiveHost(name, machine.pool),
             prefix=f"{name}-",
             arguments=partial(machine.command, bus_url=bus_url, run=run),
             drain_s=machine.drain_s,
             users=machine.users,
+            devices=EngineDevices(bus, learner.config) if learner else None,
         )
         log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)

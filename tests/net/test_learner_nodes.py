@@ -89,8 +89,8 @@ async def test_a_node_that_reaches_the_bus_and_not_its_peer_ends_the_attempt_wit
         try:
             ended = await until(bus, State.ENDING, State.FORMING, within_s=APART_S)
             named = await waits_of_the_leader(bus, "to reach")
-            for node, machine in enumerate(nodes):
-                assert f"node {node} ({machine.name}, {machine.address})" in named, named
+            for rank, machine in enumerate(nodes):
+                assert f"node {rank} ({machine.name}, {machine.address})" in named, named
         finally:
             for node in nodes:
                 node.receive_all()

@@ -21,7 +21,11 @@ def config(directory: Path, **learner: object) -> RunConfig:
     return from_map({"run": "r", "directory": str(directory), "learner": learner}, "test")
 
 
-def work(directory: Path, rank: int = 0, **learner: object) -> NodeWork:
+def work(directory: Path, **learner: object) -> NodeWork:
+    return node_work(directory, 0, learner)
+
+
+def node_work(directory: Path, rank: int, learner: dict[str, object]) -> NodeWork:
     return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank))
 
 
@@ -65,8 +69,8 @@ def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[s
 
 async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_nodes, "PROOF_S", 0.3)
-    shared = {"checkpoint": {"store": "shared"}}
-    leader, same, other = (work(tmp_path / name, rank, **shared) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
+    shared: dict[str, object] = {"checkpoint": {"store": "shared"}}
+    leader, same, other = (node_work(tmp_path / name, rank, shared) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
     await leader.prove("1")
     await same.check("1")
     with pytest.raises(
@@ -80,7 +84,7 @@ async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_a_directory_of_each_node_is_the_default_and_one_that_is_shared_is_refused(tmp_path: Path) -> None:
-    leader, same, other = (work(tmp_path / name, rank) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
+    leader, same, other = (node_work(tmp_path / name, rank, {}) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
     await leader.prove("1")
     await leader.check("1")
     await other.check("1")

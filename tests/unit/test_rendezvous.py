@@ -56,8 +56,7 @@ def test_the_leader_forms_an_attempt_from_fresh_offers_only() -> None:
 
 
 def test_no_attempt_is_formed_before_all_nodes_have_reached_each_other() -> None:
-    at = {"address": "10.0.0.1"}
-    me, other, third = node(0, 1, nodes=3, **at), node(1, 2, nodes=3, address="10.0.0.2"), node(2, 3, nodes=3)
+    me, other, third = node(0, 1, nodes=3, address="10.0.0.1"), node(1, 2, nodes=3, address="10.0.0.2"), node(2, 3, nodes=3)
     refused = replace(other, reached={me.nonce: "refused", third.nonce: ""})
     waits = "node 1 (h1, 10.0.0.2) to reach node 0 (h0, 10.0.0.1): refused"
     for asked, others in ((me, [refused, third]), (third, [me, refused])):
