@@ -12,7 +12,7 @@ from typing import Any
 from bus.config import BusConfig
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
-from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
+from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch, encode
@@ -76,9 +76,9 @@ class World:
                 await asyncio.gather(feeding, return_exceptions=True)
 
     @asynccontextmanager
-    async def actors(self, make: Callable[[Task, int], Sample] | None = None) -> AsyncIterator[None]:
+    async def actors(self, make: Callable[[Task, int], Sample] | None = None, *, kind: Kind = Kind.TRAIN) -> AsyncIterator[None]:
         """Run two scripted actors."""
-        acting = [asyncio.create_task(self._act(make or self._respond)) for _ in range(2)]
+        acting = [asyncio.create_task(self._act(make or self._respond, kind)) for _ in range(2)]
         try:
             yield
         finally:
@@ -86,10 +86,10 @@ class World:
                 one.cancel()
             await asyncio.gather(*acting, return_exceptions=True)
 
-    async def _act(self, make: Callable[[Task, int], Sample]) -> None:
+    async def _act(self, make: Callable[[Task, int], Sample], kind: Kind) -> None:
         async with connect(self.url, self.run, self.config, name="actor") as bus:
             while True:
-                lease = await bus.tasks.lease(5)
+                lease = await bus.tasks.lease(5, kind=kind)
                 if lease is None:
                     continue
                 async with lease.kept():

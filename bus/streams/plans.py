@@ -10,7 +10,7 @@ from bus.wire import subjects
 from bus.wire.codec import decode_record, encode_record, record_name
 from bus.wire.messages import Fence, PlanRecord
 
-_TRIMMED = ("plan", "done", "settle", "requeue")
+_TRIMMED = ("plan", "done", "settle", "requeue", "evaluated")
 
 
 class PlanLog:

@@ -37,6 +37,7 @@ from bus.wire.messages import (
     Dead,
     DeadLetterDecision,
     Done,
+    Evaluated,
     Fence,
     Kind,
     Partial,
@@ -328,6 +329,7 @@ _DONE = Table(Done, "done", epoch=INT, step=INT, metrics=_NUMBERS, weights_diges
 _SETTLE = Table(Settle, "settle", epoch=INT, reason=TEXT, tasks=_I8, seqs=_I8, step=INT)
 _REQUEUE = Table(Requeue, "requeue", epoch=INT, task=INT, root=INT, count=INT, prompt_epoch=INT, offset=INT, step=INT)
 _FENCE = Table(Fence, "fence", epoch=INT)
+_EVALUATED = Table(Evaluated, "evaluated", epoch=INT, version=INT, step=INT, dataset=TEXT, metrics=_NUMBERS)
 _DEAD = Table(
     Dead,
     "dead",
@@ -342,7 +344,7 @@ _DEAD = Table(
     offset=INT,
 )
 _DECISION = Table(DeadLetterDecision, "word", task=INT, word=TEXT, by=TEXT)
-_RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE)}
+_RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE, _EVALUATED)}
 _RECORD_OF = {table.message: table for table in _RECORDS.values()}
 
 
@@ -385,14 +387,14 @@ def encode_record(record: PlanRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> PlanRecord:
-    """Return a Plan, Done, Settle, Requeue or Fence. Raises WireError naming the field, UnknownSchema."""
+    """Return a Plan, Done, Settle, Requeue, Fence or Evaluated. Raises WireError naming the field, UnknownSchema."""
     fields = unpack(data, *_RECORDS)
     record: PlanRecord = _RECORDS[fields["type"]].decode(fields)
     return record
 
 
 def record_name(record: PlanRecord) -> str:
-    """Return plan, done, settle, requeue or fence: the record's ``type`` on the wire and its subject."""
+    """Return plan, done, settle, requeue, fence or evaluated: the record's ``type`` on the wire and its subject."""
     return _RECORD_OF[type(record)].name
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
@@ -38,7 +39,7 @@ def _int(value: object) -> int:
 
 
 def _float(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (float, int)):
+    if isinstance(value, bool) or not isinstance(value, (float, int, Decimal)):  # Decimal, because msgspec takes it, too
         raise TypeError
     return float(value)
 

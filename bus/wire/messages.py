@@ -282,7 +282,20 @@ class Fence:
     epoch: int
 
 
-PlanRecord = Plan | Done | Settle | Requeue | Fence
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Scores of one evaluation set at one version. Of several for the same version and set the newest counts."""
+
+    epoch: int
+    version: int
+    step: int
+    """Step of the version."""
+    dataset: str
+    """Name of the evaluation set."""
+    metrics: dict[str, float]
+
+
+PlanRecord = Plan | Done | Settle | Requeue | Fence | Evaluated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

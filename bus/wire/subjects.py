@@ -68,7 +68,7 @@ def task(run: str, kind: str) -> str:
 
 
 def plan(run: str, kind: str) -> str:
-    """Return the subject of a record. ``kind``: plan, done, settle, requeue, or fence."""
+    """Return the subject of a record. ``kind``: plan, done, settle, requeue, fence, or evaluated."""
     return f"tm.{run}.plan.{kind}"
 
 

@@ -11,6 +11,7 @@ from launch.checks.model import CheckedModel
 from launch.checks.tokens import CannotRender, Tokenize
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
+from learner.config import DataConfig
 from learner.data.prompts import Row, read_rows, refuse_template, row_of, templated
 from learner.errors import PromptError
 
@@ -19,6 +20,8 @@ READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
 """Rows that are read and tokenized, however long it takes."""
+EVALUATION = "eval"
+"""Topic of the findings on evaluation sets."""
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
@@ -41,9 +44,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
             cure = "set one, or have a small one made: prepare: {kind: digits}"
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
-        rows, complete = _read(config)
-        if not rows:
-            raise PromptError(config.data.path, "at least one prompt", "none")
+        rows, complete = _read(config.data)
     except PromptError as error:
         where = report.at(error.where) if error.where.startswith("data.") else error.where
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
@@ -51,20 +52,51 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
     size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
     longest, before = 0, len(report.errors)
     if model is not None and tokenize is not None:
-        longest = _check_lengths(report, config, model, rows, tokenize)
+        limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
+        longest = _check_lengths(report, config.data, limit, rows, tokenize)
     if len(report.errors) == before:
         report.good("data", f"{config.data.path}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
     return Prompts(first=rows[0], longest=longest if complete else 0)
 
 
-def _keys(config: RunConfig) -> tuple[str, str, str]:
-    return config.data.prompt_key, config.data.label_key, config.data.metadata_key
+def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None) -> Prompts | None:
+    """Report errors in the files of the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
+    first: Prompts | None = None
+    for name, one in config.eval.parsed.items() if config.eval.every else ():
+        setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
+        try:
+            refuse_template(data.template)
+            rows, complete = _read(data)
+        except PromptError as error:
+            cure = f"fix the file, or the keys of {setting} ({data.path})"
+            report.error(
+                EVALUATION, report.at(setting) if error.where == data.path else error.where, want=error.want, got=error.got, cure=cure
+            )
+            continue
+        first = first or Prompts(first=rows[0])
+        if model is not None and tokenize is not None:
+            limit = model.context - (one.max_new_tokens or config.sampling.max_new_tokens)
+            if limit <= 0:
+                want = f"< {model.context}, the model's context"
+                cure = "lower it"
+                report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure=cure)
+                continue
+            _check_lengths(report, data, limit, rows, tokenize, topic=EVALUATION)
+        if len(report.errors) == before:
+            size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
+            used = f", the first {one.limit} are used" if 0 < one.limit < len(rows) else ""
+            report.good(EVALUATION, f"{name}: {data.path}: {size} read{used}; {one.samples} responses each")
+    return first
+
+
+def _keys(data: DataConfig) -> tuple[str, str, str]:
+    return data.prompt_key, data.label_key, data.metadata_key
 
 
 def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     """Check the prompts that ``prepare`` will write; they are known before the file exists. Raises PromptError."""
     assert config.prepare is not None
-    row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config))
+    row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config.data))
     tokens = 0
     if config.prepare.kind == "digits":  # a token a character
         tokens = len(templated(Row(number=0, prompt="0" * config.prepare.max_digits + "="), config.data.template).prompt)
@@ -76,35 +108,36 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     return Prompts(first=row, longest=tokens)
 
 
-def _read(config: RunConfig) -> tuple[list[Row], bool]:
-    """Return the rows read, and whether they are all rows of the file. Raises PromptError."""
+def _read(data: DataConfig) -> tuple[list[Row], bool]:
+    """Return the rows read, at least one, and whether they are all rows of the file. Raises PromptError."""
     rows: list[Row] = []
     until = time.monotonic() + READ_S
-    for row in read_rows(Path(config.data.path), _keys(config)):
+    for row in read_rows(Path(data.path), _keys(data)):
         rows.append(row)
         if len(rows) >= SURE_ROWS and time.monotonic() > until:
             return rows, False
+    if not rows:
+        raise PromptError(data.path, "at least one prompt", "none")
     return rows, True
 
 
-def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows: list[Row], tokenize: Tokenize) -> int:
+def _check_lengths(report: Report, data: DataConfig, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data") -> int:
     """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
-    limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
         return 0
     # In random order: of a file that is sorted by length, the rows read in time would all be short, or all long.
     others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
     until, long, longest, looked_at = time.monotonic() + READ_S, [], 0, 0
     for number in chain([0], others):
-        row = templated(rows[number], config.data.template)
-        place = f"{config.data.path}:{row.number + 1}"
+        row = templated(rows[number], data.template)
+        place = f"{data.path}:{row.number + 1}"
         try:
             length = len(tokenize(row.prompt))
             if not length:
                 raise CannotRender(f"no tokens from {row.prompt!r}")
         except CannotRender as error:
             want = "a prompt that tokenizer and chat template accept"
-            report.error("data", place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
+            report.error(topic, place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
             return 0
         looked_at += 1
         if length > limit:
@@ -113,18 +146,18 @@ def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows:
             longest = max(longest, length)
         if looked_at >= SURE_ROWS and time.monotonic() > until:
             break
-    _report_long(report, config, limit, sorted(long), looked_at)
+    _report_long(report, data.path, limit, sorted(long), looked_at, topic)
     return longest if looked_at == len(rows) else 0
 
 
-def _report_long(report: Report, config: RunConfig, limit: int, long: list[tuple[int, int]], looked_at: int) -> None:
+def _report_long(report: Report, path: str, limit: int, long: list[tuple[int, int]], looked_at: int, topic: str) -> None:
     if not long:
         return
     line, length = long[0]
-    where, want = f"{config.data.path}:{line}", f"prompts of <= {limit} tokens"
+    where, want = f"{path}:{line}", f"prompts of <= {limit} tokens"
     got = f"{length} tokens there; {len(long)} of {looked_at} checked prompts are too long"
     cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
     if len(long) == looked_at:
-        report.error("data", where, want=want, got=got, cure=cure)
+        report.error(topic, where, want=want, got=got, cure=cure)
     else:
-        report.warning("data", where, want=want, got=got, cure=f"these are skipped; {cure}")
+        report.warning(topic, where, want=want, got=got, cure=f"these are skipped; {cure}")

@@ -16,12 +16,12 @@ PLACEMENT = "placement"
 """Topic of the findings on a machine with devices."""
 
 
-def check_devices(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int) -> None:
+def check_devices(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, learner: bool = True) -> None:
     """Report the places of the ranks and of ``engines`` engines, which are started on this machine."""
     size = ModelSize() if model is None else ModelSize(model.num_parameters, model.largest_tensor)
     try:
         node = this_node(os.environ)
-        placed = place([node], want_of(config, node, learner=True, engines=engines, size=size))
+        placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
     except Refused as refused:
         report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
         return
@@ -30,7 +30,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         return
     for line in described([node], placed):
         report.good(PLACEMENT, line)
-    if model is not None and config.learner.device != "cpu":
+    if learner and model is not None and config.learner.device != "cpu":
         _check_host_memory(report, config, model, ranks=len(placed.ranks))
 
 

@@ -143,7 +143,7 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
-def check_places(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
+def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
     """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's store."""
     there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -151,7 +151,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None) 
         report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
         return
     free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
-    kept = CHECKPOINT_BYTES * parameters * (config.learner.keep_checkpoints + 1) + 4 * parameters
+    kept = CHECKPOINT_BYTES * parameters * (config.learner.keep_checkpoints + 1) + 4 * parameters if trains else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes
     got = f"{_gb(free)} free on {there}"
     if kept > free:
@@ -170,11 +170,11 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None) 
         report.good("disk", f"{got}; checkpoints need {_gb(kept)}, the bus's samples up to {_gb(stored)}")
 
 
-def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int) -> None:
+def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, trains: bool = True) -> None:
     """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
-    ranks = config.learner.data_parallel
+    ranks = config.learner.data_parallel if trains else 0
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
     rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from launch.checks.data import check_data
+from launch.checks.data import check_data, check_evaluation
 from launch.checks.devices import check_devices
 from launch.checks.findings import Report
 from launch.checks.functions import check_algorithm, check_reward
@@ -17,6 +17,8 @@ from launch.settings.config_loader import Loaded
 class Purpose:
     """The intended use of a configuration by the calling process."""
 
+    trains: bool = True
+    """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
     """True if it starts ``up.actors`` and ``up.engines`` on this machine: their reward and program must be here."""
     uses_bus: bool = False
@@ -35,16 +37,18 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
-    data = check_data(report, config, model, tokenize, made=made.prompts)
+    data = check_data(report, config, model, tokenize, made=made.prompts) if purpose.trains else None
+    held_out = check_evaluation(report, config, model, tokenize)
+    first = data or held_out
     actors_here = purpose.starts_workers and config.up.actors > 0
-    check_reward(report, config, None if data is None else data.first, here=actors_here, call=purpose.call_reward)
+    check_reward(report, config, None if first is None else first.first, here=actors_here, call=purpose.call_reward)
     check_algorithm(report, config)
     check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
-    check_places(report, config, model)
+    check_places(report, config, model, trains=purpose.trains)
     engines = config.up.engines if purpose.starts_workers else 0
-    check_memory(report, config, model, engines=engines)
-    check_devices(report, config, model, engines=engines)
+    check_memory(report, config, model, engines=engines, trains=purpose.trains)
+    check_devices(report, config, model, engines=engines, learner=purpose.trains)
     if purpose.resumes:
         from launch.checks.resume import check_resume
 

@@ -127,6 +127,13 @@ def up(args: argparse.Namespace) -> int:
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
 
 
+def eval(args: argparse.Namespace) -> int:
+    """Print the scores of a model. Returns 0, or 1 when a prompt had no answer. Raises SettingsError, CheckFailed, GaveUp."""
+    from launch.cli.evaluate import run_eval
+
+    return run_eval(args)
+
+
 def prepare(args: argparse.Namespace) -> int:
     """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
     wanted = _config(args)

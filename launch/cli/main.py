@@ -75,6 +75,19 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
+    eval_ = commands.add_parser("eval", help="score a model on held-out prompts, without a learner (docs/evaluation.md)")
+    eval_.add_argument("model", type=Path, metavar="MODEL", help="directory of a Hugging Face model, such as runs/<run>/final")
+    eval_.add_argument("data", type=Path, nargs="?", metavar="DATA", help="a .jsonl or .parquet file; without it, eval.sets of --config")
+    eval_.add_argument("--config", type=Path, nargs="+", default=[], help="a run's YAML file: its reward, sampling, engine and eval.sets")
+    eval_.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
+    eval_.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
+    eval_.add_argument("--samples", type=int, default=None, metavar="K", help="with DATA: responses to each prompt (default 1)")
+    eval_.add_argument("--temperature", type=float, default=None, metavar="T", help="with DATA: 0 = greedy (default: sampling.temperature)")
+    eval_.add_argument("--limit", type=int, default=None, metavar="N", help="with DATA: only the first N prompts")
+    eval_.add_argument("--dir", type=Path, default=None, metavar="DIR", help="where logs and samples are kept (default: nowhere)")
+    eval_.add_argument("--json", action="store_true", help="print one JSON object for each set")
+    eval_.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 

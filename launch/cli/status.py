@@ -20,7 +20,9 @@ from bus.liveness.heartbeats import processes
 from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire import subjects
-from bus.wire.messages import Done, Kind, LiveRow, Plan, Settle
+from bus.wire.json_object import JsonObject
+from bus.wire.messages import Done, Evaluated, Kind, LiveRow, Plan, Settle
+from launch.run import evaluated
 from launch.run.summary import SKIPPED
 from launch.samples.block import plain
 
@@ -100,6 +102,8 @@ class RunStatus(TypedDict):
     planned: int
     minibatches_skipped: int
     reward: float | None
+    evaluations: list[JsonObject]
+    """Newest scores of each evaluation set."""
     lag_mean: float | None
     lag_max: float | None
     head: Value | None
@@ -135,6 +139,7 @@ async def read_status(bus: Bus) -> RunStatus:
         "planned": plans.planned,
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "reward": metrics.get("data/reward_mean"),
+        "evaluations": [evaluated.line_of(record) for record in plans.evaluated.values()],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "head": head if head and "version" in head else None,
@@ -212,6 +217,8 @@ class _Plans:
     """Number of tasks given up, by reason."""
     skipped: dict[int, float] = field(default_factory=dict)
     """Number of minibatches with a loss or gradients that were not finite, by step."""
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)
+    """Newest scores of each evaluation set."""
 
 
 async def _read_plans(bus: Bus) -> _Plans:
@@ -230,6 +237,8 @@ async def _read_plans(bus: Bus) -> _Plans:
             plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
             if plans.newest is None or record.step >= plans.newest.step:
                 plans.newest = record
+        elif isinstance(record, Evaluated):
+            plans.evaluated = evaluated.newest([*plans.evaluated.values(), record])
     return plans
 
 
@@ -270,6 +279,8 @@ def print_status(console: Console, status: RunStatus) -> None:
     )
     if status["reward"] is not None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+    for line in status["evaluations"]:
+        console.print(f"evaluation {evaluated.in_words(line)}", markup=False)
     if skipped := status["minibatches_skipped"]:
         console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
     tasks, samples = status["tasks"], status["samples"]

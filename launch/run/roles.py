@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
-    from bus.wire.messages import Capabilities
+    from bus.wire.messages import Capabilities, Sampling
     from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
+    from learner.config import DataConfig
     from learner.data.prompts import PromptFile
+    from learner.feed.evaluations import EvalPlan
     from learner.feed.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
@@ -444,30 +446,65 @@ async def run_feeder(
     )
     await feeder.run_feeder(
         places,
-        open_prompts(config, max_context),
+        open_prompts(config.data, config.model.path, max_context - config.sampling.max_new_tokens),
         model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
         learner=config.learner,
         staleness=config.staleness,
         sampling=sampling,
         push_every=config.weights.push_every,
         draining=draining,
+        evaluation=eval_plan(config, sampling, max_context),
     )
 
 
-def open_prompts(config: RunConfig, max_context: int) -> "PromptFile":
-    """Open the run's prompts with the model's tokenizer. Raises PromptError."""
+def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
+    """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
+    from learner.evaluation.prompts import EvalPrompts
+    from learner.feed.evaluations import EvalPlan
+
+    chosen = config.eval
+    if not chosen.every:
+        return EvalPlan()
+    sets = []
+    for name, one in chosen.parsed.items():
+        longest = sampling.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens
+        temperature = sampling.temperature if one.temperature is None else one.temperature
+        sets.append(
+            EvalPrompts(
+                name=name,
+                prompts=open_prompts(one.data(config.data), config.model.path, max_context - longest),
+                sampling=dataclasses.replace(sampling, temperature=temperature, top_p=one.top_p, top_k=one.top_k, max_new_tokens=longest),
+                samples=one.samples,
+                passes_at=one.passes_at,
+                limit=one.limit,
+            )
+        )
+    return EvalPlan(
+        sets=sets,
+        every=chosen.every,
+        at_start=chosen.at_start,
+        at_end=chosen.at_end,
+        last_step=config.learner.steps,
+        max_open_tasks=chosen.max_open_tasks,
+        stall_s=chosen.stall_s,
+        seed=chosen.seed,
+        max_context=max_context,
+    )
+
+
+def open_prompts(data: "DataConfig", model: str, max_tokens: int) -> "PromptFile":
+    """Open prompts with the model's tokenizer; ``max_tokens`` where the settings give no limit. Raises PromptError."""
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from learner.data.prompts import PromptFile, model_tokenizer
 
-    data = config.data
     with importing():
-        tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template)
+        tokenize = model_tokenizer(model, apply_chat_template=data.apply_chat_template)
     return PromptFile(
         Path(data.path),
         tokenize=tokenize,
-        max_tokens=data.max_prompt_tokens or max_context - config.sampling.max_new_tokens,
+        max_tokens=data.max_prompt_tokens or max_tokens,
         keys=(data.prompt_key, data.label_key, data.metadata_key),
         template=data.template,
         shuffle=data.shuffle,

@@ -31,7 +31,7 @@ from bus.system.files import write_whole
 from bus.wire.messages import VersionRow
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
-from launch.run import audit_progress, desired, process, roles, summary, view
+from launch.run import audit_progress, desired, evaluated, process, roles, summary, view
 from launch.run.audit import audit, read_cursor
 from launch.run.engine_devices import EngineDevices
 from launch.run.host import Host
@@ -259,7 +259,8 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
-        metrics.unlink(missing_ok=True)  # the watch writes it again, from the records of PLAN
+        for file in (metrics, self._root / evaluated.EVALUATIONS_FILE):
+            file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
         self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()])
@@ -346,6 +347,9 @@ class Up:
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)
+        evaluations = evaluated.lines_of(await evaluated.read(bus))
+        if evaluations:
+            summary.write_lines(self._root / evaluated.EVALUATIONS_FILE, evaluations)
         observed = summary.Observed(
             run=self._config.run,
             seconds=seconds,
@@ -358,7 +362,7 @@ class Up:
         )
         result = summary.summarize(accounting, lines, versions, observed)
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
-        result |= {"promises_broken": broken, "config_digest": self._config.digest()}
+        result |= {"evaluations": evaluations, "promises_broken": broken, "config_digest": self._config.digest()}
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
         picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
@@ -366,6 +370,8 @@ class Up:
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
         self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
+        for words in evaluated.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
+            self._print(f"  evaluation {words}")
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")
         self._print(f"  model {self._root}/final, picture {picture}, accounting {self._root}/summary.json")

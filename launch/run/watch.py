@@ -16,7 +16,8 @@ from bus.client.jetstream import StreamState
 from bus.errors import BusError
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import Done, LiveRow, Sample
+from bus.wire.messages import Done, Evaluated, LiveRow, Sample
+from launch.run import evaluated
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class RunWatch:
         self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
         self.outcomes: dict[int, Done] = {}
         """Newest outcome of every step."""
+        self.evaluated: dict[tuple[int, str], Evaluated] = {}
+        """Newest scores by version and evaluation set."""
         self.reached_s: dict[int, float] = dict(earlier or {})
         """Seconds since the run began at which a step's outcome was first seen."""
         self.rows: list[tuple[LiveRow, float]] = []
@@ -114,15 +117,16 @@ class RunWatch:
             if isinstance(record, Done):
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
-                self._note(record)
+                self._note({"step": record.step, "epoch": record.epoch, "seconds": round(self.reached_s[record.step], 3), **record.metrics})
+            elif isinstance(record, Evaluated):
+                self.evaluated[record.version, record.dataset] = record
+                self._note(evaluated.line_of(record), evaluated.EVALUATIONS_FILE)
 
-    def _note(self, done: Done) -> None:
-        """Append a line to metrics.jsonl at once; at the end the file is written again, in order."""
-        if self._metrics_file is None:
-            return
-        with self._metrics_file.open("a") as lines:
-            line = {"step": done.step, "epoch": done.epoch, "seconds": round(self.reached_s[done.step], 3), **done.metrics}
-            lines.write(json.dumps(line) + "\n")
+    def _note(self, line: Mapping[str, object], name: str = "") -> None:
+        """Append a line to metrics.jsonl, or to a file beside it, at once; at the end the file is written again, in order."""
+        if self._metrics_file is not None:
+            with (self._metrics_file.with_name(name) if name else self._metrics_file).open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
 
     async def _look_around(self) -> None:
         view = LiveView(self._bus)
@@ -184,4 +188,5 @@ class RunWatch:
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
             "actors wait": f"{self.share('actor') or 0:.0%}",
+            **({"eval": "; ".join(evaluated.newest_in_words(self.evaluated.values()))} if self.evaluated else {}),
         }

@@ -16,6 +16,7 @@ from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
+from learner.evaluation.config import EvalConfig
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -98,6 +99,8 @@ class RunConfig:
     """The prompts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution of the rollouts."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation beside training (docs/evaluation.md)."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """The bound on the age of data."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -193,6 +193,8 @@ class DataSource:
 
     def _add_eval(self, seq: int, sample: Sample) -> Arrival:
         self._counter.eval += 1
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # its task is tried again, or dead
+            return self._settled(seq, Arrival(Disposition.EVAL))
         size = self._eval_sizes.get(sample.task)
         # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only counted.
         if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
@@ -474,8 +476,11 @@ class DataSource:
 
     # ---- persist
 
-    def snapshot(self) -> bytes:
-        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart reads them again."""
+    def snapshot(self, evaluation: JsonObject | None = None) -> bytes:
+        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart reads them again.
+
+        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES.
+        """
         cursor = self.cursor()
         return msgpack.packb(
             {
@@ -491,6 +496,7 @@ class DataSource:
                 "buried": sorted(self._decided_dead),
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
                 "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
+                "evaluation": evaluation,
             }
         )
 

@@ -12,6 +12,7 @@ from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
+from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_loops import Feeder, FeederRules
 from learner.feed.places import FeederPlaces
@@ -45,6 +46,7 @@ async def run_feeder(
     sampling: Sampling,
     push_every: int,
     draining: asyncio.Event,
+    evaluation: EvalPlan | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
@@ -77,7 +79,7 @@ async def run_feeder(
     try:
         async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
             await connected.create_layout()
-            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining))
+            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan()).run(draining))
     except BaseException as error:
         first = first_error(error)
         ended = isinstance(first, asyncio.CancelledError)

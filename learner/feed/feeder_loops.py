@@ -29,7 +29,7 @@ from bus.streams.bus import Bus
 from bus.streams.dead import REQUEUE
 from bus.system.coroutines import first_of
 from bus.wire import subjects
-from bus.wire.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
+from bus.wire.messages import Dead, Kind, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
 from learner.data.batch import build_batches, encode
@@ -41,6 +41,7 @@ from learner.data.senders import Senders, invalid_words, refused_before
 from learner.data.task_admission import TaskDemand
 from learner.errors import NoProgress, PromptError
 from learner.feed.copies import Copies, manifest_digest
+from learner.feed.evaluations import EvalPlan, Evaluations
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
@@ -92,8 +93,13 @@ class FeederRules:
 class Feeder:
     """One start of the feeder, on an open bus."""
 
-    def __init__(self, bus: Bus, rules: FeederRules, data_rules: DataRules, prompts: PromptFile, server: FeedServer) -> None:
+    def __init__(
+        self, bus: Bus, rules: FeederRules, data_rules: DataRules, prompts: PromptFile, server: FeedServer, evaluation: EvalPlan
+    ) -> None:
         self._bus, self._rules, self._data_rules, self._prompts, self._server = bus, rules, data_rules, prompts, server
+        self._eval_plan = evaluation
+        self._issuing = asyncio.Lock()
+        """Held from the issue of a task until it is registered: ids are registered in their order."""
         self._samples: dict[int, Sample] = {}
         self._behind = 0
         self._admit = Waiter()
@@ -129,7 +135,16 @@ class Feeder:
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
                 await self._begin()
-                works = (self._issue, self._read, self._follow_dead, self._follow_head, self._feed, self._find_lost, self._refuse)
+                works = (
+                    self._issue,
+                    self._read,
+                    self._follow_dead,
+                    self._follow_head,
+                    self._feed,
+                    self._find_lost,
+                    self._refuse,
+                    self._evaluate,
+                )
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
@@ -169,6 +184,7 @@ class Feeder:
         self._lost = LostTasks(self._bus, self._source, self._decide.wake)
         self._senders = Senders(await refused_before(self._bus))
         self._outcomes = self._make_outcomes(resumed)
+        await self._begin_evaluation(resumed)
         version, step = self._source.head or (-1, -1)
         await self._server.start(
             Start(
@@ -184,6 +200,17 @@ class Feeder:
             )
         )
         self._note_replayed()
+
+    async def _begin_evaluation(self, resumed: Resumed) -> None:
+        """Restore the evaluation: the state in the checkpoint, then the tasks after it, then the published version."""
+        rounds = await asyncio.to_thread(self._eval_plan.rounds)
+        if resumed.evaluation is not None:
+            rounds.load(resumed.evaluation)
+        self._evaluations = Evaluations(self._bus, self._eval_plan, rounds, epoch=self._epoch, store=self._store_task)
+        for task in resumed.eval_tasks:
+            self._evaluations.issued(task)
+        if self._source.head is not None:
+            self._evaluations.published(*self._source.head)
 
     async def _peers(self, checkpoint: Path | None) -> dict[str, Any]:
         """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of them."""
@@ -221,6 +248,8 @@ class Feeder:
         if drained.cancelled():  # the run has finished: ``first_of`` cancels the other wait
             self._phase, self._text = "ending", "the ranks to leave"
             await self._farewell()
+            self._text = "the last evaluation"
+            await first_of(self._evaluations.over(), draining.wait())
 
     async def _drained(self, draining: asyncio.Event) -> None:
         await draining.wait()
@@ -252,10 +281,21 @@ class Feeder:
             if wanted is None:
                 await self._admit.wait(LOOK_AGAIN_S)
                 continue
-            task = self._task(wanted)
+            await self._store_task(self._task(wanted))
+            self._decide.wake()
+
+    async def _store_task(self, task: Task) -> Task:
+        """Store and register a task. Returns it with its id."""
+        async with self._issuing:
             task = replace(task, id=await self._bus.tasks.issue(task))
             self._source.issued(task, time.monotonic())
-            self._decide.wake()
+            if task.kind is Kind.EVAL:
+                self._evaluations.issued(task)
+        return task
+
+    async def _evaluate(self) -> None:
+        await self._replayed.wait()
+        await self._evaluations.run()
 
     def _task(self, wanted: TaskDemand) -> Task:
         find = self._prompts.after if wanted.reissue_of is None else self._prompts.at
@@ -290,6 +330,8 @@ class Feeder:
             before = self._source.changes
             arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
             self._behind = received.pending
+            if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
+                self._evaluations.arrived(received.sample)
             if arrival.name is Disposition.BUFFERED and isinstance(received.sample, Sample):
                 self._samples[received.seq] = received.sample
                 self._senders.usable(received.actor)
@@ -317,6 +359,7 @@ class Feeder:
             if isinstance(told, Dead):
                 letters[told.task] = replace(told, prompt="", reason="")  # without its texts: all dead letters of the run are kept here
                 self._source.dead(told.task)
+                self._evaluations.gone(told.task)
             elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
                 self._source.requeue(letter)
             self._decide.wake()
@@ -348,6 +391,7 @@ class Feeder:
 
     def _published(self, version: int, step: int) -> None:
         self._source.published(version, step)
+        self._evaluations.published(version, step)
         self._admit.wake()
         self._decide.wake()
 
@@ -418,7 +462,7 @@ class Feeder:
             if left_out := self._source.accounting().given_up - given_up:
                 log.warning("prompts given up count=%d issued_again=%d", left_out, self._data_rules.max_reissues)
             return
-        state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
+        state = await self._snapshot() if self._wants_checkpoint(record.step, recorded) else b""
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
         build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids)
         batches = await asyncio.to_thread(build)
@@ -427,6 +471,10 @@ class Feeder:
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
             log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._data_rules.groups_per_step)
+
+    async def _snapshot(self) -> bytes:
+        async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state
+            return self._source.snapshot(self._evaluations.dump())
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._rules.checkpoint_every
@@ -454,7 +502,8 @@ class Feeder:
 
     def _waits_for(self) -> str:
         copies = "" if self._copies is None else self._copies.waits_for
-        return f"{self._text}; {copies}" if copies else self._text
+        evaluation = self._evaluations.waits_for if self._phase == "ending" else ""
+        return "; ".join(text for text in (self._text, evaluation, copies) if text)
 
     def _appearance(self, starved_s: float) -> dict[str, object]:
         if not hasattr(self, "_outcomes"):  # heartbeats begin before the state is restored

@@ -5,15 +5,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.streams.bus import Bus
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
+from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.data.datasource import DataSource
+from learner.data.datasource import DataSource, read_state
 from learner.data.rules import DataRules
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.feed.copies import Copies
@@ -37,6 +37,10 @@ class Resumed:
     """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
     versions: dict[int, int]
     """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
+    evaluation: JsonObject | None = None
+    """State of the evaluation in the checkpoint; None = there is none."""
+    eval_tasks: list[Task] = field(default_factory=list)
+    """Evaluation tasks that were not settled at the checkpoint, or were issued after it."""
 
 
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: Copies | None = None) -> Resumed:
@@ -47,13 +51,15 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: 
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     checkpoint = None if row is None else await _loaded(root, row[0], copies)
+    evaluation: JsonObject | None = None
     if checkpoint is None:
         # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
-        source = DataSource.restore(rules, await asyncio.to_thread(disk.read_state, checkpoint), epoch=epoch)
-    versions = await _register_tasks(bus, source)
+        data = await asyncio.to_thread(disk.read_state, checkpoint)
+        source, evaluation = DataSource.restore(rules, data, epoch=epoch), read_state(data).get("evaluation")
+    versions, eval_tasks = await _register_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
@@ -68,6 +74,8 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: 
         recorded_until=max(steps, default=source.step),
         done=done,
         versions=versions,
+        evaluation=evaluation,
+        eval_tasks=eval_tasks,
     )
 
 
@@ -113,17 +121,23 @@ async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Pla
         raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
 
 
-async def _register_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
-    """Register the open and the dead tasks in the source. Returns the versions at which tasks were issued, with their steps."""
+async def _register_tasks(bus: Bus, source: DataSource) -> tuple[dict[int, int], list[Task]]:
+    """Register the open and the dead tasks in the source.
+
+    Returns the versions at which tasks were issued, with their steps, and the evaluation tasks.
+    """
     now = time.monotonic()
     versions: dict[int, int] = {}
+    eval_tasks: list[Task] = []
     async for task in bus.tasks.scan(source.task_floor + 1):
         source.issued(task, now)
         if task.kind is Kind.TRAIN:
             versions[task.min_version] = task.issue_step
+        else:
+            eval_tasks.append(task)
     async for _, dead in bus.dead.scan():
         source.dead(dead.task)
-    return versions
+    return versions, eval_tasks
 
 
 async def _records(

@@ -26,6 +26,7 @@ from bus.wire.messages import (
     Dead,
     DeadLetterDecision,
     Done,
+    Evaluated,
     Kind,
     LiveRow,
     Partial,
@@ -299,7 +300,8 @@ def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], f
 
 
 @pytest.mark.parametrize(
-    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, DeadLetterDecision, Sampling, Timings, LiveRow, Capabilities]
+    "message",
+    [Sample, Task, Partial, Plan, Done, Settle, Requeue, Evaluated, Dead, DeadLetterDecision, Sampling, Timings, LiveRow, Capabilities],
 )
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))

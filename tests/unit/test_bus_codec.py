@@ -20,6 +20,7 @@ from bus.wire import codec
 from bus.wire.messages import (
     Dead,
     Done,
+    Evaluated,
     Fence,
     Kind,
     Partial,
@@ -123,6 +124,7 @@ RECORDS: st.SearchStrategy[PlanRecord] = st.one_of(
         chain=TEXT,
     ),
     st.builds(Done, epoch=INTS, step=INTS, metrics=st.dictionaries(TEXT, FLOATS, max_size=3), weights_digest=st.none() | TEXT),
+    st.builds(Evaluated, epoch=INTS, version=INTS, step=INTS, dataset=TEXT, metrics=st.dictionaries(TEXT, FLOATS, max_size=3)),
     st.builds(Requeue, **dict.fromkeys(("epoch", "task", "root", "count", "prompt_epoch", "offset", "step"), INTS)),
     st.builds(Settle, epoch=INTS, reason=TEXT, tasks=arrays("int64"), seqs=arrays("int64"), step=INTS),
     st.builds(Fence, epoch=INTS),
@@ -451,6 +453,19 @@ def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st
         names = [field.name for field in dataclasses.fields(plain) if field.name != "extra"]
         changed = dataclasses.replace(plain, **{data.draw(st.sampled_from(names)): odd})
     assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
+
+
+@pytest.mark.parametrize("value", [Decimal(1), Decimal("0.1"), Decimal("1e400"), Decimal("-Infinity"), Decimal("NaN"), Decimal("sNaN")])
+def test_decimals_are_numbers_for_both_encoders(value: Decimal) -> None:
+    """A reward function may return one."""
+    plain = make_sample()
+    for changed in (
+        dataclasses.replace(plain, reward=value),
+        dataclasses.replace(plain, reward={"part": value}),
+        dataclasses.replace(plain, sampling=dataclasses.replace(plain.sampling, temperature=value)),
+        dataclasses.replace(plain, index=value),
+    ):
+        assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
 
 
 def test_the_usual_sample_is_decoded_by_msgspec() -> None:

@@ -18,8 +18,12 @@ LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sy
 
 @pytest.fixture(scope="module")
 def from_nothing(tmp_path_factory: pytest.TempPathFactory) -> Up:
-    """Return a run of six steps that has ended."""
-    with up(tmp_path_factory.mktemp("from-nothing"), "learner.steps=6", "staleness.max_lag=2", flags=("--fresh",)) as run:
+    """Return a run of six steps with evaluations that has ended."""
+    directory = tmp_path_factory.mktemp("from-nothing")
+    (directory / "held.jsonl").write_text("".join(json.dumps({"prompt": f"{n}=", "label": f"{n}"}) + "\n" for n in range(10, 18)))
+    held = {"path": str(directory / "held.jsonl"), "samples": 3}
+    settings = ("learner.steps=6", "staleness.max_lag=2", "eval.every=3", f"eval.sets={json.dumps({'held': held})}")
+    with up(directory, *settings, flags=("--fresh",)) as run:
         assert run.wait() == 0, run.log[-4000:]
     return run
 
@@ -36,6 +40,22 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(from_nothing: Up)
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert (run.directory / "curves.png").stat().st_size > 5000
     subprocess.run([sys.executable, "-c", LOAD, str(run.directory / "final")], check=True, cwd=ROOT)
+
+
+def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> None:
+    """The last version is evaluated when no push follows, and the command has the same weights: the numbers are equal."""
+    lines = [json.loads(line) for line in (from_nothing.directory / "evaluations.jsonl").read_text().splitlines()]
+    assert lines == from_nothing.summary["evaluations"]
+    versions = [line["version"] for line in lines]
+    assert versions == sorted(set(versions)) and {0, 6} <= set(versions) <= {0, 3, 6}
+    assert all((line["set"], line["prompts"], line["samples"], line["missing"]) == ("held", 8, 24, 0) for line in lines)
+    config = from_nothing.directory / "config.yaml"
+    command = [sys.executable, "-m", "launch", "eval", str(from_nothing.directory / "final"), "--config", str(config), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (alone,) = map(json.loads, done.stdout.splitlines())
+    last = lines[-1]
+    assert alone == last | {"version": 0, "step": 0, "versions_later": 0.0} and last["versions_later"] == 0.0
 
 
 def retrain(run: Path, out: Path, *settings: str) -> str:

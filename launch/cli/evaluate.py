@@ -1,0 +1,114 @@
+"""``tidemill eval``: its arguments as settings, and its result on the terminal."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.checks.findings import Report
+from launch.checks.run import Purpose, check
+from launch.run.evaluated import in_words, line_of
+from launch.settings.config_loader import Loaded, load, render
+from launch.settings.extras import require
+
+OPEN_TASKS = 256
+"""Prompts that are out at a time, where no training needs the engines."""
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Evaluate, and print the scores. Returns 0, or 1 when a response is missing, or 75 when it was ended before.
+
+    Raises SettingsError, CheckFailed, PackagesMissing, GaveUp, ValueError.
+    """
+    with _directory(args.dir) as directory:
+        loaded = load(args.config, [*settings(args, directory), *args.set], os.environ)
+        if args.print_config:
+            print(render(loaded), end="")
+            return 0
+        require("engine")
+        _checked(loaded).refuse()
+        return _evaluated(loaded, as_json=args.json)
+
+
+def settings(args: argparse.Namespace, directory: Path) -> list[str]:
+    """Return the settings that the arguments stand for. Raises ValueError for options of DATA without DATA."""
+    model = args.model.resolve()
+    if not (model / "config.json").exists():
+        raise ValueError(f"MODEL: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
+    one = {name: getattr(args, name) for name in ("samples", "temperature", "limit") if getattr(args, name) is not None}
+    if args.data is None and one:
+        raise ValueError(f"--{next(iter(one))}: want it with DATA; without, change eval.sets of --config")
+    if args.data is None and not args.config:
+        raise ValueError("want DATA, a file of prompts, or --config with eval.sets")
+    words = [
+        "run=eval",
+        f"directory={directory}",
+        "prepare=null",
+        f"model.path={model}",
+        "eval.every=1",
+        f"eval.max_open_tasks={OPEN_TASKS}",
+        "learner.colocated=false",
+        "engine.colocated=false",
+        'bus.url=""',
+        "bus.cluster=1",
+        "bus.auth=false",
+    ]
+    if args.data is not None:
+        sets = {_name(args.data): {"path": str(args.data.resolve()), **one}}
+        words += [f"eval.sets={json.dumps(sets)}"]
+    return words + ([f"actor.reward={args.reward}"] if args.reward else [])
+
+
+def _name(data: Path) -> str:
+    """Return the name of a file as that of a set."""
+    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_-") else "-" for letter in data.stem)[:40] or "data"
+
+
+@contextmanager
+def _directory(wanted: Path | None) -> Iterator[Path]:
+    """Yield an empty directory for logs and the bus: that of ``--dir``, or one that is removed afterwards. Raises ValueError."""
+    if wanted is None:
+        with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as made:
+            yield Path(made)
+        return
+    wanted.mkdir(parents=True, exist_ok=True)
+    if any(wanted.iterdir()):
+        raise ValueError(f"--dir: want an empty directory, got {str(wanted)!r}, which is not empty")
+    yield wanted.resolve()
+
+
+def _checked(loaded: Loaded) -> Report:
+    return check(loaded, Purpose(trains=False))
+
+
+def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
+    from bus.wire.messages import Evaluated
+    from launch.run import process
+    from launch.run.evaluate import evaluate
+
+    found: list[Evaluated] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        """Evaluate."""
+        found.extend(await evaluate(loaded.config, draining))
+
+    process.set_up_logging("eval", level=logging.WARNING)
+    code = process.run(body, drain_s=loaded.config.up.drain_s * 3)
+    for record in found:
+        line = line_of(record)
+        print(json.dumps(line) if as_json else _block(line))
+    if code or not found:
+        return code or process.NOT_IN_TIME
+    return int(any(record.metrics["missing"] > 0 for record in found))
+
+
+def _block(line: dict[str, object]) -> str:
+    """Return the scores of one set as lines."""
+    shown = {name: value for name, value in line.items() if name not in ("version", "step", "set", "versions_later")}
+    rows = [f"  {name:<18} {value:.6g}" if isinstance(value, float) else f"  {name:<18} {value}" for name, value in shown.items()]
+    return "\n".join([in_words(line).removesuffix(" (version 0)"), *rows])

@@ -1,0 +1,119 @@
+"""``tidemill eval``: the scores of a model on held-out prompts, without a learner.
+
+    bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
+
+The prompts, rewards, sampling and seeds are those of the evaluation beside training (``learner/feed/evaluations.py``), so a checkpoint
+gets the scores here that its version got there, as far as engines give the same tokens.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from bus.client.retries import cancellable
+from bus.liveness.epoch import raise_epoch
+from bus.streams.bus import Bus, connect
+from bus.system.coroutines import first_of
+from bus.system.files import write_whole
+from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
+from launch.run import evaluated, roles
+from launch.run.supervisor import GaveUp, Supervisor
+from launch.settings.config_loader import to_map
+from launch.settings.run_config import CONFIG_FILE, RunConfig
+from learner.feed.evaluations import EvalPlan, Evaluations
+from weightstore.store.registry import VersionRegistry
+
+log = logging.getLogger(__name__)
+
+BUS_START_S = 60.0
+"""Seconds for the bus to answer."""
+
+
+async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
+    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which is empty.
+
+    Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that cannot work,
+    PromptError, BusError.
+    """
+    write_whole(config.root / CONFIG_FILE, yaml.safe_dump(to_map(config), sort_keys=False))
+    supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
+    plan = await asyncio.to_thread(_plan, config)
+    try:
+        url = await _start_bus(config, supervisor)
+        async with connect(roles.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
+            await bus.create_layout()
+            for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
+                for number in range(count):
+                    id = f"{role}-{number}"
+                    supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id], always=True)
+            evaluating = asyncio.create_task(_scores(bus, plan, Path(config.model.path)), name="evaluation")
+            try:
+                await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())
+                return evaluating.result() if evaluating.done() else []
+            finally:
+                evaluating.cancel()
+                await asyncio.gather(evaluating, return_exceptions=True)
+    finally:
+        for role in ("actor", "engine", "bus"):
+            await supervisor.end(supervisor.names(role), within_s=config.up.drain_s)
+
+
+def _plan(config: RunConfig) -> EvalPlan:
+    _, max_context = roles.model_shape(Path(config.model.path))
+    chosen = config.sampling
+    sampling = Sampling(
+        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop=chosen.stop
+    )
+    return roles.eval_plan(config, sampling, max_context)
+
+
+async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
+    """Start the bus and return its address. Raises GaveUp."""
+    address, deadline = config.root / roles.BUS_URL_FILE, time.monotonic() + BUS_START_S
+    keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
+    while not address.exists():
+        if keeper.done():
+            keeper.result()
+        if time.monotonic() > deadline:
+            raise GaveUp("bus", -1, 1, BUS_START_S, f"no address in {address} after {BUS_START_S:.0f} s; see {config.root}/logs/bus.log")
+        await asyncio.sleep(0.02)
+    return address.read_text().strip()
+
+
+async def _scores(bus: Bus, plan: EvalPlan, model: Path) -> list[Evaluated]:
+    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores."""
+    epoch = await raise_epoch(bus)
+    await bus.plans.fence(epoch)
+    await bus.tasks.fence(epoch)
+    registry = VersionRegistry(bus)
+    await registry.fence(epoch)
+    await registry.publish_initial(str(model), epoch)
+
+    async def store(task: Task) -> Task:
+        """Issue and register a task."""
+        task = replace(task, id=await bus.tasks.issue(task))
+        evaluations.issued(task)
+        return task
+
+    rounds = await asyncio.to_thread(plan.rounds)
+    evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
+    evaluations.published(0, 0)
+
+    async def read() -> None:
+        """Read the samples."""
+        async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
+            if isinstance(received.sample, Sample):
+                evaluations.arrived(received.sample)
+
+    async def follow_dead() -> None:
+        """Read the prompts that are given up."""
+        async for _, told in bus.dead.follow():
+            if isinstance(told, Dead):
+                evaluations.gone(told.task)
+
+    await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
+    return [record for _, record in sorted((await evaluated.read(bus)).items())]

@@ -1,0 +1,56 @@
+"""The held-out prompts of an evaluation, as tasks."""
+
+from dataclasses import dataclass, replace
+
+from bus.wire.messages import Kind, Sampling, Task
+from learner.data.prompts import PromptFile, sampler_seed
+from learner.errors import PromptError
+from learner.evaluation.rounds import MARK, Place, Rounds, SetSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPrompts:
+    """One set: its prompts, in the order of the file, and how responses are sampled."""
+
+    name: str
+    prompts: PromptFile
+    sampling: Sampling
+    samples: int
+    passes_at: float
+    limit: int = 0
+    """Only the first rows; 0 = all."""
+
+    def size(self) -> SetSize:
+        """Return what a round has to know. Tokenizes every prompt. Raises PromptError when none fits the model."""
+        number = min(self.limit or len(self.prompts), len(self.prompts))
+        rows = tuple(row for row in range(number) if self._fits(row))
+        if not rows:
+            raise PromptError(f"evaluation set {self.name!r}", "a prompt that fits the model", f"{number} longer ones")
+        identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
+        return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
+
+    def _fits(self, row: int) -> bool:
+        try:
+            self.prompts.at(0, row)
+        except PromptError:
+            return False
+        return True
+
+    def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
+        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all versions."""
+        drawn = self.prompts.at(0, place.row)
+        return Task(
+            run=run,
+            epoch=epoch,
+            kind=Kind.EVAL,
+            prompt=drawn.row.prompt,
+            prompt_tokens=drawn.tokens,
+            label=drawn.row.label,
+            metadata={**drawn.row.metadata, MARK: rounds.mark(place)},
+            group_size=self.samples,
+            sampling=replace(self.sampling, seed=sampler_seed(seed, 0, place.row, 0)),
+            prompt_epoch=0,
+            offset=place.row,
+            min_version=place.version,
+            issue_step=step,
+        )

@@ -1,0 +1,253 @@
+"""Rounds of evaluation: one for each version that is evaluated. A pure state machine, without clock, bus or model.
+
+    published(version) --> round opened --> wanted() --> issued(task) --> arrived(sample) ... --> results() --> close()
+                                                                       \\-> gone(task): dead, or never answered
+
+One round is open at a time. A version that is due while another round is open waits; of several only the newest does, because an
+evaluation that cannot keep up must not fall behind for ever. State is in every checkpoint (``dump``), and tasks that were issued after it
+are read again, so that a restart issues no prompt twice.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bus.wire.json_object import JsonObject
+from bus.wire.messages import Sample, Status, Task
+from learner.evaluation.scores import Response, scores
+
+MARK = "evaluation"
+"""Key in a task's metadata: the set, the prompt's number in it, and the digest of all sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetSize:
+    """What a round has to know of a set."""
+
+    name: str
+    rows: tuple[int, ...]
+    """Numbers of the prompts in their file; those that are too long for the model are left out."""
+    samples: int
+    passes_at: float
+    identity: str
+    """Digest of file, sampling and everything else that decides the responses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One prompt of one set at one version."""
+
+    version: int
+    set: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Scores of one set at one version."""
+
+    version: int
+    step: int
+    set: str
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    version: int
+    step: int
+    tasks: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Set and row of each issued task that is open."""
+    placed: set[tuple[str, int]] = field(default_factory=set)
+    """Set and row of each issued task, open or not."""
+    responses: dict[tuple[str, int], dict[int, Response]] = field(default_factory=dict)
+    """Responses by (set, row) and index."""
+
+
+class Rounds:
+    """State of the evaluation (see the module)."""
+
+    def __init__(self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int) -> None:
+        """``last_step``: that of the run."""
+        self._sets = {one.name: one for one in sets}
+        self._every, self._at_start, self._at_end, self._last_step = every, at_start, at_end, last_step
+        self._max_open = max_open_tasks
+        self.digest = hashlib.sha256(json.dumps([(one.name, one.rows, one.identity) for one in sets]).encode()).hexdigest()[:16]
+        """Digest of all sets: tasks and state of other ones are passed over."""
+        self._open: _Round | None = None
+        self._next: tuple[int, int] | None = None
+        """Version and step that wait for the open round."""
+        self._newest = -1
+        """Newest version that has had a round."""
+        self.skipped = 0
+        """Versions that were due and were not evaluated, because a later one was due before the round before them had ended."""
+
+    # ---- versions
+
+    def due(self, version: int, step: int) -> bool:
+        """Return whether a version is to be evaluated."""
+        if not self._every or not self._sets:
+            return False
+        if version == 0:
+            return self._at_start
+        return version % self._every == 0 or (self._at_end and step == self._last_step)
+
+    def published(self, version: int, step: int) -> None:
+        """Open the round of ``version``, if it is due and has had none; or let it wait for the open one."""
+        if not self.due(version, step) or version <= self._newest or (self._next is not None and version <= self._next[0]):
+            return
+        if self._open is None:
+            self._begin(version, step)
+            return
+        self.skipped += self._next is not None
+        self._next = (version, step)
+
+    def _begin(self, version: int, step: int) -> None:
+        self._open, self._newest = _Round(version=version, step=step), max(self._newest, version)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no round is open, and none waits."""
+        return self._open is None and self._next is None
+
+    @property
+    def step(self) -> int:
+        """Step of the version of the open round; 0 without one."""
+        return 0 if self._open is None else self._open.step
+
+    @property
+    def open(self) -> str:
+        """Description of the open round, for status; empty if there is none."""
+        if self._open is None:
+            return ""
+        total = sum(len(one.rows) for one in self._sets.values())
+        return f"evaluation of version {self._open.version}: {len(self._open.placed) - len(self._open.tasks)} of {total} prompts"
+
+    # ---- tasks
+
+    def wanted(self) -> Place | None:
+        """Return the next prompt to issue; None while as many are out as may be, or nothing is left."""
+        if self._open is None or len(self._open.tasks) >= self._max_open:
+            return None
+        for one in self._sets.values():
+            for row in one.rows:
+                if (one.name, row) not in self._open.placed:
+                    return Place(version=self._open.version, set=one.name, row=row)
+        return None
+
+    def mark(self, place: Place) -> JsonObject:
+        """Return what a task's metadata says of its place."""
+        return {"set": place.set, "row": place.row, "digest": self.digest}
+
+    def issued(self, task: Task) -> bool:
+        """Register a task of kind eval, just issued or read at a restart. Returns whether it belongs to a round that is not over."""
+        place = self._place(task)
+        if place is None or task.min_version < self._newest:
+            return False
+        if self._open is None or task.min_version > self._open.version:
+            if task.min_version == self._newest:
+                return False  # of a round that is over
+            self._begin(task.min_version, task.issue_step)  # issued by a start that has ended, after its last checkpoint
+        if self._open is None or place in self._open.placed:
+            return False
+        self._open.placed.add(place)
+        self._open.tasks[task.id] = place
+        return True
+
+    def _place(self, task: Task) -> tuple[str, int] | None:
+        mark = task.metadata.get(MARK)
+        if not isinstance(mark, dict) or mark.get("digest") != self.digest:
+            return None
+        name, row = mark.get("set"), mark.get("row")
+        known = isinstance(name, str) and name in self._sets and row in self._sets[name].rows
+        return (name, row) if known and isinstance(name, str) and isinstance(row, int) else None
+
+    # ---- samples
+
+    def arrived(self, sample: Sample) -> bool:
+        """Register a valid sample of kind eval. Returns whether it is a response of the open round; the first one of an index counts."""
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED) or self._open is None:
+            return False
+        place = self._open.tasks.get(sample.task)
+        if place is None:
+            return False
+        there = self._open.responses.setdefault(place, {})
+        if sample.index in there or not 0 <= sample.index < self._sets[place[0]].samples:
+            return False
+        there[sample.index] = Response(
+            score=sample.score,
+            num_tokens=sample.response_length,
+            truncated=sample.status is Status.TRUNCATED,
+            newest_version=sample.max_version,
+        )
+        if len(there) == self._sets[place[0]].samples:
+            del self._open.tasks[sample.task]
+        return True
+
+    def gone(self, task: int) -> bool:
+        """Register that no further sample of a task will come. Returns whether it was open."""
+        return self._open is not None and self._open.tasks.pop(task, None) is not None
+
+    @property
+    def open_tasks(self) -> list[int]:
+        """Ids of the tasks that are out."""
+        return [] if self._open is None else list(self._open.tasks)
+
+    def end(self) -> None:
+        """End the open round with what it has: prompts that were not issued are missing, too."""
+        if self._open is not None:
+            self._open.tasks.clear()
+            self._open.placed = {(one.name, row) for one in self._sets.values() for row in one.rows}
+
+    def results(self) -> list[Result]:
+        """Return the scores of the open round once all its prompts are answered or gone; else nothing. ``close`` follows."""
+        if self._open is None or self._open.tasks or self.wanted() is not None:
+            return []
+        return [self._result(self._open, one) for one in self._sets.values()]
+
+    def close(self) -> None:
+        """Close the open round, whose results are recorded, and open the next."""
+        self._open = None
+        if self._next is not None:
+            version, step = self._next
+            self._next = None
+            self._begin(version, step)
+
+    def _result(self, done: _Round, one: SetSize) -> Result:
+        prompts = {row: list(done.responses.get((one.name, row), {}).values()) for row in one.rows}
+        metrics = scores(prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, version=done.version)
+        return Result(version=done.version, step=done.step, set=one.name, metrics=metrics)
+
+    # ---- persist
+
+    def dump(self) -> JsonObject:
+        """Return the state for a checkpoint: plain values."""
+        state: JsonObject = {"digest": self.digest, "newest": self._newest, "next": self._next, "open": None}
+        if self._open is not None:
+            state["open"] = {
+                "version": self._open.version,
+                "step": self._open.step,
+                "tasks": [(id, *place) for id, place in self._open.tasks.items()],
+                "placed": sorted(self._open.placed),
+                "responses": [
+                    (*place, index, one.score, one.num_tokens, one.truncated, one.newest_version)
+                    for place, there in self._open.responses.items()
+                    for index, one in there.items()
+                ],
+            }
+        return state
+
+    def load(self, state: JsonObject) -> None:
+        """Take the state of a checkpoint; of other sets only which versions were evaluated."""
+        self._newest = int(state["newest"])
+        if state["digest"] != self.digest or state["open"] is None:
+            return
+        there = state["open"]
+        self._next = None if state["next"] is None else (int(state["next"][0]), int(state["next"][1]))
+        self._open = _Round(version=there["version"], step=there["step"])
+        self._open.tasks = {id: (name, row) for id, name, row in there["tasks"]}
+        self._open.placed = {(name, row) for name, row in there["placed"]}
+        for name, row, index, score, num_tokens, truncated, newest in there["responses"]:
+            response = Response(score=score, num_tokens=num_tokens, truncated=truncated, newest_version=newest)
+            self._open.responses.setdefault((name, row), {})[index] = response

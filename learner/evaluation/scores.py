@@ -1,0 +1,83 @@
+"""Scores of an evaluation: mean@k, pass@k, bootstrap intervals, lengths. Functions of numbers alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 1000
+"""Resamples of the bootstrap."""
+INTERVAL = 0.95
+"""Mass of the bootstrap interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One scored response of an evaluation."""
+
+    score: float
+    num_tokens: int
+    truncated: bool
+    """It ran into its length limit."""
+    newest_version: int
+    """Newest version that generated one of its tokens; -1 for an empty response."""
+
+
+def scores(
+    prompts: Mapping[int, Sequence[Response]], *, num_prompts: int, samples: int, passes_at: float, version: int
+) -> dict[str, float]:
+    """Return the metrics of one set at one version.
+
+    ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each.
+    A prompt without a response is in no mean; ``missing`` says how many responses were expected and are not there.
+
+    - ``mean``: mean over prompts of the mean score of a prompt's responses (mean@k).
+    - ``mean_low``, ``mean_high``: percentile bootstrap interval of ``mean`` over prompts, 95 % (Efron, 1979).
+    - ``pass_at_<k>``, k = 1, 2, 4 ... samples: unbiased estimate of the probability that one of k responses passes (Chen et al., 2021,
+      arXiv 2107.03374, equation 1), mean over the prompts with at least k responses.
+    """
+    found = [list(responses) for responses in prompts.values() if responses]
+    every = [response for responses in found for response in responses]
+    result = {
+        "prompts": float(len(found)),
+        "samples": float(len(every)),
+        "missing": float(num_prompts * samples - len(every)),
+    }
+    if not every:
+        return result
+    means = np.array([np.mean([response.score for response in responses]) for responses in found])
+    low, high = bootstrap(means)
+    result |= {"mean": float(means.mean()), "mean_low": low, "mean_high": high}
+    counts = [(len(responses), sum(response.score >= passes_at for response in responses)) for responses in found]
+    for k in powers(samples):
+        chances = [pass_at(k, total, passed) for total, passed in counts if total >= k]
+        if chances:
+            result[f"pass_at_{k}"] = float(np.mean(chances))
+    result |= {
+        "tokens_mean": float(np.mean([response.num_tokens for response in every])),
+        "tokens_max": float(max(response.num_tokens for response in every)),
+        "truncated_share": float(np.mean([response.truncated for response in every])),
+        "versions_later": float(max(0, *(response.newest_version - version for response in every))),
+    }
+    return result
+
+
+def powers(samples: int) -> list[int]:
+    """Return 1, 2, 4 ... up to ``samples``, and ``samples`` itself."""
+    found = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
+    return found if found[-1] == samples else [*found, samples]
+
+
+def pass_at(k: int, total: int, passed: int) -> float:
+    """Return 1 - C(total - passed, k) / C(total, k): the chance that k of ``total`` responses, drawn at random, hold one that passes."""
+    return 1.0 - math.comb(total - passed, k) / math.comb(total, k)
+
+
+def bootstrap(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean of ``values``, [N], N >= 1; the same for the same values."""
+    drawn = np.random.Generator(np.random.Philox(key=0)).integers(0, len(values), (RESAMPLES, len(values)))
+    means = values[drawn].mean(axis=1)
+    low, high = np.quantile(means, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
+    return float(low), float(high)

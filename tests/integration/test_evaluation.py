@@ -1,0 +1,150 @@
+"""Evaluation beside training: the feeder on a real nats-server, with scripted actors and ranks that train nothing."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
+from learner.data.prompts import PromptFile
+from learner.evaluation.prompts import EvalPrompts
+from learner.feed.evaluations import EvalPlan
+from tests.data_kit import sample
+from tests.feeder_kit import World
+from tests.integration.test_feeder import OpenWorld, check_history, open_world
+
+__all__ = ["open_world"]
+
+
+def plan(directory: Path, *, rows: int = 5, samples: int = 2, **changes: Any) -> EvalPlan:
+    file = directory / "held.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"h{number}", "label": number}) + "\n" for number in range(rows)))
+    prompts = PromptFile(file, tokenize=lambda prompt: [ord(letter) for letter in prompt], max_tokens=8, shuffle=False)
+    sampling = Sampling(max_new_tokens=8, temperature=0.5)
+    held = EvalPrompts(name="held", prompts=prompts, sampling=sampling, samples=samples, passes_at=1.0)
+    first = EvalPrompts(name="first", prompts=prompts, sampling=sampling, samples=1, passes_at=1.0, limit=2)
+    return EvalPlan(sets=[held, first], **({"every": 2, "last_step": 5, "max_open_tasks": 2} | changes))
+
+
+def respond(task: Task, index: int) -> Sample:
+    return sample(task, index, ((task.min_version, 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata))
+
+
+async def evaluated(world: World) -> list[Evaluated]:
+    return [record async for _, record in world.bus.plans.scan() if isinstance(record, Evaluated)]
+
+
+async def eval_tasks(world: World) -> list[Task]:
+    return [task async for task in world.bus.tasks.scan() if task.kind is Kind.EVAL]
+
+
+EXPECTED = {"held": (5.0, 10.0, 0.5), "first": (2.0, 2.0, 0.5)}
+"""Prompts, samples and mean of each set at each version."""
+
+
+def summary(records: list[Evaluated]) -> dict[tuple[int, str], tuple[float, float, float]]:
+    return {(one.version, one.dataset): (one.metrics["prompts"], one.metrics["samples"], one.metrics["mean"]) for one in records}
+
+
+async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWorld, tmp_path: Path) -> None:
+    async with open_world() as world:
+        async with world.actors(), world.actors(respond, kind=Kind.EVAL):
+            async with world.feeder(evaluation=plan(tmp_path)) as (url, feeding):
+                await world.train(url)
+                await feeding
+        await check_history(world)
+        records = await evaluated(world)
+        assert {version for version, _ in summary(records)} >= {0, 5}, "the first version and the last; those between when there was time"
+        assert summary(records) == {(one.version, one.dataset): EXPECTED[one.dataset] for one in records}
+        tasks = await eval_tasks(world)
+        placed = [(task.min_version, task.metadata["evaluation"]["set"], task.offset) for task in tasks]
+        assert len(placed) == len(set(placed)) == 7 * len({task.min_version for task in tasks})
+        assert {task.sampling.temperature for task in tasks} == {0.5}
+        seeds = {(task.offset, task.sampling.seed) for task in tasks}
+        assert len(seeds) == 5, "a prompt has the same seed at every version"
+
+
+async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_path: Path) -> None:
+    """It is killed in the first evaluation, before and after a checkpoint, and goes on with it."""
+    out = asyncio.Event()
+
+    async with open_world() as world:
+        answered: list[Task] = []
+
+        def half(task: Task, index: int) -> Sample:
+            answered.append(task)
+            if len(answered) >= 5:
+                out.set()
+            return respond(task, index)
+
+        for step in (1, 3):
+            async with world.actors(), world.feeder(evaluation=plan(tmp_path)) as (url, _):
+                async with world.actors(half, kind=Kind.EVAL) if step == 1 else world.actors(kind=Kind.TRAIN):
+                    await world.train(url, stop=lambda did, at, step=step: (did, at) == ("publish", step))  # type: ignore[misc]
+                    if step == 1:
+                        await out.wait()
+        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=plan(tmp_path)) as (url, feeding):
+            await world.train(url)
+            await feeding
+        await check_history(world)
+        tasks = await eval_tasks(world)
+        placed = [(task.min_version, task.metadata["evaluation"]["set"], task.offset) for task in tasks]
+        assert len(placed) == len(set(placed))
+        records = await evaluated(world)
+        assert summary(records) == {(one.version, one.dataset): EXPECTED[one.dataset] for one in records}
+        assert {(0, "held"), (5, "held")} <= summary(records).keys()
+
+
+async def test_failed_foreign_and_dead_responses(open_world: OpenWorld, tmp_path: Path) -> None:
+    """FAILED and foreign samples count for nothing; a dead prompt is missing and the evaluation ends."""
+
+    def strange(task: Task, index: int) -> Sample:
+        if task.metadata["evaluation"]["set"] == "held" and task.offset == 1:
+            return replace(respond(task, index), status=Status.FAILED)
+        if task.metadata["evaluation"]["set"] == "held" and task.offset == 2:
+            return replace(respond(task, index), sampling=Sampling(max_new_tokens=8, temperature=0.9))
+        return respond(task, index)
+
+    async with open_world() as world:
+
+        async def bury() -> None:
+            """Declare the two prompts dead once they are out."""
+            while True:
+                for task in await eval_tasks(world):
+                    if task.metadata["evaluation"]["set"] == "held" and task.offset in (1, 2):
+                        await world.bus.dead.store(Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt))
+                await asyncio.sleep(0.05)
+
+        burying = asyncio.create_task(bury())
+        async with world.actors(), world.actors(strange, kind=Kind.EVAL), world.feeder(evaluation=plan(tmp_path)) as (url, feeding):
+            await world.train(url)
+            await feeding
+        burying.cancel()
+        records = {(one.version, one.dataset): one.metrics for one in await evaluated(world)}
+        assert records[0, "held"]["missing"] == 4.0 and records[0, "held"]["samples"] == 6.0
+        assert records[0, "first"]["missing"] == 0.0
+        await check_history(world)
+
+
+async def test_an_evaluation_that_stands_still_ends_with_what_it_has(open_world: OpenWorld, tmp_path: Path) -> None:
+    """No actor takes evaluation tasks: the run ends all the same."""
+    async with open_world() as world:
+        evaluation = plan(tmp_path, every=100, stall_s=0.2)
+        async with world.actors(), world.feeder(evaluation=evaluation) as (url, feeding):
+            await world.train(url)
+            await feeding
+        records = await evaluated(world)
+        assert {(one.version, one.dataset) for one in records} == {(0, "held"), (0, "first"), (5, "held"), (5, "first")}
+        assert all(one.metrics == {"prompts": 0.0, "samples": 0.0, "missing": 10.0 if one.dataset == "held" else 2.0} for one in records)
+        await check_history(world)
+
+
+async def test_a_drained_feeder_does_not_wait_for_an_evaluation(open_world: OpenWorld, tmp_path: Path) -> None:
+    async with open_world() as world:
+        draining = asyncio.Event()
+        async with world.actors(), world.feeder(evaluation=plan(tmp_path), draining=draining) as (url, feeding):
+            await world.train(url)
+            draining.set()
+            await feeding
+        assert await evaluated(world) == []
