@@ -92,8 +92,8 @@ class OptimizerConfig:
 class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
 
-    store: str = "shared"
-    """shared | local: one directory for all nodes of the learner, or each node's files on its own disk; the same with one node."""
+    store: str = "local"
+    """local | shared: each node's files on its own disk, or one directory for all nodes of the learner; the same with one node."""
     copies: int = 2
     """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
     background: bool = True
@@ -101,7 +101,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.store not in ("shared", "local"):
-            raise ValueError(f"store: want shared or local, got {self.store!r}")
+            raise ValueError(f"store: want local or shared, got {self.store!r}")
         if self.copies < 1:
             raise ValueError(f"copies: want >= 1, got {self.copies}")
 

@@ -216,8 +216,8 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
             {"node": NATURAL, "nodes": NATURAL, "nonce": TEXT},
             {
                 **dict.fromkeys(("phase", "agent", "host", "place", "address", "key", "checkpoint_url", "reason", "waits_for"), TEXT),
-                **dict.fromkeys(("epoch", "pid", "device_memory_bytes", "exit_code", "beats"), NATURAL),
-                "versions": keyed(TEXT, TEXT),
+                **dict.fromkeys(("epoch", "pid", "device_memory_bytes", "exit_code", "beats", "probe_port"), NATURAL),
+                **dict.fromkeys(("versions", "reached"), keyed(TEXT, TEXT)),
                 "devices": TEXTS,
             },
         ),

@@ -18,6 +18,7 @@ from launch.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from bus.streams.bus import Bus
     from launch.checks.findings import Report
+    from launch.run.host_learner import HostLearner
 
 ROUTER_DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
@@ -277,6 +278,7 @@ def host(args: argparse.Namespace) -> int:
         users=None if args.users is None else users_in(args.users),
         allowed=allowed(args.allow, os.environ),
         engine_words=reached_at(args),
+        learner=_learner_node(args),
     )
     process.set_up_logging("host", name)
 
@@ -294,6 +296,30 @@ def host(args: argparse.Namespace) -> int:
     if refused:
         raise refused[0]
     return code
+
+
+def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
+    """Return the learner's node of a host, whose configuration and machine are checked. Raises ValueError, SettingsError, CheckFailed."""
+    if args.learner_node is None:
+        if args.config or args.set:
+            raise ValueError("--config, --set: want --learner-node R with them, got none: engines and actors read theirs from the bus")
+        return None
+    if not args.config:
+        raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
+    require("learner")
+    from launch.run.host_learner import HostLearner
+    from launch.run.node_rank import node_place
+
+    loaded = _loaded(args)
+    place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)
+    if place.nodes == 1:
+        raise ValueError("--learner-node: want learner.nodes > 1, got 1; cure: tidemill up, or --set learner.nodes=N")
+    if args.run not in ("", loaded.config.run):
+        raise ValueError(f"--run: want {loaded.config.run}, the run of --config, got {args.run}")
+    args.set.append(f"learner.nodes={place.nodes}")
+    _refuse(args, loaded, starts_workers=False, resumes=True)
+    words = ["learner", *_children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
+    return HostLearner(config=_loaded(args).config, rank=place.rank, arguments=words, users=args.users)
 
 
 def reached_at(args: argparse.Namespace) -> list[str]:

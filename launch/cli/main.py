@@ -153,6 +153,11 @@ def _add_hosts(commands: "Commands") -> None:
     _on_bus(host)
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
+    host.add_argument(
+        "--learner-node", type=int, default=None, metavar="R", help="also run node R of a learner on several machines; wants --config"
+    )
+    host.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="the run's YAML file, for --learner-node")
+    host.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting of --config")
     host.add_argument("--pool", default="", help="group of hosts that it belongs to")
     host.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
     _reached_at(host)

@@ -98,9 +98,10 @@ class Host:
                 await waiter.wait(LOOK_EVERY_S)
             if drain:
                 heartbeat.update(phase="draining")
-                for role in reversed(ROLES):  # engines last: actors need them to finish
+                for roles in (("actor", "learner"), ("engine",)):  # engines last: actors need them to finish
                     await self.settled()
-                    await self._supervisor.end(self._supervisor.names(role), within_s=self._drain_s)
+                    names = [name for role in roles for name in self._supervisor.names(role)]
+                    await self._supervisor.end(names, within_s=self._drain_s)
 
     @contextlib.asynccontextmanager
     async def _waking(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:

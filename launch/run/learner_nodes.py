@@ -31,6 +31,7 @@ from launch.devices.visible import this_node
 from launch.devices.wanted import rank_variables, want_of
 from launch.run.access import auth_dir, write_keys
 from launch.run.interfaces import interface_of
+from launch.run.learner_row import LearnerRow
 from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
@@ -38,14 +39,14 @@ from learner.checkpoints.keeper import Keeper, Ring
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.agreement import refuse_public
 from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow, Phase
+from learner.nodes.node_rows import NodeRow
 from learner.nodes.own_row import here
 from learner.ranks.process import Part, run_part
 
 LONG_WAIT_S = 300.0
 """Seconds that an agent waits for a bus that is started after it."""
 PROOF = ".nodes"
-"""File in the directory of the checkpoints, with which the leader proves that all nodes share it."""
+"""File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
 """Seconds for a written file to be seen on another node: a client of NFS keeps what it knows of a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
@@ -99,17 +100,12 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             capabilities=_capabilities(used),
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
+        shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
-            await stack.enter_async_context(beside(Witness(bus, heartbeat).run()))
+            await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
         work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
-
-        def on_change(row: NodeRow) -> None:
-            """Show in ``tidemill status`` what the agent waits for, and why the last attempt ended."""
-            phase = {Phase.READY: "waiting", Phase.RUNNING: "working"}.get(row.phase, row.phase.value)
-            heartbeat.update(phase=phase, waits_for=row.waits_for, trouble=row.reason)
-
-        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=on_change).run(draining)
+        await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
 
 class NodeWork:
@@ -164,13 +160,15 @@ class NodeWork:
 
     async def prove(self, proof: str) -> None:
         """Write the proof into the directory of the checkpoints. Raises OSError."""
-        if self._is_local:
-            return
         await asyncio.to_thread(write_whole, self._config.checkpoints / PROOF, proof)
 
     async def check(self, proof: str) -> None:
-        """Read the leader's proof. Raises NodeRefused when it does not appear in this node's directory of the checkpoints."""
+        """Look for the leader's proof in this node's directory of the checkpoints.
+
+        Raises NodeRefused when it is missing from a shared directory, or is in one that should be this node's own.
+        """
         if self._is_local:
+            await self._refuse_shared(proof)
             return
         file, found = self._config.checkpoints / PROOF, ""
         deadline = asyncio.get_running_loop().time() + PROOF_S
@@ -186,6 +184,17 @@ class NodeWork:
             got,
             "directory: a shared path, or learner.checkpoint.store: local",
         )
+
+    async def _refuse_shared(self, proof: str) -> None:
+        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other is writing."""
+        file = self._config.checkpoints / PROOF
+        if self._place.rank and await asyncio.to_thread(_text, file) == proof:
+            raise NodeRefused(
+                "checkpoints",
+                "a directory of this node's own (learner.checkpoint.store: local)",
+                f"that of node 0: {file.parent} on {socket.gethostname()}",
+                "learner.checkpoint.store: shared, or another directory",
+            )
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""

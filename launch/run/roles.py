@@ -8,13 +8,12 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.errors import BusError
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
-    from bus.liveness.heartbeats import HeartbeatPublisher
-    from bus.streams.bus import Bus
     from bus.wire.messages import Capabilities, Sampling
+    from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
     from learner.config import DataConfig
     from learner.data.prompts import PromptFile
@@ -290,6 +288,8 @@ class Machine:
     allowed: Sequence[str]
     engine_words: Sequence[str]
     """Arguments passed on to its engines."""
+    learner: "HostLearner | None" = None
+    """The learner's node of this machine."""
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m launch`` of one of its processes."""
@@ -298,7 +298,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the desired numbers.
+    """Run the engines and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
 
     Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
     """
@@ -308,15 +308,19 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
     from bus.config import BusConfig
     from bus.errors import Forbidden
     from launch.run import desired
+    from launch.run.engine_devices import EngineDevices
     from launch.run.host import Host, refuse_another
     from launch.run.supervisor import Supervisor
 
-    name, directory = machine.name, machine.directory
+    name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)
-    run = run or await found_run(address, "host", draining)
+    run = run or (learner.config.run if learner else await found_run(address, "host", draining))
     if not run:
         return
+    supervisor = Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S)
     async with AsyncExitStack() as stack:
+        if learner is not None:  # before the wait for the run: its leader begins it
+            await stack.enter_async_context(learner.kept(supervisor, drain_s=machine.drain_s))
         bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
         if bus is None:
             return
@@ -329,12 +333,13 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
                 raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
         host = Host(
             bus,
-            Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
+            supervisor,
             desired.LiveHost(name, machine.pool),
             prefix=f"{name}-",
             arguments=partial(machine.command, bus_url=bus_url, run=run),
             drain_s=machine.drain_s,
             users=machine.users,
+            devices=EngineDevices(bus, learner.config) if learner else None,
         )
         log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)
@@ -351,6 +356,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
+    from launch.run.learner_row import LearnerRow
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
@@ -367,7 +373,10 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             phase="working",
             capabilities=capabilities,
         )
-        async with HeartbeatPublisher(bus, row) as heartbeat, beside(report_evicted(bus, heartbeat), Witness(bus, heartbeat).run()):
+        async with (
+            HeartbeatPublisher(bus, row) as heartbeat,
+            beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
+        ):
             await run_learner(
                 arguments,
                 num_ranks=len(variables),
@@ -398,16 +407,6 @@ def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]
     log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
     memory = min(device.memory_bytes for device in used)
     return variables, Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
-
-
-async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
-    """Background loop: write into the learner's live row the engines that it does not push to, and why."""
-    from weightstore.store.registry import EVICTED, VersionRegistry
-
-    async for _ in bus.rows("weights").watch(EVICTED):
-        with suppress(BusError):
-            evicted = await VersionRegistry(bus).evicted()
-            heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
 
 
 async def run_feeder(

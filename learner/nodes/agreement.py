@@ -31,6 +31,15 @@ def refuse_unlike(offers: Sequence[NodeRow]) -> None:
                 raise NodeRefused(row.name, "an address that the other nodes reach", row.address, cure)
 
 
+def fit(offers: Sequence[NodeRow]) -> bool:
+    """Return whether ``refuse_unlike`` accepts these nodes."""
+    try:
+        refuse_unlike(offers)
+    except NodeRefused:
+        return False
+    return True
+
+
 def refuse_public(address: str, *, insecure: bool) -> None:
     """Raise NodeRefused for an address of the internet: torch's store, gloo and NCCL have no authentication."""
     try:

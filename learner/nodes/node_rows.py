@@ -80,6 +80,10 @@ class NodeRow:
     devices: tuple[str, ...] = ()
     """UUIDs of the devices that ranks may have; empty = they run on the CPU."""
     device_memory_bytes: int = 0
+    probe_port: int = 0
+    """Port under ``address`` at which this agent answers calls of the others; 0 = it does not listen."""
+    reached: Mapping[str, str] = field(default_factory=dict)
+    """Results of its calls to the other nodes, by the nonce of their offer: empty = reached, else why not."""
     checkpoint_url: str = ""
     """Where the node serves its checkpoint files; empty = it does not."""
     reason: str = ""
@@ -94,6 +98,11 @@ class NodeRow:
     def name(self) -> str:
         """Name for messages: ``node 1 (host)``."""
         return f"node {self.node} ({self.host or '?'})"
+
+    @property
+    def name_with_address(self) -> str:
+        """Name for messages about the network: ``node 1 (host, 10.0.0.2)``."""
+        return f"node {self.node} ({self.host or '?'}, {self.address or '?'})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +140,11 @@ def cut(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MOST_TEXT])
 
 
+def bracketed(host: str) -> str:
+    """Return a host as an URL has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def node_of(key: str, value: JsonMapping) -> NodeRow:
     """Return the row of a node. Raises WireError naming the field that does not fit."""
     _texts(value)
@@ -142,6 +156,11 @@ def node_of(key: str, value: JsonMapping) -> NodeRow:
     if not 0 <= row.node < row.nodes <= MOST_RANKS:
         raise WireError("node, nodes", f"node < nodes <= {MOST_RANKS}", (row.node, row.nodes))
     _nonce("nonce", row.nonce)
+    if row.probe_port > 65_535:
+        raise WireError("probe_port", "at most 65535", row.probe_port)
+    if len(row.reached) > MOST_RANKS:
+        raise WireError("reached", f"at most {MOST_RANKS} results", len(row.reached))
+    _texts(row.reached)
     if row.key and not _CURVE_KEY.fullmatch(row.key):
         raise WireError("key", "a CURVE public key of 40 characters (Z85)", row.key[:60])
     return row

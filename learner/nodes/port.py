@@ -22,7 +22,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
-        """Check this node before its ranks start. ``proof``: of the shared directory. Raises NodeRefused."""
+        """Check this node before its ranks start. ``proof``: that of the leader's directory. Raises NodeRefused."""
         raise NotImplementedError
 
     async def prove(self, proof: str) -> None:

@@ -5,15 +5,18 @@
 Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by compare-and-set on the
 row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent runs ranks only under an attempt that names
 its nonce, and takes a new nonce only after its ranks have ended. So as far as the rows tell, no two attempts have ranks at the same time.
+The leader waits until the agent of each node has reached those of all others (``reached``): ranks that cannot connect would wait for
+gloo's timeouts.
 An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the end before.
 
 Consumes rows; produces actions. A wait names the nodes or the event that ends it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bus import exit_codes
+from learner.nodes import agreement
 from learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 
 LEADER = 0
@@ -29,7 +32,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there."""
+    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each other."""
 
     waits_for: str = ""
     missing: bool = False
@@ -131,6 +134,8 @@ def _ready(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine:
     busy = [row for row in rows if row.phase is not Phase.READY or (attempt is not None and attempt.has(row))]
     if busy:
         return Wait(f"the ranks of the last attempt to end: {', '.join(row.name for row in busy)}")
+    if (apart := _apart(rows)) and agreement.fit(rows):  # nodes that do not fit together are refused at once
+        return Wait("; ".join(apart), missing=True)
     if me.node != LEADER:
         return Wait(f"{seen[LEADER].row.name} to form an attempt")
     if seen[me.node].row.nonce != me.nonce:
@@ -150,6 +155,14 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
         elif node != me.node and there.row.phase is Phase.FAILED:
             missing.append(f"{there.row.name} (given up: {there.row.reason or 'no reason'})")
     return missing
+
+
+def _apart(rows: Sequence[NodeRow]) -> list[str]:
+    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach all."""
+    pairs = [(row, other, row.reached.get(other.nonce)) for row in rows for other in rows if row is not other]
+    failed = [f"{row.name_with_address} to reach {other.name_with_address}: {result}" for row, other, result in pairs if result]
+    more = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
+    return [*failed[:4], *more] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
 
 
 def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:

@@ -19,6 +19,7 @@ SETTINGS = (
     "learner.checkpoint_every=3",
     "learner.weights_digest=true",
     "learner.data_parallel=2",
+    "learner.checkpoint.store=shared",
     "bus.lease_s=5",
     "bus.history_samples=1000000",
     UNHURRIED,

@@ -4,7 +4,8 @@ import asyncio
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.wire.messages import LiveRow
-from launch.run.roles import report_evicted
+from launch.run.learner_row import LearnerRow
+from learner.nodes.node_rows import NodeRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from weightstore.store.registry import VersionRegistry
@@ -14,7 +15,7 @@ async def test_the_learners_row_names_evicted_engines(open_bus: BusOpener) -> No
     async with open_bus() as bus:
         rows, registry = bus.rows("live"), VersionRegistry(bus)
         async with HeartbeatPublisher(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="working")) as heartbeat:
-            reporting = asyncio.create_task(report_evicted(bus, heartbeat))
+            reporting = asyncio.create_task(LearnerRow(heartbeat).follow_evicted(bus))
             try:
                 for evicted, shown in (
                     ({"e2": "engine http://b:1: begin: HTTP 401", "e1": "x"}, "e1 to take pushes: x; e2 to take pushes: engine http://b:1"),
@@ -26,3 +27,19 @@ async def test_the_learners_row_names_evicted_engines(open_bus: BusOpener) -> No
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
+
+
+async def test_the_row_of_a_leader_names_evicted_engines_beside_what_its_agent_waits_for(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await VersionRegistry(bus).set_evicted({"e1": "x"})
+        async with HeartbeatPublisher(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="waiting")) as heartbeat:
+            shown = LearnerRow(heartbeat)
+            following = asyncio.create_task(shown.follow_evicted(bus))
+            try:
+                for waits_for, whole in (("node 1", "node 1; e1 to take pushes: x"), ("", "e1 to take pushes: x")):
+                    shown.show(NodeRow(node=0, nodes=2, nonce="", waits_for=waits_for, reason="r"))
+                    row = await row_until(bus.rows("live"), "learner.l", lambda row, whole=whole: row["waits_for"] == whole)
+                    assert (row["phase"], row["trouble"]) == ("waiting", "r")
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)

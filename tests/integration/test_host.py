@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,18 @@ from typing import Any
 import pytest
 
 from bus.liveness.heartbeats import LiveView
+from bus.server.auth import credentials_file
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
+from launch.cli.main import main
 from launch.run import desired
+from launch.run.host_learner import HostLearner
+from launch.settings.config_loader import from_map
+from learner.nodes.node_rows import NodeRow, node_of
 from tests.bus_fixtures import BusOpener
+from tests.whole.prepared import put_prepared
+from tests.whole.running import SMOKE
 
 ROOT = Path(__file__).resolve().parents[2]
 Hosts = Callable[..., "RunningHost"]
@@ -222,3 +230,52 @@ async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts
             await host_row(bus, name, lambda row: row.load.get("actors_wanted") == 1.0)
         await asyncio.sleep(2)
         assert await actors(bus) == before, "none started, none ended"
+
+
+async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
+    """Wait for a row of node 1's agent that fits."""
+    while True:
+        found = await bus.rows("run").get("node.1")
+        if found is not None and what(row := node_of("node.1", found[0])):
+            return row
+        await asyncio.sleep(0.05)
+
+
+async def test_a_host_keeps_the_agent_of_its_node_and_drains_it(open_bus: BusOpener, hosts: Hosts, tmp_path: Path) -> None:
+    """The other node is never there: the agent waits for it."""
+    put_prepared(SMOKE, tmp_path / "run")
+    async with open_bus() as bus:
+        settings = (f"run={bus.run}", f"directory={tmp_path / 'run'}", "learner.nodes=2", "learner.data_parallel=2", "bus.lease_s=30")
+        words = [word for setting in settings for word in ("--set", setting)]
+        host = hosts("h", "--learner-node", "1", "--config", str(SMOKE), *words)
+        first = await node_row(bus, lambda row: "node 0" in row.waits_for)
+        os.kill(first.pid, signal.SIGKILL)
+        again = await node_row(bus, lambda row: row.pid != first.pid and "node 0" in row.waits_for)
+        await host_row(bus, "h", lambda row: row.load["restarted"] == 1)
+        host.process.send_signal(signal.SIGTERM)
+        assert await host.ended() == 0, host.log
+        assert not alive(again.pid) and await bus.rows("run").keys("node") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--set", "learner.nodes=2"], "--config, --set: want --learner-node R"),
+        (["--learner-node", "1"], "--learner-node: want --config FILE"),
+        (["--learner-node", "0", "--config", str(SMOKE)], r"want learner\.nodes > 1, got 1"),
+        (["--learner-node", "2", "--config", str(SMOKE), "--set", "learner.nodes=2"], "--node-rank: want 0 to 1"),
+        (["--learner-node", "1", "--config", str(SMOKE), "--set", "learner.nodes=2", "--run", "other"], "--run: want smoke, .*, got other"),
+    ],
+)
+def test_a_node_that_a_host_cannot_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], why: str) -> None:
+    more = ["--set", "learner.data_parallel=2"] if "--set" in words else []
+    assert main(["host", "--bus", "nats://127.0.0.1:1", "--dir", str(tmp_path), *words, *more]) in (2, 78)
+    assert re.search(why, capfd.readouterr().err)
+
+
+def test_credentials_of_the_learner_are_wanted_beside_those_of_the_hosts_processes(tmp_path: Path) -> None:
+    config = from_map({"run": "r"}, "test")
+    with pytest.raises(ValueError, match=r"want learner\.env in .* with --learner-node"):
+        HostLearner(config=config, rank=0, arguments=(), users=tmp_path)
+    credentials_file(tmp_path, "learner").touch()
+    HostLearner(config=config, rank=0, arguments=(), users=tmp_path)

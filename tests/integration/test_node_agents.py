@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,10 +16,12 @@ from bus import exit_codes
 from bus.liveness.epoch import current_epoch
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
+from learner.nodes import probes
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced
 from learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
 from learner.nodes.own_row import OwnRow, here
+from learner.nodes.probes import REACHED, answering, call
 from learner.ranks.process import ChildFailed, Part
 from tests.bus_fixtures import BusOpener
 
@@ -188,6 +192,31 @@ async def test_missing_nodes_are_named(open_bus: BusOpener) -> None:
             LearnerEnded, match=r"not all 3 nodes are there after 2 s; missing: node 1 \(never seen, or it has left\), node 2"
         ):
             await leader.ended()
+
+
+async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(open_bus: BusOpener) -> None:
+    """Nothing listens at the address that node 1 advertises first."""
+    apart = r"node 0 \(h, 127\.0\.0\.1\) to reach node 1 \(h, 127\.0\.0\.2\): .*refused"
+    async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader:
+        async with node(two, 1, Limits(wait_s=0.5), address="127.0.0.2") as other:
+            with pytest.raises(LearnerEnded, match=apart):
+                await other.ended()
+        assert any(re.search(apart, row.waits_for) for row in leader.shown)
+        assert leader.ranks.parts.empty() and leader.ranks.alive == 0
+        async with node(two, 1, address="127.0.0.1") as other:
+            assert (await leader.started()).epoch == (await other.started()).epoch == 1
+
+
+async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CALL_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
+    async with answering("a" * 12, "127.0.0.1") as port:
+        right = replace(ROW, agent="a" * 12, probe_port=port)
+        assert await call(right) == REACHED
+        assert await call(replace(right, agent="b" * 12)) == "another process answers there"
+    assert "refused" in await call(right)
+    assert await call(replace(right, address="::1")) and await call(replace(right, address="no such host."))
 
 
 async def test_a_second_agent_of_a_node_rank_is_refused_while_the_first_lives(open_bus: BusOpener) -> None:

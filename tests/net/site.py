@@ -34,7 +34,8 @@ class Site:
         self.lab, self.config, self.run, self.names = lab, config, run, tuple(machines)
         self._shared = "node1" in machines
         where = lab.directory / "shared" if self._shared else lab.disk / "run"
-        self._settings = [word for setting in (f"directory={where}", *settings) for word in ("--set", setting)]
+        store = ("learner.checkpoint.store=shared",) if self._shared else ()
+        self._settings = [word for setting in (f"directory={where}", *store, *settings) for word in ("--set", setting)]
         self.started: dict[str, Started] = {}
 
     @property

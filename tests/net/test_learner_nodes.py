@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bus.streams.bus import Bus
-from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of
+from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of, node_of
 from tests.net.lab import TRAP, why_not
 from tests.net.site import NO_END, Site, site
 from tests.net.test_run import next_steps, report
@@ -36,6 +36,15 @@ async def until(bus: Bus, *states: State, after: int = 0, within_s: float = 200.
         async for row in bus.rows("run").watch(ATTEMPT_KEY, 0.2):
             if row is not None and (attempt := attempt_of(row[0])).epoch > after and attempt.state in states:
                 return attempt
+    raise AssertionError("the row is watched for ever")
+
+
+async def waits_of_the_leader(bus: Bus, words: str) -> str:
+    """Wait until the leader waits for something with these words in it, and return the whole."""
+    async with asyncio.timeout(60.0):
+        async for row in bus.rows("run").watch("node.0", 0.2):
+            if row is not None and words in (text := node_of("node.0", row[0]).waits_for):
+                return text
     raise AssertionError("the row is watched for ever")
 
 
@@ -79,6 +88,9 @@ async def test_a_node_that_reaches_the_bus_and_not_its_peer_ends_the_attempt_wit
         nodes[1].drop_from(nodes[0])
         try:
             ended = await until(bus, State.ENDING, State.FORMING, within_s=APART_S)
+            named = await waits_of_the_leader(bus, "to reach")
+            for rank, machine in enumerate(nodes):
+                assert f"node {rank} ({machine.name}, {machine.address})" in named, named
         finally:
             for node in nodes:
                 node.receive_all()

@@ -29,6 +29,8 @@ ROW = NodeRow(
     versions={"torch": "2"},
     devices=("GPU-1", "GPU-2"),
     reason="r",
+    probe_port=4321,
+    reached={"1" * 12: "refused", "2" * 12: ""},
 )
 ATTEMPT = Attempt(
     epoch=3,
@@ -71,6 +73,10 @@ def test_rows_come_back_as_they_were_written() -> None:
         {"versions": {"torch": 2}},
         {"devices": "GPU-1"},
         {"pid": -1},
+        {"probe_port": 65_536},
+        {"reached": {"1" * 12: 7}},
+        {"reached": {"1" * 12: "x" * 5_000}},
+        {"reached": {str(number): "" for number in range(2_000)}},
         {"reason": "x" * 5_000},
     ],
 )

@@ -22,7 +22,11 @@ def config(directory: Path, **learner: object) -> RunConfig:
 
 
 def work(directory: Path, **learner: object) -> NodeWork:
-    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, 0))
+    return node_work(directory, 0, learner)
+
+
+def node_work(directory: Path, rank: int, learner: dict[str, object]) -> NodeWork:
+    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank))
 
 
 def offers(*devices: int) -> list[NodeRow]:
@@ -65,7 +69,8 @@ def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[s
 
 async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_nodes, "PROOF_S", 0.3)
-    leader, same, other = (work(tmp_path / name) for name in ("a", "a", "b"))
+    shared: dict[str, object] = {"checkpoint": {"store": "shared"}}
+    leader, same, other = (node_work(tmp_path / name, rank, shared) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
     await leader.prove("1")
     await same.check("1")
     with pytest.raises(
@@ -76,6 +81,16 @@ async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pyt
     await same.check("2")
     with pytest.raises(NodeRefused):
         await same.check("1")
+
+
+async def test_a_directory_of_each_node_is_the_default_and_one_that_is_shared_is_refused(tmp_path: Path) -> None:
+    leader, same, other = (node_work(tmp_path / name, rank, {}) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
+    await leader.prove("1")
+    await leader.check("1")
+    await other.check("1")
+    with pytest.raises(NodeRefused, match=r"want a directory of this node's own .*, got that of node 0: .*/a/checkpoints on .* shared"):
+        await same.check("1")
+    await same.check("2")  # what is left of an earlier attempt shows nothing
 
 
 def test_one_node_wants_devices_for_its_own_ranks_only(tmp_path: Path) -> None:

@@ -35,13 +35,17 @@ def attempt(*numbers: int, state: State = State.FORMING, epoch: int = 1, **chang
 
 
 def decided(me: NodeRow, others: list[NodeRow], found: Attempt | None, silent: dict[int, float] | None = None) -> Action:
-    seen = {row.node: Seen(row, (silent or {}).get(row.node, 0.0)) for row in [me, *others]}
+    rows = [me, *others]
+    rows = [replace(row, reached=row.reached or {other.nonce: "" for other in rows}) for row in rows]
+    me = rows[0]
+    seen = {row.node: Seen(row, (silent or {}).get(row.node, 0.0)) for row in rows}
     return decide(me, seen, found, silence_s=SILENCE_S)
 
 
 def test_the_leader_forms_an_attempt_from_fresh_offers_only() -> None:
     me, other = node(0, 1), node(1, 2)
-    assert decided(me, [other], None) == Form((me, other))
+    formed = decided(me, [other], None)
+    assert isinstance(formed, Form) and [row.nonce for row in formed.offers] == [me.nonce, other.nonce]
     assert decided(other, [me], None) == Wait("node 0 (h0) to form an attempt")
     missing = decided(me, [], None)
     assert isinstance(missing, Wait) and missing.missing and "node 1 (never seen" in missing.waits_for
@@ -49,6 +53,18 @@ def test_the_leader_forms_an_attempt_from_fresh_offers_only() -> None:
     assert isinstance(silent, Wait) and silent.missing and silent.waits_for == "node 1 (h1) (silent for 31 s)"
     given_up = decided(me, [replace(other, phase=Phase.FAILED, reason="no disk")], None)
     assert isinstance(given_up, Wait) and given_up.missing and "given up: no disk" in given_up.waits_for
+
+
+def test_no_attempt_is_formed_before_all_nodes_have_reached_each_other() -> None:
+    me, other, third = node(0, 1, nodes=3, address="10.0.0.1"), node(1, 2, nodes=3, address="10.0.0.2"), node(2, 3, nodes=3)
+    refused = replace(other, reached={me.nonce: "refused", third.nonce: ""})
+    waits = "node 1 (h1, 10.0.0.2) to reach node 0 (h0, 10.0.0.1): refused"
+    for asked, others in ((me, [refused, third]), (third, [me, refused])):
+        assert decided(asked, others, None) == Wait(waits, missing=True)
+    uncalled = replace(other, reached={me.nonce: "", nonce(9): ""})
+    assert decided(me, [uncalled, third], None) == Wait("the nodes to call each other", missing=True)
+    unlike = replace(refused, versions={"torch": "3"})
+    assert isinstance(decided(me, [unlike, third], None), Form), "the attempt that refuses them needs no connection"
 
 
 @pytest.mark.parametrize("state", [State.FORMING, State.RUNNING, State.ENDING, State.FAILED])
@@ -185,6 +201,15 @@ class World:
         if (one := self._able(rank)) is not None:
             self.rows[rank] = one.row
 
+    def call(self) -> None:
+        """Have agents without ranks call the others and store the results, beside all else that they do."""
+        for rank in range(self.nodes):
+            one = self._able(rank)
+            if one is not None and one.row.phase is Phase.READY and self.chance.random() < 0.7:
+                one.row = replace(one.row, reached={row.nonce: "" for row in self.rows.values()})
+                if self.rows[rank].nonce == one.row.nonce:
+                    self.rows[rank] = one.row
+
     def read(self, rank: int) -> None:
         if (one := self._able(rank)) is not None:
             gone = {number for number, other in self.agents.items() if not other.alive or other.cut}
@@ -221,7 +246,7 @@ class World:
             one.found = (self.attempt, self.revision)
 
     def _renew(self, one: Sim) -> None:
-        one.ranks, one.row = 0, replace(one.row, phase=Phase.READY, nonce=self.fresh())
+        one.ranks, one.row = 0, replace(one.row, phase=Phase.READY, nonce=self.fresh(), reached={})
 
     def _able(self, rank: int) -> Sim | None:
         one = self.agents.get(rank)
@@ -242,6 +267,7 @@ class World:
             for rank in range(self.nodes):
                 for event in (self.store, self.read, self.read_attempt, self.act, self.store):
                     event(rank)
+                    self.call()
                     self.check()
         assert self.attempt is not None and self.attempt.state is State.RUNNING, self.attempt
         assert {one.ranks for one in self.agents.values()} == {self.attempt.epoch}, self.agents
@@ -254,10 +280,11 @@ def faults_and_progress(nodes: int, seed: int) -> int:
     faults: list[Callable[[int], None]] = [world.crash, world.cut, world.fail, world.start]
     for rank in range(nodes):
         world.start(rank)
-    for _ in range(300):
+    for _ in range(400):
         rank = world.chance.randrange(nodes)
         for event in work if world.chance.random() < 0.5 else [world.chance.choice(work)]:
             event(rank)
+            world.call()
             world.check()
         if world.chance.random() < 0.12:
             world.chance.choice(faults)(world.chance.randrange(nodes))

@@ -1,0 +1,89 @@
+"""The leader's writes of the row ``attempt``: a new attempt from offers, and the states of the present one. By compare-and-set."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from bus.client.ids import nonce
+from bus.errors import BusError
+from bus.liveness.epoch import raise_epoch
+from bus.server.ports import KeptPort
+from bus.streams.bus import Bus
+from learner.nodes import agreement
+from learner.nodes.errors import NodeRefused
+from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
+from learner.nodes.port import Work
+from learner.nodes.view import READ_S, View
+
+log = logging.getLogger(__name__)
+
+_OVER = (State.ENDING, State.FAILED, State.DONE)
+
+
+class Attempts:
+    """The attempts of one agent, which is the leader."""
+
+    def __init__(self, bus: Bus, view: View, work: Work, *, bind: str) -> None:
+        self._bus, self._rows, self._view, self._work, self._bind = bus, bus.rows("run"), view, work, bind
+        self._ports = ExitStack()
+        self.raised = 0
+        """Epoch that was raised last."""
+
+    def close(self) -> None:
+        """Give up the ports that are kept for the ranks."""
+        self._ports.close()
+
+    async def form(self, me: NodeRow, offers: Sequence[NodeRow], feeder_key: str) -> None:
+        """Write the next attempt; nodes that do not fit together give one that has failed. Raises RowConflict, BusError, OSError."""
+        reading = self._view.reading
+        assert reading is not None
+        refused: NodeRefused | None = None
+        ranks = tuple(1 for _ in offers)
+        try:
+            agreement.refuse_unlike(offers)
+            ranks = self._work.layout(offers)
+        except NodeRefused as error:
+            refused = error
+        epoch = self.raised = await raise_epoch(self._bus)
+        self._ports.close()
+        feeder, master = (self._ports.enter_context(KeptPort(self._bind)).number for _ in range(2))
+        proof = nonce()
+        await self._work.prove(proof)
+        attempt = Attempt(
+            epoch=epoch,
+            nonces=tuple(row.nonce for row in offers),
+            ranks=ranks,
+            master=f"{me.address}:{master}",
+            feeder=f"tcp://{bracketed(me.address)}:{feeder}",
+            feeder_key=feeder_key,
+            proof=proof,
+            state=State.FAILED if refused else State.FORMING,
+            reason=cut(str(refused or "")),
+            exit_code=refused.exit_code if refused else 0,
+        )
+        log.info("attempt epoch=%d nodes=%d ranks=%s state=%s", epoch, len(ranks), ranks, attempt.state)
+        await self._write(attempt, reading.revision)
+
+    async def record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
+        """Write the state of the present attempt, if it is this agent's. Raises RowConflict, BusError, TimeoutError."""
+        reading = self._view.reading
+        if reading is None or reading.attempt is None or not reading.attempt.has(me):
+            return
+        log.info("attempt epoch=%d state=%s reason=%s", reading.attempt.epoch, state, reason or "-")
+        await self._write(replace(reading.attempt, state=state, reason=cut(reason), exit_code=exit_code), reading.revision)
+
+    async def try_record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
+        """Record a state for the other agents, who also see it in this node's row, unless the attempt is over already."""
+        reading = self._view.reading
+        try:
+            if reading is not None and reading.attempt is not None and reading.attempt.state not in _OVER:
+                await self.record(me, state, reason, exit_code)
+        except (BusError, TimeoutError) as error:
+            log.warning("attempt not recorded as %s: %s", state, str(error) or "no answer")
+
+    async def _write(self, attempt: Attempt, revision: int) -> None:
+        async with asyncio.timeout(READ_S):
+            written = await self._rows.update(ATTEMPT_KEY, row_value(attempt), revision)
+        self._view.wrote(attempt, written)

@@ -1,0 +1,91 @@
+"""The rows of all nodes and the row ``attempt``, as an agent reads them at every change and every second."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bus.client.rows import Value
+from bus.client.waiter import Waiter
+from bus.errors import BusError
+from bus.streams.bus import Bus
+from learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
+from learner.nodes.rendezvous import Seen
+from learner.nodes.silence import Silences
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+READ_S = 5.0
+"""Seconds after which a reading without an answer counts as an outage of the bus."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Rows of the nodes with the seconds of their silence, the attempt, and the revision of its row."""
+
+    seen: Mapping[int, Seen]
+    attempt: Attempt | None
+    revision: int
+
+
+class View:
+    """The newest reading; ``run`` keeps it."""
+
+    def __init__(self, bus: Bus, on_read: Callable[[], None]) -> None:
+        """``on_read`` is called after each reading, and each failed one."""
+        self._bus, self._rows, self._on_read = bus, bus.rows("run"), on_read
+        self._silences = Silences()
+        self._writes = 0
+        self.reading: Reading | None = None
+        """None while the bus is away."""
+        self.read_s = time.monotonic()
+        """Time of the newest reading."""
+
+    def wrote(self, attempt: Attempt, revision: int) -> None:
+        """Note an own write of the attempt."""
+        self._writes += 1
+        if self.reading is not None:
+            self.reading = Reading(self.reading.seen, attempt, revision)
+        self._on_read()
+
+    async def run(self) -> None:
+        """Background loop: read at every change and every second."""
+        changed = Waiter()
+        while True:
+            try:
+                async with self._rows.on_change(f"{NODE_KEY}.*", changed.wake), self._rows.on_change(ATTEMPT_KEY, changed.wake):
+                    while True:
+                        await self._read()
+                        self._on_read()
+                        await changed.wait(LOOK_S)
+            except BusError as error:
+                log.warning("rows not watched: %s", error)
+                await asyncio.sleep(LOOK_S)
+
+    async def _read(self) -> None:
+        """Read once. The nodes come first: an agent that leaves has recorded the end of the attempt before."""
+        writes = self._writes
+        try:
+            async with asyncio.timeout(READ_S):
+                found = await self._rows.all(NODE_KEY)
+                value, revision = await self._rows.read(ATTEMPT_KEY)
+        except (BusError, TimeoutError):
+            self._silences.lost(time.monotonic())
+            self.reading = None
+            return
+        rows = {row.node: (row, stamp) for key, (row_map, stamp) in found.items() if (row := self._node(key, row_map, stamp)) is not None}
+        now = time.monotonic()
+        silent = self._silences.read({node: stamp for node, (_, stamp) in rows.items()}, now)
+        seen = {node: Seen(row, silent[node]) for node, (row, _) in rows.items()}
+        if writes == self._writes:  # else it may be older than an own write that ended meanwhile
+            self.reading, self.read_s = Reading(seen, self._attempt(value, revision), revision), now
+
+    def _node(self, key: str, value: Value, revision: int) -> NodeRow | None:
+        return self._bus.refusals.read("run", f"{key} (revision {revision})", lambda: node_of(key, value))
+
+    def _attempt(self, value: Value | None, revision: int) -> Attempt | None:
+        if value is None:
+            return None
+        return self._bus.refusals.read("run", f"{ATTEMPT_KEY} (revision {revision})", lambda: attempt_of(value))
