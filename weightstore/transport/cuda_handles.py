@@ -49,7 +49,7 @@ def opened(handle: Mapping[str, object]) -> Tensor:
     """Return the bytes of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    return rebuild_cuda_tensor(*arguments(handle, 0, _ordinal(str(handle.get("device")))))
+    return rebuild_cuda_tensor(*arguments(handle, 0, ordinal(str(handle.get("device")))))
 
 
 def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[object, ...]:
@@ -75,7 +75,8 @@ def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _ordinal(uuid: str) -> int:
+def ordinal(uuid: str) -> int:
+    """Return the number that this process has for a GPU. Raises BadManifest when it does not see it."""
     seen = [_uuid(device) for device in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise BadManifest("handle: device", f"one of {', '.join(seen) or 'no GPU'}", uuid)

@@ -87,7 +87,7 @@ class HostMemory:
     def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
         """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is. The same for any ``ranks``."""
         start = flat.data_ptr()
-        for block in self._blocks:
+        for block in reversed(self._blocks):  # one that was unmapped may have had the same address
             if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
                 return {
                     "pid": os.getpid(),
@@ -113,7 +113,9 @@ class HostMemory:
 class Mapped:
     """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        """``shared``: map it writable, so that it can be pinned; pages of a private mapping are copied when they are pinned."""
+        self._shared = shared
         self._blocks: dict[tuple[int, int, int], Tensor] = {}
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
@@ -123,7 +125,7 @@ class Mapped:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
         block = self._blocks.get((pid, fd, inode))
         if block is None:
-            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size)
+            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._shared)
         return block[offset : offset + num_bytes]
 
     def close(self) -> None:
@@ -157,17 +159,18 @@ class Offered:
         return opened(self.handle)
 
 
-def _mapped(path: str, inode: int, size: int) -> Tensor:
+def _mapped(path: str, inode: int, size: int, *, shared: bool) -> Tensor:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise BadManifest(f"handle {path}", "the learner's memory", error.strerror) from None
     try:
         there = os.fstat(fd)
         if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
             raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
-        # Private, so that nothing here can write into what the learner reads; pages that are only read stay the learner's own.
-        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        # An engine's is private, so that nothing there can write into what the learner reads; pages only read stay the learner's own.
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=flags), dtype=torch.uint8)
     finally:
         os.close(fd)
 
