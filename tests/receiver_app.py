@@ -209,7 +209,7 @@ class Engine:
 
 
 @dataclass
-class _ByHandles:
+class ByHandles:
     """The same engine as an object that ``actors.serving.handles`` drives."""
 
     engine: Engine
@@ -247,7 +247,7 @@ async def handles_of(engine: Engine) -> str:
     """Return the address at which it receives handles."""
     if engine.behaviour.handles in ("", "odd"):
         return engine.behaviour.handles and "odd://nowhere"
-    return await HandleListener(cast(Updates, _ByHandles(engine))).start()
+    return await HandleListener(cast(Updates, ByHandles(engine))).start()
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+SMALL_BUCKET, LARGE_BUCKET = 64_000_000, 256_000_000
+"""Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one takes 20 s of the 30
+that a phase has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
@@ -28,8 +32,9 @@ class WeightsConfig:
     and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
     group: str = "pairs"
     """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
-    bucket_bytes: int = 64_000_000
-    """Tensors are sent in buckets of about this size."""
+    bucket_bytes: int = 0
+    """Tensors are sent in buckets of about this size. 0 = by the transport: 256,000,000 where a learner on a GPU sends over NCCL or CUDA
+    handles, else 64,000,000."""
     phase_deadline_s: float = 30.0
     """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
     load_deadline_s: float = 600.0
@@ -51,9 +56,11 @@ class WeightsConfig:
     """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
-        for name in ("push_every", "bucket_bytes", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
+        for name in ("push_every", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes: want > 0, or 0 for a size by the transport, got {self.bucket_bytes!r}")
         if self.transport not in ("broadcast", "handles"):
             raise ValueError(f"transport: want broadcast or handles, got {self.transport!r}")
         if self.staging not in ("host", "cuda"):
@@ -76,3 +83,12 @@ class WeightsConfig:
     def engines_together(self) -> int:
         """The most engines of one process group."""
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)
+
+    def bucket_size(self, *, on_gpu: bool) -> int:
+        """Return the bytes of a bucket for a learner that has a GPU, or none. Handles of host memory have small ones on both.
+
+        SGLang reads those from a copy in /dev/shm, which may be small.
+        """
+        by_handles = self.transport == "handles"
+        large = on_gpu and (self.staging == "cuda" if by_handles else self.backend != "gloo")
+        return self.bucket_bytes or (LARGE_BUCKET if large else SMALL_BUCKET)

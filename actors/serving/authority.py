@@ -1,11 +1,12 @@
-"""Authority over an engine: the run's keys for commands, and the newest learner epoch. Knows no HTTP and no updates."""
+"""Authority over an engine: the run's keys for commands, the newest learner epoch, the GPUs it opens. Knows no HTTP and no updates."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from actors.errors import BadRequest, EngineError, EngineUnavailable
 from bus.errors import BusError
 from bus.liveness.keys import RunKeys
+from weightstore.transport.nccl import sees
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,11 @@ Record = Callable[[int | None, str], None]
 class Authority:
     """Keys and epoch of an engine that belongs to a run. Without arguments, as in tests of an engine alone, nothing is checked."""
 
-    def __init__(self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None) -> None:
-        self.keys = keys
+    def __init__(
+        self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None, visible_devices: Collection[str] | None = None
+    ) -> None:
+        """``visible_devices``: UUIDs of the GPUs whose memory the engine can open."""
+        self.keys, self._visible = keys, visible_devices
         self._read, self._newest = newest_epoch, 0
         self.refused = ""
         """Why the newest command was refused; "" once a command has been accepted."""
@@ -38,6 +42,20 @@ class Authority:
             self.note(str(error))
             raise
         self.refused = ""
+
+    def require_visible(self, handle: Mapping[str, object]) -> None:
+        """Check that the engine sees the GPU of a handle, if it is one of GPU memory. Raises BadRequest.
+
+        A server of SGLang that opens memory of another GPU ends.
+        """
+        if self._visible is None or "shares" not in handle:
+            return
+        device = str(handle.get("device", ""))
+        if not sees(self._visible, device):
+            seen = ", ".join(self._visible) or "no GPU"
+            reason = f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: weights.staging: host"
+            self.note(reason)
+            raise BadRequest(reason)
 
     def note(self, refused: str) -> None:
         """Record why the newest command was refused, for the log and the engine's live row."""

@@ -137,7 +137,7 @@ class _Served:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
         self._devices = devices
         self._waits_for, self._place = "", shared_memory_domain()
-        self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
+        self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible)
         self.engine: ServedEngine | None = None
         """None until it has started."""
         self.own_address: OwnAddress | None = None

@@ -150,6 +150,7 @@ class HandleListener:
         learner = self._joined(sender)
         specs = [_spec(entry) for entry in need(body, "specs", list)]
         offered = Offered(learner.mapped, need(body, "handle", dict))
+        self._authority.require_visible(offered.handle)
         taking = self._updates.read_bucket(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
         await self._updates.run_shielded(taking)
         return {}

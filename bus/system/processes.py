@@ -27,10 +27,13 @@ _LINE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> Callable[[], None]:
-    """Return a ``preexec_fn``: the kernel kills the child when the thread that started it ends, however it ends (Linux)."""
+def die_with_parent(parent: int = 0) -> Callable[[], None]:
+    """Return a ``preexec_fn``: the kernel kills the child when the thread that started it ends, however it ends (Linux).
+
+    ``parent``: process id of the parent, where the child itself calls this and the function; 0 = this process.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork
-    parent = os.getpid()
+    parent = parent or os.getpid()
 
     def arrange() -> None:
         """Request SIGKILL at the end of the parent; runs in the child, before its program."""

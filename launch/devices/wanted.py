@@ -68,7 +68,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(config.weights.bucket_bytes, ITEM_BYTES[dtype] * size.largest_tensor),
+        bucket_bytes=max(config.weights.bucket_size(on_gpu=known and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
     )
 
 

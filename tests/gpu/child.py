@@ -115,19 +115,30 @@ def peer_never_comes(backend: str, deadline_s: float) -> dict[str, Any]:
     return {"reason": reason, "seconds": took_s, "works": _works()}
 
 
-def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int]) -> dict[str, Any]:
-    """Be rank 0 of two: write the port into ``port_file``, and send patterns of ``sizes``. Returns the first error, and its seconds."""
-    from weightstore.errors import PeerLost
-    from weightstore.transport.broadcast import BroadcastGroup
+def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], apart: bool, world_size: int = 2) -> dict[str, Any]:
+    """Be rank 0: write the port into ``port_file``, and send patterns of ``sizes``. Returns the first error, and its seconds.
 
-    group = BroadcastGroup.host("127.0.0.1", "pair", 2, backend, deadline_s)
+    ``apart``: the group is in a process of its own, as in a learner.
+    """
+    from weightstore.errors import PeerLost
+    from weightstore.transport import senders
+    from weightstore.transport.handles import HostMemory
+    from weightstore.transport.nccl import own_end
+
+    memory = HostMemory(pin=torch.cuda.is_available())
+    block = memory.empty(sum(sizes))
+    flats = list(block.split(sizes))
+    for flat in flats:
+        flat.copy_(pattern(flat.numel()))
+    where = (backend,) if apart else ()
+    group = senders.host("127.0.0.1", "pair", world_size, backend, deadline_s, memory=memory, gpu=own_end().uuid, apart=where)
     began, reason = time.monotonic(), ""
     _appear(Path(port_file), str(group.port))
     try:
         group.meet()
-        for size in sizes:
+        for flat, following in zip(flats, [*flats[1:], None], strict=True):
             began = time.monotonic()
-            group.send(pattern(size), deadline_s)
+            group.send(flat, deadline_s, following)
     except PeerLost as error:
         reason = str(error)
     took_s = time.monotonic() - began

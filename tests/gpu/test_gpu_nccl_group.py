@@ -34,12 +34,19 @@ def test_a_peer_that_never_comes_costs_the_deadline_and_no_process(backend: str,
 
 
 def pair(
-    child: Child, backend: str, tmp_path: Path, variables: dict[str, str], *, die_after: int = -1, deadline_s: float = DEADLINE_S
+    child: Child,
+    backend: str,
+    tmp_path: Path,
+    variables: dict[str, str],
+    *,
+    die_after: int = -1,
+    deadline_s: float = DEADLINE_S,
+    apart: bool = False,
 ) -> tuple[Any, Any]:
     """Run a sender and a receiver on this GPU; return the findings of both. A receiver that is to die has none."""
     port_file = str(tmp_path / "port")
     with ThreadPoolExecutor(2) as threads:
-        sends = threads.submit(child, "sender", backend, port_file, deadline_s, SIZES, see_gpu=True, **variables)
+        sends = threads.submit(child, "sender", backend, port_file, deadline_s, SIZES, apart, see_gpu=True, **variables)
         receives = threads.submit(child, "receiver", backend, port_file, deadline_s, SIZES, die_after, see_gpu=True, **variables)
         if die_after < 0:
             return sends.result(), receives.result()
@@ -64,14 +71,25 @@ def shared_gpu(device: torch.device) -> dict[str, str]:
     return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if device.type == "cuda" else {}
 
 
-def test_a_pair_gets_the_bytes(backend: str, shared_gpu: dict[str, str], child: Child, tmp_path: Path) -> None:
-    sender, receiver = pair(child, backend, tmp_path, shared_gpu)
+apart = pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in its own process"])
+
+
+def test_a_group_in_a_process_of_its_own_sends_alone(backend: str, child: Child, tmp_path: Path) -> None:
+    """The process opens the staging memory, pins it and copies it to its GPU."""
+    found = child("sender", backend, str(tmp_path / "port"), DEADLINE_S, SIZES, True, 1, see_gpu=True)
+    assert found["works"] and not found["reason"]
+
+
+@apart
+def test_a_pair_gets_the_bytes(backend: str, apart: bool, shared_gpu: dict[str, str], child: Child, tmp_path: Path) -> None:
+    sender, receiver = pair(child, backend, tmp_path, shared_gpu, apart=apart)
     assert (sender["reason"], receiver["reason"]) == ("", "")
     assert receiver["equal"] == [True] * len(SIZES)
 
 
+@apart
 def test_a_receiver_killed_between_messages_does_not_end_the_sender(
-    backend: str, shared_gpu: dict[str, str], child: Child, tmp_path: Path
+    backend: str, apart: bool, shared_gpu: dict[str, str], child: Child, tmp_path: Path
 ) -> None:
-    sender, _ = pair(child, backend, tmp_path, shared_gpu, die_after=1, deadline_s=5.0)
+    sender, _ = pair(child, backend, tmp_path, shared_gpu, die_after=1, deadline_s=5.0, apart=apart)
     assert sender["works"] and "sending" in sender["reason"]

@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport import senders
+from weightstore.transport.handles import HostMemory
+from weightstore.transport.nccl import own_end
 
 pytestmark = pytest.mark.gpu
 
@@ -16,14 +18,14 @@ QUEUE = 400
 """Products of 8,192 x 8,192 matrices: about half a second of an H100."""
 
 
-def push(group: BroadcastGroup, buckets: list[torch.Tensor]) -> float:
+def push(group: senders.Sender, buckets: list[torch.Tensor]) -> float:
     """Send the buckets in a thread of its own, as the publisher does. Returns its seconds."""
     took: list[float] = []
 
     def run() -> None:
         began = time.perf_counter()
-        for bucket in buckets:
-            group.send(bucket, DEADLINE_S)
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            group.send(bucket, DEADLINE_S, following)
         took.append(time.perf_counter() - began)
 
     thread = threading.Thread(target=run)
@@ -33,11 +35,16 @@ def push(group: BroadcastGroup, buckets: list[torch.Tensor]) -> float:
     return took[0]
 
 
-def test_a_push_beside_a_queue_of_kernels(cuda: torch.device) -> None:
-    """It takes less than twice a push alone, or less than a quarter of the queue: both use the memory of the one GPU."""
-    group = BroadcastGroup.host("127.0.0.1", "alone", 1, "nccl", DEADLINE_S)
+@pytest.mark.parametrize("apart", [(), ("nccl",)], ids=["in this process", "in its own process"])
+def test_a_push_beside_a_queue_of_kernels(cuda: torch.device, apart: tuple[str, ...]) -> None:
+    """It takes less than twice a push alone, or less than a quarter of the queue: both use the memory of the one GPU.
+
+    In this process its streams are beside the queue; in its own one the GPU divides its time between the two.
+    """
+    memory = HostMemory(pin=True)
+    group = senders.host("127.0.0.1", "alone", 1, "nccl", DEADLINE_S, memory=memory, gpu=own_end().uuid, apart=apart)
     group.meet()
-    buckets = [torch.ones(BUCKET_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUCKETS)]
+    buckets = list(memory.empty(BUCKETS * BUCKET_BYTES).split(BUCKET_BYTES))
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=cuda)
     product = torch.empty_like(matrix)
     torch.mm(matrix, matrix, out=product)
@@ -51,5 +58,6 @@ def test_a_push_beside_a_queue_of_kernels(cuda: torch.device) -> None:
     torch.cuda.synchronize()
     queue_s = time.perf_counter() - began
     group.close()
+    memory.close()
     assert queue_s > 4 * alone_s, "the queue is too short to show anything"
     assert beside_s < max(2 * alone_s, queue_s / 4), f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -21,11 +21,14 @@ import torch
 import zmq.asyncio
 
 from actors.errors import UpdateRefused
+from actors.serving.authority import Authority
+from actors.serving.handles import HandleListener
+from actors.serving.port import Updates
 from bus.errors import Fenced
 from tests.engine_serving import Served, greedy, prompts, serving
 from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
-from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
+from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.config import Deadlines
 from weightstore.errors import BadManifest, ReceiverFailed
@@ -277,6 +280,33 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
     assert not refused, "who says nothing has refused nothing: it is asked by handles again"
     context.destroy(linger=0)
     assert not Path(served.engine.handles.removeprefix("ipc://")).parent.exists()
+
+
+class ForeignMemory(HostMemory):
+    """Handles of a GPU that an engine may not see."""
+
+    def handle(self, flat: torch.Tensor, ranks: int) -> dict[str, Any]:
+        return {"device": "aaaa", "start": 0, "num_bytes": flat.numel(), "shares": [[b"one", 100, 0, b"", 0, b"", True]]}
+
+
+async def test_a_handle_of_a_gpu_that_the_engine_does_not_see_is_refused_before_any_server_opens_it() -> None:
+    refused: list[str] = []
+    engine, authority = Engine(GOOD), Authority(visible_devices=("GPU-bbbb",))
+    listener, context, memory = HandleListener(cast(Updates, ByHandles(engine)), authority), zmq.asyncio.Context(), ForeignMemory()
+    url = await listener.start()
+    receiver = HandleReceiver(context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory, refused=refused.append)
+    try:
+        await receiver.join(None)
+        await receiver.begin(1)
+        with pytest.raises(ReceiverFailed, match=r"want one that this engine sees \(GPU-bbbb\), got 'aaaa'"):
+            await receiver.bucket([], memory.empty(8))
+        assert len(refused) == 1, "it gets the weights by broadcast next time"
+        assert engine.read == 0 and authority.refused.startswith("handle: device")
+    finally:
+        receiver.close()
+        context.destroy(linger=0)
+        await listener.close()
+        memory.close()
 
 
 async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(directory: Path) -> None:

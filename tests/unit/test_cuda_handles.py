@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from actors.errors import BadRequest
+from actors.serving.authority import Authority
 from actors.serving.sglang.tensors import SharedBucket
 from weightstore.errors import BadManifest
 from weightstore.format.manifest import TensorSpec
-from weightstore.transport.cuda_handles import arguments
-from weightstore.transport.handles import Mapped, Offered
+from weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
+from weightstore.transport.handles import HostMemory, Mapped, Offered
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {
@@ -70,3 +72,95 @@ def test_sglang_gets_the_same_without_its_being_opened_here() -> None:
         ("types", "SimpleNamespace"),
         *(("torch", name) for name in ("Tensor", "Size", "uint8", "float32", "bfloat16")),
     }
+
+
+def test_a_block_is_shared_once_however_many_buckets_and_messages_name_it() -> None:
+    made: list[int] = []
+
+    def share(flat: torch.Tensor) -> list[object]:
+        made.append(flat.untyped_storage().data_ptr())
+        return [b"storage-%d" % len(made), flat.untyped_storage().nbytes(), 0, b"counter", len(made), b"event", True]
+
+    shared, copies = SharedBlocks(share), [torch.zeros(4096, dtype=torch.uint8) for _ in range(2)]
+    shares = [shared.share(copy[start : start + 100]) for _ in range(3) for copy in copies for start in range(0, 4000, 500)]
+    assert made == [copy.untyped_storage().data_ptr() for copy in copies]
+    assert [share[0] for share in shares] == ([b"storage-1"] * 8 + [b"storage-2"] * 8) * 3
+    shared.clear()
+    assert shared.share(copies[1])[0] == b"storage-3", "memory that is freed may come back at the same address"
+
+
+def part(start: int, num_bytes: int, storage: bytes = b"one") -> dict[str, Any]:
+    return {"device": "uuid-1", "start": start, "num_bytes": num_bytes, "shares": [[storage, 1000, 0, b"counter", 0, b"event", True]]}
+
+
+def test_a_reader_opens_a_block_once_and_keeps_it_until_it_leaves() -> None:
+    blocks = {b"one": torch.arange(1000).to(torch.uint8), b"two": torch.full((1000,), 7, dtype=torch.uint8)}
+    opened: list[object] = []
+
+    def open_block(handle: Any) -> torch.Tensor:
+        opened.append(handle["shares"][0][0])
+        return blocks[handle["shares"][0][0]]
+
+    mapped = Mapped(open_block=open_block)
+    for start in (0, 100, 990):
+        assert torch.equal(Offered(mapped, part(start, 10)).tensor(), blocks[b"one"][start : start + 10])
+    assert torch.equal(Offered(mapped, part(5, 10, b"two")).tensor(), blocks[b"two"][5:15])
+    assert opened == [b"one", b"two"]
+    mapped.close()
+    Offered(mapped, part(0, 1)).tensor()
+    assert opened == [b"one", b"two", b"one"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"num_bytes": 1001}, "handle: want a part of 1000 bytes, got 1001 from 0"),
+        ({"start": 991, "num_bytes": 10}, "handle: want a part of 1000 bytes, got 10 from 991"),
+        ({"start": -1}, "handle: start"),
+        ({"start": "0"}, "handle: start"),
+        ({"shares": []}, "handle: shares"),
+        ({"shares": 3}, "handle: shares"),
+        ({"shares": [7]}, "handle: shares"),
+        ({"shares": [[b"one", "many", 0, b"", 0, b"", True]]}, "handle: shares: want bytes of the block"),
+        ({"shares": [[b"one", -1, 0, b"", 0, b"", True]]}, "handle: shares: want bytes of the block"),
+        ({"shares": [[[b"one"], 1000, 0, b"", 0, b"", True]]}, "handle: shares: want a name and an offset of the block"),
+        ({"shares": [[b"one", 1000, [], b"", 0, b"", True]]}, "handle: shares: want a name and an offset of the block"),
+    ],
+)
+def test_a_handle_that_is_out_of_its_block_or_none_at_all_opens_nothing(changes: dict[str, Any], where: str) -> None:
+    def never(handle: Any) -> torch.Tensor:
+        raise AssertionError("opened")
+
+    with pytest.raises(BadManifest, match=where):
+        Mapped(open_block=never).gpu_part({**part(0, 10), **changes})
+
+
+def test_parts_of_a_block_have_its_identity_and_those_of_other_blocks_another() -> None:
+    assert block_of(part(0, 10)) == block_of(part(500, 100))
+    assert len({block_of(one)[0] for one in (part(0, 10), part(0, 10, b"two"), {**part(0, 10), "device": "uuid-2"})}) == 3
+
+
+@pytest.mark.parametrize("visible", [(), ("GPU-bbbb",), ("GPU-bbbb", "GPU-cccc")])
+def test_an_engine_refuses_memory_of_a_gpu_that_it_does_not_see(visible: tuple[str, ...]) -> None:
+    """SGLang would end: it opens the memory outside any handler of errors."""
+    authority = Authority(visible_devices=visible)
+    for device in ("aaaa", "", None):
+        with pytest.raises(BadRequest, match=r"handle: device: want one that this engine sees \(.*\), got .*; cure: weights.staging: host"):
+            authority.require_visible({**HANDLE, "device": device})
+    assert authority.refused.startswith("handle: device")
+    authority.require_visible({"pid": 1})  # host memory
+    for seen in visible:
+        authority.require_visible({**HANDLE, "device": seen.removeprefix("GPU-")})
+    Authority().require_visible(HANDLE)
+
+
+def test_memory_that_is_mapped_to_be_pinned_is_the_learners_own_and_not_a_copy() -> None:
+    """Pinning touches every page for writing, which would detach a private mapping from the memory that is filled later."""
+    memory = HostMemory()
+    flat = memory.empty(100)
+    shared, private = (Mapped(shared=shared).part(memory.handle(flat, 1)) for shared in (True, False))
+    shared[0], private[1] = 7, 9
+    assert flat[:2].tolist() == [7, 0]
+    flat[2] = 5
+    assert shared[2] == 5
+    memory.close()

@@ -1,16 +1,17 @@
 """NCCL or gloo to an engine, and CUDA handles or not: decided from what both ends state, before anything is sent."""
 
 import logging
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from bus.client.reach import HERE
 from bus.liveness.heartbeats import LiveView
 from bus.wire.messages import Capabilities, LiveRow
-from weightstore.config import Deadlines
+from weightstore.config import LARGE_BUCKET, SMALL_BUCKET, Deadlines, WeightsConfig
 from weightstore.push.eviction import PushGroups
 from weightstore.push.handle_receiver import HandleReceivers
+from weightstore.push.publisher import _memory
 from weightstore.push.push_group import GroupRules
 from weightstore.transport.handles import HostMemory, shared_memory_domain
 from weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
@@ -145,3 +146,40 @@ async def test_memory_of_a_gpu_goes_only_to_engines_that_state_that_they_see_it(
     assert no_cuda_handles(OWN.uuid, OTHER) == (
         "it does not see the learner's GPU AAAA-0, which weights.staging: cuda needs; it sees GPU-bbbb-1"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "size"),
+    [
+        ({}, True, LARGE_BUCKET),
+        ({}, False, SMALL_BUCKET),
+        ({"backend": "nccl"}, True, LARGE_BUCKET),
+        ({"backend": "gloo"}, True, SMALL_BUCKET),
+        ({"transport": "handles"}, True, SMALL_BUCKET),
+        ({"transport": "handles", "staging": "cuda"}, True, LARGE_BUCKET),
+        ({"transport": "handles", "staging": "cuda"}, False, SMALL_BUCKET),
+        ({"bucket_bytes": 5}, True, 5),
+        ({"bucket_bytes": 5}, False, 5),
+    ],
+)
+def test_buckets_are_large_where_the_transport_is_fast(settings: dict[str, Any], on_gpu: bool, size: int) -> None:
+    assert WeightsConfig(**settings).bucket_size(on_gpu=on_gpu) == size
+
+
+def test_a_negative_size_of_buckets_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket_bytes: want > 0, or 0 for a size by the transport, got -1"):
+        WeightsConfig(bucket_bytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "shared"),
+    [
+        ({}, OWN, True),
+        ({}, DeviceEnd(), False),
+        ({"backend": "gloo"}, OWN, False),
+        ({"backend": "gloo", "transport": "handles"}, OWN, True),
+        ({"transport": "handles"}, DeviceEnd(), True),
+    ],
+)
+def test_other_processes_can_read_what_is_staged_for_nccl_and_for_handles(settings: dict[str, Any], own: DeviceEnd, shared: bool) -> None:
+    assert isinstance(_memory(WeightsConfig(**settings), own), HostMemory) == shared

@@ -23,7 +23,8 @@ from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
-from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport import senders
+from weightstore.transport.handles import Memory
 from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -196,8 +197,11 @@ class Channel(Protocol):
     async def join(self, member: Member) -> None:
         """A member's part of opening; called for all members at once, together with ``meet``."""
 
-    async def send(self, flat: Tensor) -> None:
-        """The learner's part of a bucket, once for all members, in the order in which they are requested to receive them."""
+    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
+        """The learner's part of a bucket, once for all members, in the order in which they are requested to receive them.
+
+        ``following``: the next bucket; None = not known, or there is none.
+        """
 
     def close(self) -> None:
         """Free the channel. A call under way ends by the deadline of the process group."""
@@ -208,7 +212,7 @@ class GroupChannel:
     """A process group of the learner (rank 0) and the ranks of the engines, one engine after the other."""
 
     def __init__(
-        self, group: BroadcastGroup, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float, address: str
+        self, group: senders.Sender, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float, address: str
     ) -> None:
         """``address``: the host at which the members reach the group's port."""
         self._group, self._thread, self._deadline_s, self._address = group, thread, deadline_s, address
@@ -221,13 +225,16 @@ class GroupChannel:
             rank += member.ranks
 
     @classmethod
-    async def open(cls, members: Sequence[Member], *, at: Reach, backend: str, deadline_s: float) -> "GroupChannel":
-        """Listen, and return the channel; the members have not joined yet. Raises PeerLost."""
+    async def open(
+        cls, members: Sequence[Member], *, at: Reach, deadline_s: float, memory: Memory | None, gpu: str, apart: tuple[str, ...]
+    ) -> "GroupChannel":
+        """Listen, and return the channel; the members have not joined yet. The last three as for ``senders.host``. Raises PeerLost."""
         # One thread for each channel: a call that hangs until its deadline delays no other group.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {members[0].id}")
-        size = 1 + sum(member.ranks for member in members)
+        size, backend = 1 + sum(member.ranks for member in members), members[0].backend
         try:
-            group = await _run(thread, lambda: BroadcastGroup.host(at.bind, GROUP, size, backend, deadline_s))
+            hosting = _run(thread, lambda: senders.host(at.bind, GROUP, size, backend, deadline_s, memory=memory, gpu=gpu, apart=apart))
+            group = await hosting
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -250,16 +257,16 @@ class GroupChannel:
         )
         await member.join(where)
 
-    async def send(self, flat: Tensor) -> None:
+    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
         """Broadcast the bucket to all members, in the channel's thread."""
-        await _run(self._thread, lambda: self._send(flat))
+        await _run(self._thread, lambda: self._send(flat, following))
 
-    def _send(self, flat: Tensor) -> None:
+    def _send(self, flat: Tensor, following: Tensor | None) -> None:
         """Send in the channel's thread. After one message failed no other is tried: each could block for a deadline of its own."""
         if self._lost:
             raise PeerLost(self._group.name, "sending", "an earlier message was lost")
         try:
-            self._group.send(flat, self._deadline_s)
+            self._group.send(flat, self._deadline_s, following)
         except PeerLost:
             self._lost = True
             raise
@@ -280,7 +287,7 @@ class HandleChannel:
         """Have the engine join without a process group."""
         await member.join(None)
 
-    async def send(self, flat: Tensor) -> None:
+    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
         pass
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from weightstore.errors import PublisherClosed
 from weightstore.format.manifest import Manifest
 from weightstore.push.pusher import Pusher, PushReport
 from weightstore.transport.handles import HostMemory, Memory
-from weightstore.transport.nccl import own_end
+from weightstore.transport.nccl import DeviceEnd, own_end
 from weightstore.transport.staging import Staging, StagingPool
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class Publisher:
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._memory, self._own = _memory(config), own_end()
+        self._own = own_end()
+        self._memory = _memory(config, self._own)
         self._pool = None if manifest is None else self._new_pool(manifest)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
@@ -227,7 +228,7 @@ class Publisher:
             self._memory.close()
 
     def _new_pool(self, manifest: Manifest) -> StagingPool:
-        return StagingPool(manifest, self.config.bucket_bytes, memory=self._memory)
+        return StagingPool(manifest, self.config.bucket_size(on_gpu=bool(self._own.uuid)), memory=self._memory)
 
     def _running(self) -> Pusher:
         if isinstance(self._failure, Fenced):
@@ -309,9 +310,9 @@ class Publisher:
             self._pushing = None
 
 
-def _memory(config: WeightsConfig) -> Memory | None:
-    """Return the staging memory that other processes can read, for transport ``handles``; None = memory of this process alone."""
-    if config.transport != "handles":
+def _memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
+    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of this process."""
+    if config.transport != "handles" and (config.backend == "gloo" or not own.uuid):
         return None
     if config.staging == "cuda":
         if not torch.cuda.is_available():

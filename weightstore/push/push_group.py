@@ -26,7 +26,9 @@ from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
 from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated
+from weightstore.transport.handles import Memory
 from weightstore.transport.nccl import DeviceEnd, no_nccl, share
+from weightstore.transport.senders import APART
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,10 @@ class GroupRules:
     deadlines: Deadlines
     own: DeviceEnd = field(default_factory=DeviceEnd)
     """The learner's GPU."""
+    memory: Memory | None = None
+    """The staging memory, if other processes can read it; NCCL needs that."""
+    apart: tuple[str, ...] = APART
+    """Backends whose end is in a process of its own."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
         """Return the backend to an engine (empty: it is refused), and why it is not NCCL."""
@@ -67,7 +73,8 @@ class GroupRules:
         """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        return await GroupChannel.open(members, at=self.at, backend=members[0].backend, deadline_s=self.deadlines.phase_s)
+        within_s, gpu = self.deadlines.phase_s, self.own.uuid
+        return await GroupChannel.open(members, at=self.at, deadline_s=within_s, memory=self.memory, gpu=gpu, apart=self.apart)
 
 
 class PushGroup:
@@ -178,7 +185,10 @@ async def _send_in_one_request(
     """Send one request for all buckets. The deadline holds for each bucket, and then for the answers."""
     specs = [bucket.specs for bucket, _ in buckets]
     # All sends are queued at once: the channel's single thread keeps them in order.
-    sends = [round.start(f"bucket {number} of {len(buckets)}", None, channel.send(flat)) for number, (_, flat) in enumerate(buckets, 1)]
+    sends = [
+        round.start(f"bucket {number} of {len(buckets)}", None, channel.send(flat, following))
+        for number, (flat, following) in enumerate(_with_next(buckets), 1)
+    ]
     requests = {member: round.start("transfer", member, member.receive(version, specs, serve=serve)) for member in members}
     await round.until(sends)
     try:
@@ -193,13 +203,19 @@ async def _send_in_turn(round: "_PushRound", channel: Channel, members: Sequence
     """Send a request for every bucket. An engine that reads them itself has the next requests before it has stored this bucket."""
     most = _BUCKETS_AHEAD if all(member.receiver.carries for member in members) else 1
     under_way: deque[list[asyncio.Task[None]]] = deque()
-    for number, (bucket, flat) in enumerate(buckets, 1):
+    for number, ((bucket, _), (flat, following)) in enumerate(zip(buckets, _with_next(buckets), strict=True), 1):
         if len(under_way) == most:
             await round.until(under_way.popleft())
         phase = f"bucket {number} of {len(buckets)}"
         requests = [round.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, flat))) for member in members]
-        under_way.append([*requests, round.start(phase, None, channel.send(flat))])
+        under_way.append([*requests, round.start(phase, None, channel.send(flat, following))])
     await round.until(round.under_way)
+
+
+def _with_next(buckets: Buckets) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensor of each bucket and that of the next one."""
+    flats = [flat for _, flat in buckets]
+    return list(zip(flats, [*flats[1:], None], strict=True))
 
 
 async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, None]) -> None:

@@ -90,7 +90,7 @@ class Pusher:
         at: Reach = HERE,
         own: DeviceEnd = NO_DEVICE,
     ) -> None:
-        """``memory``: the staging memory, if engines can get handles of it; ``at``: the address at which engines reach this process.
+        """``memory``: the staging memory, if other processes can read it; ``at``: the address at which engines reach this process.
 
         ``own``: the GPU of the thread that stages.
         """
@@ -122,8 +122,8 @@ class Pusher:
 
         self._groups = PushGroups(
             self._view,
-            over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
-            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own),
+            over_http if config.transport != "handles" else self._by_handles(stack, over_http),
+            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own, self._memory),
         )
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
@@ -132,11 +132,12 @@ class Pusher:
         stack.push_async_callback(self._snapshots.close)
         await self._snapshots.open()
 
-    def _by_handles(self, stack: AsyncExitStack, memory: Memory, otherwise: Opener) -> Opener:
+    def _by_handles(self, stack: AsyncExitStack, otherwise: Opener) -> Opener:
         """Pass handles to engines that can read this memory; the others get ``otherwise``, and are logged once."""
         from weightstore.push.handle_receiver import HandleReceivers
 
-        gpu = self._own.uuid if self._config.staging == "cuda" else ""
+        memory, gpu = self._memory, self._own.uuid if self._config.staging == "cuda" else ""
+        assert memory is not None, "weights.transport: handles is staged in memory that engines can read"
         receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=self._config.deadlines, gpu=gpu)
         stack.callback(receivers.close)
         return receivers.open

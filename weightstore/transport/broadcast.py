@@ -5,7 +5,8 @@ Built from torch's classes directly, so no default group is touched. Store keys 
 Every operation has a deadline and cannot be interrupted before it. All calls block: run them in a thread.
 
 NCCL has no deadline of its own: it creates its communicator inside the first broadcast, where it waits without end for a dead peer, and
-an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline. Not tried on GPUs yet.
+an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline, on a stream of its own: the default one
+has other work before it. The learner's end over NCCL is in a process of its own (``sender_process``). Not tried on GPUs yet.
 """
 
 import socket
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weightstore.errors import PeerLost
+from weightstore.transport.slots import DoubleBuffer
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
@@ -60,6 +62,8 @@ class BroadcastGroup:
         self._server = server
         """The server that the stores of all members are connected to, on rank 0. When it closes, waits in those stores fail at once."""
         self._group: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._copies: DoubleBuffer | None = None
 
     @classmethod
     def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
@@ -108,10 +112,13 @@ class BroadcastGroup:
             store = dist.PrefixStore(f"{BACKENDS[self.backend]}/", outer)
             self._group = self._gloo(store) if self.backend == "gloo" else self._nccl(store)
 
-    def send(self, flat: Tensor, timeout_s: float | None = None) -> None:
-        """Broadcast a flat uint8 tensor to all, as rank 0; returns when it has left this process. Raises PeerLost."""
+    def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
+        """Broadcast a flat uint8 tensor to all, as rank 0; returns when it has left this process. Raises PeerLost.
+
+        ``following``: the tensor of the next call, if its bytes are there already; over NCCL it is copied to the GPU meanwhile.
+        """
         assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
-        self._broadcast(flat, "sending", timeout_s)
+        self._broadcast(flat, "sending", timeout_s, following)
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
         """Return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device. Not for rank 0.
@@ -161,12 +168,10 @@ class BroadcastGroup:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
 
-    def _broadcast(self, flat: Tensor, doing: str, timeout_s: float | None) -> None:
+    def _broadcast(self, flat: Tensor, doing: str, timeout_s: float | None, following: Tensor | None = None) -> None:
         group, timeout_s = self._group, self.timeout_s if timeout_s is None else timeout_s
         if group is None:
             raise PeerLost(self.name, doing, "the group is closed")
-        if flat.device.type != self._device.type:
-            flat = flat.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=timeout_s) if self.backend == "gloo" else _NCCL_OWN_TIMEOUT
@@ -174,15 +179,36 @@ class BroadcastGroup:
             if self.backend == "gloo":
                 group.broadcast([flat], options).wait()
             else:
-                _nccl_broadcast(group, flat, options, timeout_s, self.name)
+                stream = self._own_stream()
+                _nccl_broadcast(group, self._on_device(flat, following, stream), options, stream, timeout_s, self.name)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """Return the stream of the broadcasts. For a receiver it is behind the work of this thread, which may still read its memory."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        if self.rank > 0:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._stream
+
+    def _on_device(self, flat: Tensor, following: Tensor | None, stream: torch.cuda.Stream) -> Tensor:
+        """Return ``flat`` itself if it is on the GPU, else its copy there."""
+        if flat.is_cuda:
+            return flat
+        if self._copies is None:
+            from weightstore.transport.device_buffers import DeviceBuffers
+
+            self._copies = DoubleBuffer(DeviceBuffers(stream))
+        return self._copies.message(flat, following)
 
 
-def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, timeout_s: float, name: str) -> None:
+def _nccl_broadcast(
+    group: Any, flat: Tensor, options: dist.BroadcastOptions, stream: torch.cuda.Stream, timeout_s: float, name: str
+) -> None:
     """Poll the broadcast and abort the communicator at the deadline: NCCL's own wait would end the process."""
-    stream, late = torch.cuda.current_stream(), threading.Event()
+    late = threading.Event()
 
     def run() -> None:
-        """Broadcast on the caller's stream, and poll until it is done or late."""
+        """Broadcast on the group's stream, and poll until it is done or late."""
         with torch.cuda.stream(stream):  # a new thread is on the first GPU
             work = group.broadcast([flat], options)
             while not work.is_completed() and not late.is_set():

@@ -1,9 +1,12 @@
 """Staged weights in the memory of a GPU, read by other processes over CUDA IPC. Written after torch's own reductions; not tried yet.
 
-A handle can be opened once by each process for which it was made (torch counts the openings), so each message gets a new one.
+A block (an allocation) is shared once; messages name parts of it. Each share takes an event, and from 1,000 events on torch waits for the
+device at every further one. Torch counts a share's openings, and frees shared memory when they are undone. Here a share is opened by many
+processes, so that count means nothing: torch keeps the memory until the process ends, for which it is staged anyway.
+Source: torch 2.13, torch/csrc/CudaIPCTypes.h (CUDA_IPC_MAXIMUM_EVENTS_TO_USE, an unsigned counter).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from weightstore.errors import BadManifest
 
 SHARE = 7
 """Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
+Share = list[object]
 
 
 def pin(flat: Tensor) -> None:
@@ -25,45 +29,88 @@ def unpin(address: int) -> None:
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
+class SharedBlocks:
+    """Blocks of memory that are shared, each once. They stay allocated until ``clear``, so an address belongs to one block."""
+
+    def __init__(self, share: Callable[[Tensor], Share] | None = None) -> None:
+        """``share`` makes a share of the storage of a tensor; None = over CUDA IPC."""
+        self._make = share or _share
+        self._shares: dict[int, tuple[Tensor, Share]] = {}
+
+    def share(self, flat: Tensor) -> Share:
+        """Return the share of the block that ``flat`` is a part of."""
+        address = flat.untyped_storage().data_ptr()
+        if address not in self._shares:
+            self._shares[address] = flat, self._make(flat)
+        return self._shares[address][1]
+
+    def clear(self) -> None:
+        """Forget all shares; the blocks may be freed."""
+        self._shares = {}
+
+
 class CudaMemory:
     """``weightstore.transport.handles.Memory`` on this process' GPU."""
+
+    def __init__(self) -> None:
+        self._shared = SharedBlocks()
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return flat uint8 [num_bytes] of zeros on the current GPU."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:
-        """Return the GPU's UUID, the part of its storage, and one share for each of ``ranks`` processes."""
+        """Return the GPU's UUID, the part of its block, and the block's share for each of ``ranks`` processes."""
         return {
             "device": _uuid(flat.get_device()),  # not its number: another process may count its GPUs differently
             "start": flat.storage_offset(),
             "num_bytes": flat.numel(),
-            "shares": [_share(flat) for _ in range(ranks)],
+            "shares": [self._shared.share(flat)] * ranks,
         }
 
     def close(self) -> None:
-        """Nothing to do: torch frees the memory when its last reader has closed it."""
+        """Forget the shares. Torch frees the memory when it is no longer used here, and its readers have closed it."""
+        self._shared.clear()
 
 
-def opened(handle: Mapping[str, object]) -> Tensor:
-    """Return the bytes of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
+def opened(handle: Mapping[str, Any]) -> Tensor:
+    """Return the whole block of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    return rebuild_cuda_tensor(*arguments(handle, 0, _ordinal(str(handle.get("device")))))
+    _, num_bytes = block_of(handle)
+    whole = {**handle, "start": 0, "num_bytes": num_bytes}
+    return rebuild_cuda_tensor(*arguments(whole, 0, ordinal(str(handle.get("device")))))
+
+
+def block_of(handle: Mapping[str, Any]) -> tuple[tuple[object, ...], int]:
+    """Return the identity of a handle's block, equal for all parts of it, and its bytes. Raises BadManifest."""
+    share = _share_in(handle, 0)
+    num_bytes = share[1]
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
+        raise BadManifest("handle: shares", "bytes of the block, >= 0", repr(num_bytes))
+    name, offset = share[0], share[2]
+    if not isinstance(name, bytes) or not isinstance(offset, int):
+        raise BadManifest("handle: shares", "a name and an offset of the block", f"{name!r:.60} and {offset!r:.60}")
+    return (str(handle.get("device")), name, offset, num_bytes), num_bytes
+
+
+def _share_in(handle: Mapping[str, Any], rank: int) -> Share:
+    shares = handle.get("shares")
+    if not isinstance(shares, list) or rank >= len(shares) or not isinstance(shares[rank], list) or len(shares[rank]) != SHARE:
+        found = len(shares) if isinstance(shares, list) else "none"
+        raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{found} of them")
+    return shares[rank]
 
 
 def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
-    shares = handle["shares"]
-    if rank >= len(shares) or len(shares[rank]) != SHARE:
-        raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{len(shares)} of them")
-    storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = shares[rank]
+    storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = _share_in(handle, rank)
     # All in the order of the parameters of ``rebuild_cuda_tensor``; the False is ``requires_grad``.
     kinds = (torch.Tensor, torch.Size([handle["num_bytes"]]), (1,), handle["start"], torch.storage.TypedStorage, torch.uint8)
     return *kinds, device, storage, storage_bytes, storage_offset, False, counter, counter_offset, event, wait
 
 
-def _share(flat: Tensor) -> list[object]:
+def _share(flat: Tensor) -> Share:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, reduced = reduce_tensor(flat)
@@ -75,7 +122,8 @@ def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _ordinal(uuid: str) -> int:
+def ordinal(uuid: str) -> int:
+    """Return the number that this process has for a GPU. Raises BadManifest when it does not see it."""
     seen = [_uuid(device) for device in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise BadManifest("handle: device", f"one of {', '.join(seen) or 'no GPU'}", uuid)

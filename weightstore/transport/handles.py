@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ class Memory(Protocol):
         raise NotImplementedError
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:
-        """Return a handle of a part of such memory for an engine of ``ranks`` processes; valid for one message."""
+        """Return a handle of a part of such memory for an engine of ``ranks`` processes."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class HostMemory:
     def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
         """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is. The same for any ``ranks``."""
         start = flat.data_ptr()
-        for block in self._blocks:
+        for block in reversed(self._blocks):  # one that was unmapped may have had the same address
             if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
                 return {
                     "pid": os.getpid(),
@@ -110,11 +110,21 @@ class HostMemory:
                 unpin(block.address)
 
 
+OpenBlock = Callable[[Mapping[str, Any]], Tensor]
+"""Opens the whole block of a GPU's memory that a handle is about. Raises BadManifest."""
+
+
 class Mapped:
     """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[int, int, int], Tensor] = {}
+    def __init__(self, *, shared: bool = False, open_block: OpenBlock | None = None) -> None:
+        """``shared``: map it writable, so that it can be pinned; pages of a private mapping are copied when they are pinned.
+
+        ``open_block`` opens a block of a GPU's memory; None = over CUDA IPC.
+        """
+        self._shared, self._open = shared, open_block
+        self._blocks: dict[tuple[object, ...], Tensor] = {}
+        """Blocks of host memory and of GPUs, by their identities."""
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
         """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
@@ -123,8 +133,20 @@ class Mapped:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
         block = self._blocks.get((pid, fd, inode))
         if block is None:
-            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size)
+            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._shared)
         return block[offset : offset + num_bytes]
+
+    def gpu_part(self, handle: Mapping[str, Any]) -> Tensor:
+        """Return the bytes of a handle of GPU memory, flat uint8. Raises BadManifest. Blocking."""
+        from weightstore.transport import cuda_handles
+
+        identity, size = cuda_handles.block_of(handle)
+        start, num_bytes = _number(handle, "start"), _number(handle, "num_bytes")
+        if start + num_bytes > size:
+            raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {start}")
+        if identity not in self._blocks:
+            self._blocks[identity] = (self._open or cuda_handles.opened)(handle)
+        return self._blocks[identity][start : start + num_bytes]
 
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that views it."""
@@ -145,29 +167,28 @@ class Offered:
 
     @property
     def shares(self) -> list[object] | None:
-        """Shares of GPU memory, one for each process that reads it; each can be opened once. None for host memory."""
+        """Shares of GPU memory, one for each process that reads it. None for host memory."""
         return self.handle.get("shares")
 
     def tensor(self) -> Tensor:
         """Return the bucket as flat uint8, without a copy. Raises BadManifest. Blocking."""
         if self.shares is None:
             return self.mapped.part(self.handle)
-        from weightstore.transport.cuda_handles import opened
-
-        return opened(self.handle)
+        return self.mapped.gpu_part(self.handle)
 
 
-def _mapped(path: str, inode: int, size: int) -> Tensor:
+def _mapped(path: str, inode: int, size: int, *, shared: bool) -> Tensor:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise BadManifest(f"handle {path}", "the learner's memory", error.strerror) from None
     try:
         there = os.fstat(fd)
         if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
             raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
-        # Private, so that nothing here can write into what the learner reads; pages that are only read stay the learner's own.
-        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        # An engine's is private, so that nothing there can write into what the learner reads; pages only read stay the learner's own.
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=flags), dtype=torch.uint8)
     finally:
         os.close(fd)
 

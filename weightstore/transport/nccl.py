@@ -4,6 +4,7 @@ NCCL ends a broadcast, or waits in it, for ends of different releases and for tw
 server ends when it is given memory of a GPU that it does not see. So both are decided before anything is sent. Not tried on GPUs yet.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,10 +58,15 @@ def nccl_differs(learner: str, engine: str) -> str:
 
 def no_cuda_handles(uuid: str, engine: "Capabilities") -> str:
     """Return why an engine cannot open memory of the GPU ``uuid``; empty = it can."""
-    if _same(uuid) in map(_same, engine.visible_devices):
+    if sees(engine.visible_devices, uuid):
         return ""
     seen = ", ".join(engine.visible_devices) or "none that it states"
     return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {seen}"
+
+
+def sees(visible: Collection[str], uuid: str) -> bool:
+    """Return whether a GPU is among the visible ones."""
+    return _same(uuid) in map(_same, visible)
 
 
 def share(some: tuple[str, ...], others: tuple[str, ...]) -> bool:

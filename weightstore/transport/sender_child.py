@@ -1,0 +1,92 @@
+"""The process behind ``weightstore.transport.sender_process``: one process group, which sends what it is given handles of.
+
+python -m weightstore.transport.sender_child DESCRIPTOR PARENT
+"""
+
+import logging
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+from torch import Tensor
+
+from bus.system.processes import die_with_parent
+from weightstore.errors import PeerLost
+from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.handles import Mapped, Offered
+
+_log = logging.getLogger(__name__)
+
+
+class _Session:
+    """The group and the memory that is mapped for it."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+        self._mapped = Mapped(shared=True)
+        self._pinned: set[int] = set()
+        self._pins = False
+        self._verbs = {"host": self._host, "meet": self._meet, "send": self._send}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Run a request and return its answer, in which ``lost`` is the reason of an error."""
+        try:
+            return self._verbs[request["verb"]](request)
+        except PeerLost as error:
+            return {"lost": error.reason}
+        except Exception as error:  # torch, CUDA or the memory: the learner closes the group, and evicts
+            _log.exception("%s failed", request.get("verb"))
+            return {"lost": f"{type(error).__name__}: {error}"}
+
+    def _host(self, request: Mapping[str, Any]) -> dict[str, object]:
+        if request["gpu"]:
+            import torch
+
+            from weightstore.transport.cuda_handles import ordinal
+
+            torch.cuda.set_device(ordinal(request["gpu"]))
+            self._pins = True
+        arguments = [request[name] for name in ("address", "name", "world_size", "backend", "timeout_s")]
+        self._group = BroadcastGroup.host(*arguments)
+        return {"port": self._group.port}
+
+    def _meet(self, request: Mapping[str, Any]) -> dict[str, object]:
+        assert self._group is not None
+        self._group.meet()
+        return {}
+
+    def _send(self, request: Mapping[str, Any]) -> dict[str, object]:
+        assert self._group is not None
+        following = None if request["following"] is None else self._tensor(request["following"])
+        self._group.send(self._tensor(request["handle"]), request["timeout_s"], following)
+        return {}
+
+    def _tensor(self, handle: Mapping[str, Any]) -> Tensor:
+        """Return the bytes of a handle, pinned bucket by bucket: a whole copy at once could take longer than a push may."""
+        flat = Offered(self._mapped, handle).tensor()
+        if self._pins and not flat.is_cuda and flat.numel() and flat.data_ptr() not in self._pinned:
+            from weightstore.transport.cuda_handles import pin
+
+            pin(flat)
+            self._pinned.add(flat.data_ptr())
+        return flat
+
+
+def main() -> None:
+    """Answer the requests on the pipe until the learner closes it."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)()
+    session = _Session()
+    with Connection(descriptor) as pipe:
+        while True:
+            try:
+                request = msgpack.unpackb(pipe.recv_bytes())
+            except EOFError:
+                return
+            pipe.send_bytes(msgpack.packb(session.answer(request)))
+
+
+if __name__ == "__main__":
+    main()
