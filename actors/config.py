@@ -94,6 +94,10 @@ class ActorConfig:
     """Passed to the reward."""
     reward_timeout_s: float = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
+    reward_workers: int = 16
+    """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
+    reward_memory_mb: int = 4096
+    """Private memory of each of these processes; 0 = no limit."""
     generate_timeout_s: float = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
@@ -109,5 +113,9 @@ class ActorConfig:
         for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.reward_workers <= 0:
+            raise ValueError(f"reward_workers: want > 0, got {self.reward_workers!r}")
+        if self.reward_memory_mb < 0:
+            raise ValueError(f"reward_memory_mb: want >= 0, got {self.reward_memory_mb!r}")
         if self.drain_finish_s < 0:
             raise ValueError(f"drain_finish_s: want >= 0, got {self.drain_finish_s!r}")

@@ -34,4 +34,6 @@ Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
 may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with that reason."""
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
-"""A reward as ``rewards.registry.load`` returns it: options bound, always awaitable, result validated."""
+"""A reward as an actor calls it: options bound, always awaitable, result validated.
+
+Raises TimeoutError after its time limit (``rewards.children.pool.opened``), RewardFailed, and what a reward in this process raises."""

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from bus.errors import WireError
@@ -38,21 +39,44 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     sample may have (``bus/wire/invariants.py``). It has no time limit; the caller sets one.
     Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
-    reward = _find(name)
-    bound = dict(options or {})
+    bound = bind(name, options)
     # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
-    in_thread = bound.pop(IN_THREAD, name not in TABLE)
+    in_thread = dict(options or {}).get(IN_THREAD, name not in TABLE)
     if not isinstance(in_thread, bool):
         raise BadRewardOption(name, IN_THREAD, f"want true or false, got {in_thread!r}")
-    _check_options(name, reward, bound)
-    call = _Threaded(name, reward) if in_thread and not _is_async(reward) else reward
+    call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        result: object = call(request, **bound)
-        return _checked(name, await result if inspect.isawaitable(result) else result)
+        result: object = call(request)
+        return checked(name, await result if inspect.isawaitable(result) else result)
 
     return score
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A reward with its options."""
+
+    name: str
+    reward: Callable[..., Any]
+    options: Mapping[str, object]
+
+    def __call__(self, request: RewardRequest) -> Any:
+        return self.reward(request, **self.options)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call gives an awaitable."""
+        return _is_async(self.reward)
+
+
+def bind(name: str, options: Mapping[str, object] | None = None) -> Bound:
+    """Find a reward and bind its options, all but ``in_thread``. Raises UnknownReward, BadRewardOption, and whatever its module raises."""
+    reward = _find(name)
+    own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
+    _check_options(name, reward, own)
+    return Bound(name, reward, own)
 
 
 def _is_async(reward: Reward) -> bool:
@@ -120,7 +144,8 @@ def _nearest(word: str, words: Mapping[str, object]) -> str:
     return f" (nearest: {found[0]!r})" if found else ""
 
 
-def _checked(name: str, result: object) -> float | dict[str, float]:
+def checked(name: str, result: object) -> float | dict[str, float]:
+    """Return the result of a reward as numbers that a sample may have. Raises RewardFailed."""
     if isinstance(result, Mapping):
         reward: float | dict[str, float] = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
     else:
@@ -143,11 +168,11 @@ def _number(name: str, value: Any) -> float:
 class _Threaded:
     """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls, nor the exit."""
 
-    def __init__(self, name: str, reward: Reward) -> None:
-        self._name, self._reward = name, reward
+    def __init__(self, reward: Bound) -> None:
+        self._name, self._reward = reward.name, reward
         self._running = 0
 
-    async def __call__(self, request: RewardRequest, **options: object) -> Parts:
+    async def __call__(self, request: RewardRequest) -> Parts:
         if self._running >= MAX_THREADS:
             raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started")
         loop = asyncio.get_running_loop()
@@ -168,7 +193,7 @@ class _Threaded:
             result: object = None
             error: Exception | None = None
             try:
-                result = self._reward(request, **options)
+                result = self._reward(request)
             except Exception as raised:
                 # A future refuses StopIteration, and the caller would wait without end.
                 error = RewardFailed(self._name, repr(raised)) if isinstance(raised, StopIteration) else raised

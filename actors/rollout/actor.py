@@ -251,8 +251,7 @@ class Actor:
         begin = time.monotonic()
         try:
             with self._activity:
-                async with asyncio.timeout(self._config.reward_timeout_s):
-                    reward = await self._score(request)
+                reward = await self._score(request)
         except TimeoutError:
             return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
         except Exception as error:

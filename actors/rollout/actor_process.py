@@ -20,7 +20,8 @@ from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.subjects import refused
-from rewards.registry import load
+from rewards.children.limits import Limits
+from rewards.children.pool import opened
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -43,7 +44,7 @@ async def run_actor(
 
     A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``) once it is written; ``allowed``: see
     ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound
-    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
+    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
@@ -65,8 +66,14 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
     activity = Activity()
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
     generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
-    score = load(config.reward, config.reward_options)
-    actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    async with AsyncExitStack() as stack:
+        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+        actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+        await _act(bus, id, actor, activity, engines, draining)
+
+
+async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, draining: asyncio.Event) -> None:
     async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
         async with asyncio.TaskGroup() as beside:
             discovering = beside.create_task(engines.run(), name="engines")

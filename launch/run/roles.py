@@ -232,7 +232,9 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.engines.membership import default_id
     from actors.rollout import actor_process
+    from rewards.children.limits import become_undumpable
 
+    become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return

@@ -18,7 +18,6 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Sampling, Status
-from rewards.port import RewardRequest
 from tests.actor_kit import (
     LABEL,
     PROMPT,
@@ -43,23 +42,6 @@ def _model() -> None:
     """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
-
-
-async def hangs(request: RewardRequest) -> float:
-    await asyncio.Event().wait()
-    return 0.0
-
-
-def raises(request: RewardRequest) -> float:
-    raise ConnectionError("the judge answered 500")
-
-
-def overflows(request: RewardRequest) -> float:
-    return 1e39
-
-
-def nan(request: RewardRequest) -> float:
-    return float("nan")
 
 
 @asynccontextmanager
@@ -223,10 +205,10 @@ async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
 ) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus), group_size=2)
-        async with acting(bus, nats_server, reward=f"{__name__}:{reward}", reward_timeout_s=0.1):
+        async with acting(bus, nats_server, reward=f"tests.child_rewards:{reward}", reward_timeout_s=0.1):
             await settled(bus)
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
-        said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward '{__name__}:{reward}': ")
+        said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward 'tests.child_rewards:{reward}': ")
         assert reason in said
         dead = [letter async for _, letter in bus.dead.scan()]
         assert [(letter.task, letter.attempts, letter.actor) for letter in dead] == [(tasks[0], 2, "a1")]

@@ -1,0 +1,101 @@
+"""Frames between an actor and the workers of its reward: four bytes of length (big-endian), then one JSON map.
+
+The code of a user can write to the worker's end. So a frame that an actor reads has a bounded size, and anything but a map is BadFrame.
+"""
+
+import asyncio
+import base64
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bus.wire.messages import Status
+from rewards.port import RewardRequest
+
+MAX_RESULT_BYTES = 1 << 20
+"""Size of the largest result that an actor reads, in bytes."""
+_LENGTH = struct.Struct(">I")
+
+
+class BadFrame(Exception):
+    """The bytes read are no frame."""
+
+
+def encode(message: Mapping[str, object]) -> bytes:
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def encode_call(id: int, request: bytes) -> bytes:
+    """Return the frame of a call, with the JSON of its request."""
+    body = b'{"id": %d, "request": %s}' % (id, request)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """Return the map in the body of a frame. Raises BadFrame."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"no JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise BadFrame(f"want a map, got {type(message).__name__}")
+    return message
+
+
+async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any] | None:
+    """Return the next message, None at the end. Raises BadFrame."""
+    try:
+        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if size > max_bytes:
+            raise BadFrame(f"a result of {size} bytes, want at most {max_bytes}")
+        return decode(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the next message of a blocking socket, None at the end."""
+    head = _exactly(connection, _LENGTH.size)
+    body = _exactly(connection, _LENGTH.unpack(head)[0]) if head else b""
+    return decode(body) if body else None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        piece = connection.recv(min(size - len(found), 1 << 20))
+        if not piece:
+            return b""
+        found += piece
+    return bytes(found)
+
+
+def from_request(request: RewardRequest) -> bytes:
+    """Return a request as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    found = {
+        "prompt": request.prompt,
+        "response": request.response,
+        "label": request.label,
+        "status": request.status.value,
+        "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
+        "metadata": dict(request.metadata),
+    }
+    return json.dumps(found).encode()
+
+
+def to_request(found: Mapping[str, Any]) -> RewardRequest:
+    """Return the request in the map that ``from_request`` encoded."""
+    return RewardRequest(
+        prompt=found["prompt"],
+        response=found["response"],
+        label=found["label"],
+        status=Status(found["status"]),
+        tokens=np.frombuffer(base64.b64decode(found["tokens"]), "<i4").astype(np.int32),
+        metadata=found["metadata"],
+    )

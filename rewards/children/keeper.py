@@ -1,0 +1,168 @@
+"""The parent of a reward's workers: imports the reward once, forks a worker when the actor asks for one, and ends whole process trees.
+
+::
+
+    actor --control--> keeper --fork--> worker, worker, ...        requests and results go between actor and worker directly
+                          <-- status of each worker that ended
+
+Workers are forked while this process has one thread; if the import of the reward has started threads, each worker is a new interpreter.
+A worker and its descendants are found by the parent of each process: worker and keeper are subreapers, so a process that has left its
+session or lost its parent is still below one of them.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from rewards.children import limits, worker
+from rewards.errors import BadRewardOption, UnknownReward
+from rewards.registry import Bound, bind
+
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from rewards.children.{module} import main; main()"
+"""Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
+
+Its arguments are the descriptor of its socket and that path. Settings are on stdin: all users of a machine can read a command line."""
+MAX_REASON = 10_000
+"""Characters of a refusal, which must fit into one packet."""
+
+
+def command(module: str, descriptor: int) -> list[str]:
+    """Return the command of a new interpreter that runs ``main`` of ``rewards.children.MODULE``."""
+    path = [entry or os.getcwd() for entry in sys.path]
+    return [sys.executable, "-c", BOOT.format(module=module), str(descriptor), json.dumps(path)]
+
+
+def settings_file(settings: object) -> int:
+    """Return a descriptor from which a new interpreter reads its settings."""
+    descriptor = os.memfd_create("settings", os.MFD_CLOEXEC)
+    os.write(descriptor, json.dumps(settings).encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def main() -> None:
+    """Run the keeper until the actor closes the control socket; its settings are on stdin."""
+    limits.end_with_parent(os.getppid())
+    control, start = socket.socket(fileno=int(sys.argv[1])), json.load(sys.stdin)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    limits.become_subreaper()
+    try:
+        reward = bind(start["name"], start["options"])
+    except (UnknownReward, BadRewardOption) as error:
+        _send(control, {"refused": type(error).__name__, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
+        return
+    except BaseException as error:  # the module is the user's, and may raise anything while it is imported
+        _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON]]})
+        return
+    forks = len(os.listdir("/proc/self/task")) == 1
+    keeper = _Keeper(control, reward, start, forks=forks)
+    limits.outlive_parent()  # from here on the end of the control socket ends it, after its workers
+    _send(control, {"ready": True, "async": reward.is_async, "forks": forks})
+    keeper.run()
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the actor has gone
+        control.send(json.dumps(message).encode())
+
+
+class _Keeper:
+    def __init__(self, control: socket.socket, reward: Bound, start: dict[str, Any], *, forks: bool) -> None:
+        self._control, self._reward, self._start, self._forks = control, reward, start, forks
+        self._limits = limits.Limits(**start["limits"])
+        self._workers: dict[int, int] = {}
+        """Worker id by process id."""
+        # Servers that the module has started at its import belong to the reward.
+        self._own = limits.children_of({os.getpid()})
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the actor drains first, and needs its rewards for that
+            signal.signal(number, signal.SIG_IGN)
+        gc.freeze()
+
+    def run(self) -> None:
+        """Serve the actor until the control socket ends; then end everything below this process."""
+        try:
+            while True:
+                ready, _, _ = select.select([self._control, self._woken], [], [])
+                if self._woken in ready:
+                    self._woken.recv(4096)
+                    self._reap()
+                if self._control in ready and not self._receive():
+                    return
+        finally:
+            for pid in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            limits.end_strays(set)
+
+    def _receive(self) -> bool:
+        """Execute one command; False at the end of the socket."""
+        packet, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+        if not packet:
+            return False
+        message = json.loads(packet)
+        if "fork" in message:
+            self._fork(message["fork"], descriptors[0])
+        else:
+            for pid in [pid for pid, id in self._workers.items() if id == message["kill"]]:
+                os.kill(pid, signal.SIGKILL)
+                self._ended(pid, os.waitpid(pid, 0)[1])
+        return True
+
+    def _fork(self, id: int, descriptor: int) -> None:
+        try:
+            pid = self._forked(descriptor) if self._forks else self._started(descriptor)
+        except OSError as error:
+            _send(self._control, {"ended": id, "reason": f"no process could be started: {error}"})
+            return
+        finally:
+            os.close(descriptor)
+        self._workers[pid] = id
+
+    def _forked(self, descriptor: int) -> int:
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for end in (self._control, self._waker, self._woken):
+                end.close()
+            worker.serve(socket.socket(fileno=descriptor), self._reward, self._limits, keeper)
+            code = 0
+        finally:
+            os._exit(code)  # nothing of the keeper's may run in its copy, exit handlers of the user's module neither
+
+    def _started(self, descriptor: int) -> int:
+        settings = settings_file(self._start)
+        try:
+            return subprocess.Popen(command("worker", descriptor), stdin=settings, pass_fds=(descriptor,), start_new_session=True).pid
+        finally:
+            os.close(settings)
+
+    def _reap(self) -> None:
+        for pid in list(self._workers):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self._ended(pid, status)
+
+    def _ended(self, pid: int, status: int) -> None:
+        id = self._workers.pop(pid)
+        left = limits.end_strays(lambda: self._own | self._workers.keys())
+        code = os.waitstatus_to_exitcode(status)
+        reason = f"its process exited with code {code}" if code >= 0 else f"its process was killed by {signal.Signals(-code).name}"
+        _send(self._control, {"ended": id, "reason": reason, "left": left})

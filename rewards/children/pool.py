@@ -1,0 +1,142 @@
+"""A reward in child processes: calls go to workers, and a call past its limit ends the worker with every process below it.
+
+::
+
+    call --> idle worker, or a new one (up to ``workers``) --> result, checked again
+                  |
+                  +-- past its limit, ended or rubbish: the worker is killed, the call fails, and no call is repeated
+
+A plain reward has one call per worker; an async one has a single worker with all calls, which is killed only if its loop is blocked.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from rewards.children import frames
+from rewards.children.keeper_process import KeeperProcess, Worker
+from rewards.children.limits import Limits
+from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.port import RewardRequest, Scorer
+from rewards.registry import IN_THREAD, TABLE, checked, load
+
+RESTART_S = 5.0
+"""Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
+CANCEL_S = 2.0
+"""Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is blocked."""
+
+
+@asynccontextmanager
+async def opened(name: str, options: Mapping[str, object] | None = None, limits: Limits | None = None) -> AsyncIterator[Scorer]:
+    """Give the scorer of a reward: a built-in one runs in this process, one by import path in children, with their limits.
+
+    The option ``in_thread`` keeps a reward by import path in this process. A scorer raises TimeoutError after ``limits.timeout_s``.
+    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    """
+    limits = limits or Limits()
+    if name in TABLE or IN_THREAD in (options or {}):
+        yield _within(load(name, options), limits.timeout_s)
+        return
+    if ":" not in name:
+        load(name, options)  # raises UnknownReward
+    pool = Children(name, options or {}, limits)
+    await pool.start()
+    try:
+        yield pool.score
+    finally:
+        await pool.close()
+
+
+def _within(score: Scorer, timeout_s: float) -> Scorer:
+    async def bounded(request: RewardRequest) -> float | dict[str, float]:
+        """Score within the limit."""
+        async with asyncio.timeout(timeout_s):
+            return await score(request)
+
+    return bounded
+
+
+class Children:
+    """The workers of one reward. ``start`` it before the first call, and ``close`` it."""
+
+    def __init__(self, name: str, options: Mapping[str, object], limits: Limits) -> None:
+        self._name, self._options, self._limits = name, options, limits
+        self._keeper: KeeperProcess | None = None
+        self._starting = asyncio.Lock()
+        self._refused, self._refused_s = "", 0.0
+        self._places = asyncio.Semaphore(limits.workers)
+        self._idle: list[Worker] = []
+        self._shared: Worker | None = None
+
+    async def start(self) -> None:
+        """Import the reward in its process. Raises UnknownReward, BadRewardOption, RewardFailed."""
+        try:
+            frames.encode(self._options)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRewardOption(self._name, "*", f"want values that JSON has, for a reward in a process of its own: {error}") from None
+        await self._running_keeper()
+
+    async def close(self) -> None:
+        """End every process of the reward."""
+        if self._keeper is not None:
+            await self._keeper.close()
+
+    async def score(self, request: RewardRequest) -> float | dict[str, float]:
+        """Return the checked result of one call. Raises RewardFailed, TimeoutError."""
+        try:
+            message = frames.from_request(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"want values that JSON has in label, prompt and metadata: {error}"
+            raise RewardFailed(self._name, reason) from None
+        try:
+            keeper = await self._running_keeper()
+            result = await (self._call_shared(keeper, message) if keeper.is_async else self._call_one(keeper, message))
+        except RewardFailed as error:
+            raise RewardFailed(self._name, error.reason) from None
+        return checked(self._name, result)
+
+    async def _call_one(self, keeper: KeeperProcess, message: bytes) -> object:
+        async with self._places:
+            worker = await self._idle_worker(keeper)
+            try:
+                result = await worker.call(message, self._limits.timeout_s)
+            except RewardFailed:  # a reply with a reason, or the end of the worker
+                self._idle.append(worker)
+                raise
+            except BaseException:
+                keeper.kill(worker, "the call was cancelled or past its limit")
+                raise
+            self._idle.append(worker)
+            return result
+
+    async def _idle_worker(self, keeper: KeeperProcess) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.ended:
+                return worker
+        return await keeper.worker()
+
+    async def _call_shared(self, keeper: KeeperProcess, message: bytes) -> object:
+        async with self._starting:
+            if self._shared is None or self._shared.ended:
+                self._shared = await keeper.worker()
+            worker = self._shared
+        return await worker.call(message, self._limits.timeout_s, cancel_s=CANCEL_S)
+
+    async def _running_keeper(self) -> KeeperProcess:
+        async with self._starting:
+            if self._keeper is not None and not self._keeper.ended:
+                return self._keeper
+            if self._refused and time.monotonic() < self._refused_s + RESTART_S:
+                raise RewardFailed(self._name, self._refused)
+            if self._keeper is not None:
+                await self._keeper.close()
+            self._idle.clear()
+            try:
+                self._keeper = await KeeperProcess.start(self._name, self._options, self._limits)
+            except (RewardFailed, UnknownReward, BadRewardOption) as error:
+                self._refused, self._refused_s = error.reason, time.monotonic()
+                raise
+            self._refused = ""
+            return self._keeper

@@ -1,0 +1,120 @@
+"""The process that calls a reward: one call at a time if it is a plain function, any number if it is async.
+
+Consumes requests from its connection, produces a result or a reason for each; ends when the connection does. Everything that the reward
+can raise is a reason. What it can do besides (hang, exit, write rubbish) is the business of the keeper and of the actor.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from rewards.children import frames, limits
+from rewards.errors import RewardFailed
+from rewards.registry import Bound, bind, checked
+
+MAX_REASON = 2000
+"""Characters of the text of an error that are sent."""
+
+
+def main() -> None:
+    """Run a worker that imports the reward by itself; its settings are on stdin."""
+    start, parent = json.load(sys.stdin), os.getppid()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    serve(connection, bind(start["name"], start["options"]), limits.Limits(**start["limits"]), parent)
+
+
+def serve(connection: socket.socket, reward: Bound, limit: limits.Limits, keeper: int) -> None:
+    """Answer requests until the connection ends. Does not return before."""
+    limits.end_with_parent(keeper)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    limits.become_subreaper()
+    limits.limit_process(limit.memory_mb)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _seed()
+    connection.setblocking(True)
+    connection.sendall(frames.encode({"up": True}))
+    if reward.is_async:
+        asyncio.run(_serve_many(connection, reward, limit))
+    else:
+        _serve_one_by_one(connection, reward, limit)
+
+
+def _seed() -> None:
+    # A forked process has the keeper's generators: all workers would draw the same numbers.
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _serve_one_by_one(connection: socket.socket, reward: Bound, limit: limits.Limits) -> None:
+    while (message := frames.receive(connection)) is not None:
+        limits.limit_cpu(limit.timeout_s * (os.cpu_count() or 1))
+        reply, goes_on = _answer(reward, message)
+        connection.sendall(reply)
+        if not goes_on:
+            return
+
+
+def _answer(reward: Bound, message: Mapping[str, Any]) -> tuple[bytes, bool]:
+    """Return the reply to a request, and whether this process can be used again."""
+    try:
+        result = reward(frames.to_request(message["request"]))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        return _reply(message["id"], result=checked(reward.name, result)), True
+    except BaseException as error:  # of the user's code, SystemExit and KeyboardInterrupt too
+        # After a failed allocation anything may be half done: the actor takes another process.
+        out_of_memory = isinstance(error, MemoryError)
+        return _failed(message["id"], error, **{"last": True} if out_of_memory else {}), not out_of_memory
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def _reply(id: int, **fields: object) -> bytes:
+    frame = frames.encode({"id": id, **fields})
+    if len(frame) > frames.MAX_RESULT_BYTES:
+        return frames.encode({"id": id, "failed": f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"})
+    return frame
+
+
+def _failed(id: int, error: BaseException, **fields: object) -> bytes:
+    try:
+        reason = error.reason if isinstance(error, RewardFailed) else repr(error)
+    except BaseException as second:  # the repr of an exception is the user's code, too
+        reason = f"{type(error).__name__}, whose repr raises {type(second).__name__}"
+    return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
+
+
+async def _serve_many(connection: socket.socket, reward: Bound, limit: limits.Limits) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    calls: dict[int, asyncio.Task[None]] = {}
+
+    async def call(message: Mapping[str, Any]) -> None:
+        """Answer one request; a cancelled call has its reply, too, by which the actor knows that the loop is not blocked."""
+        try:
+            result = await reward(frames.to_request(message["request"]))
+            reply = _reply(message["id"], result=checked(reward.name, result))
+        except BaseException as error:  # of the user's code
+            reply = _failed(message["id"], error)
+        writer.write(reply)
+        del calls[message["id"]]
+
+    while (message := await frames.read(reader, 1 << 32)) is not None:
+        id = message["id"]
+        if "cancel" not in message:
+            calls[id] = asyncio.create_task(call(message))
+        elif id in calls:
+            calls[id].cancel()
+    for task in calls.values():
+        task.cancel()

@@ -1,0 +1,187 @@
+"""Rewards in child processes: results, and every way to fail, none of which stops the event loop or leaves a process."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus.wire.messages import Status
+from rewards.children.limits import Limits, children_of
+from rewards.children.pool import opened
+from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.port import RewardRequest, Scorer
+
+HERE = "tests.child_rewards"
+LIMITS = Limits(timeout_s=30.0, workers=3)
+BRIEF = Limits(timeout_s=0.5, workers=3)
+
+
+def request(response: str, label: Any = None, **more: Any) -> RewardRequest:
+    return RewardRequest(**{"prompt": "p", "response": response, "label": label, "status": Status.COMPLETED, **more})
+
+
+@asynccontextmanager
+async def scoring(function: str, limits: Limits = LIMITS, **options: Any) -> AsyncIterator[Scorer]:
+    """Give the scorer; afterwards nothing that it has started is left."""
+    async with opened(f"{HERE}:{function}", options, limits) as score:
+        yield score
+    assert not children_of({os.getpid()})
+
+
+async def gone(*pids: int) -> None:
+    async with asyncio.timeout(30):
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.01)
+
+
+async def test_a_reward_gets_the_whole_request_and_its_options() -> None:
+    async with scoring("length", bonus=0.5) as score:
+        assert await asyncio.gather(*(score(request("x" * n)) for n in range(20))) == [n + 0.5 for n in range(20)]
+    async with scoring("echo") as score:
+        found = await score(
+            request(
+                "\ud800\x00é" * 100_000,
+                {"gold": 4},
+                status=Status.TRUNCATED,
+                tokens=np.array([1, 2, 70_000], np.int32),
+                metadata={"n": 7},
+                prompt=[{"role": "user", "content": "q"}],
+            )
+        )
+    assert found == {"response": 300_000.0, "tokens": 70_003.0, "metadata": 7.0, "prompt": 1.0, "label": 4.0, "truncated": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        (f"{HERE}:nothing", {}, UnknownReward, "has no 'nothing'"),
+        ("tests.no_such_module:f", {}, UnknownReward, "cannot import tests.no_such_module"),
+        ("exat", {}, UnknownReward, "nearest: 'exact'"),
+        (f"{HERE}:length", {"bonos": 1}, BadRewardOption, "nearest: 'bonus'"),
+        (f"{HERE}:length", {"bonus": {1, 2}}, BadRewardOption, "JSON"),
+    ],
+)
+async def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(name: str, options: Any, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        async with opened(name, options, LIMITS):
+            pass
+    assert not children_of({os.getpid()})
+
+
+async def test_every_way_to_fail_is_a_reason_and_the_next_call_is_scored() -> None:
+    reasons = {
+        "raise": r"KeyError\('judge'\)",
+        "exit": r"SystemExit\(3\)",
+        "leave": "its process exited with code 7",
+        "abort": "its process was killed by SIGABRT",
+        "memory": "MemoryError",
+        "large": "a result of .* bytes",
+        "rubbish": "its process wrote no JSON",
+        "huge": "its process wrote a result of 2147483647 bytes",
+        "keeper": "its keeper process ended",
+    }
+    async with scoring("misbehaves") as score:
+        for response, words in reasons.items():
+            with pytest.raises(RewardFailed, match=words):
+                await score(request(response))
+            assert await score(request("ok")) == 1.0, response
+
+
+@pytest.mark.parametrize("label", [None, "x", [1.0], {}, {"score": None}, float("nan"), -1e39, {"score": 0.0, "time": 1e7}])
+async def test_a_result_that_is_no_number_fails(label: object) -> None:
+    async with scoring("of_label") as score:
+        with pytest.raises(RewardFailed):
+            await score(request("", label))
+
+
+async def test_a_label_that_json_lacks_fails() -> None:
+    async with scoring("of_label") as score:
+        with pytest.raises(RewardFailed, match="JSON"):
+            await score(request("", b"bytes"))
+
+
+async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop() -> None:
+    longest, last, ended = 0.0, time.monotonic(), asyncio.Event()
+
+    async def beat() -> None:
+        nonlocal longest, last
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    async with scoring("backtracks", BRIEF) as score, asyncio.TaskGroup() as group:
+        await score(request("b"))
+        last = time.monotonic()
+        group.create_task(beat())
+        found = await asyncio.gather(*(score(request("a" * 60)) for _ in range(4)), return_exceptions=True)
+        ended.set()
+    assert [type(error) for error in found] == [TimeoutError] * 4
+    assert longest < 0.45, "shorter than a single call"
+
+
+@pytest.mark.parametrize("response", ["hang", "ignore"])
+async def test_a_call_past_its_limit_is_killed_and_others_are_scored(response: str) -> None:
+    async with scoring("misbehaves", BRIEF) as score:
+        first = int(await score(request("pid")))  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            await score(request(response))
+        await gone(first)
+        assert await score(request("ok")) == 1.0
+
+
+async def test_a_call_that_is_cancelled_is_killed() -> None:
+    async with scoring("misbehaves") as score:
+        first = int(await score(request("pid")))  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await score(request("hang"))
+        await gone(first)
+
+
+async def test_processes_that_a_reward_has_started_end_with_it_in_whatever_session(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    async with scoring("leaves_processes", Limits(timeout_s=30.0), file=str(file)) as score:
+        call = asyncio.ensure_future(score(request("")))
+        async with asyncio.timeout(30):
+            while not file.exists() or not file.read_text().endswith("\n"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pids = [int(pid) for pid in file.read_text().split()]
+        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: ASYNC240
+        call.cancel()
+        await gone(*pids)
+
+
+async def test_the_credentials_of_the_bus_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIDEMILL_PASSWORD", "NATS_PASSWORD", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    async with scoring("environment") as score:
+        assert [await score(request(name)) for name in ("TIDEMILL_PASSWORD", "NATS_PASSWORD", "JUDGE_KEY")] == [0.0, 0.0, 1.0]
+
+
+async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_REWARDS_THREAD", "1")
+    async with scoring("length", bonus=1) as score:
+        assert await score(request("abc")) == 4.0
+
+
+async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_is_killed() -> None:
+    async with scoring("counted", BRIEF) as score:
+        assert [await score(request("")) for _ in range(3)] == [1.0, 2.0, 3.0]
+        with pytest.raises(TimeoutError):
+            await score(request("wait"))
+        assert await score(request("")) == 5.0, "a call that waits is cancelled, and costs no other"
+        with pytest.raises(TimeoutError):
+            await score(request("block"))
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    assert await score(request("")) == 1.0, "a new process"
+                    return
+                except (TimeoutError, RewardFailed):  # the loop is blocked until the process is killed
+                    continue
