@@ -40,6 +40,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
     "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
     "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
+    "m2po_harmful": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
     "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
     "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
@@ -58,6 +59,9 @@ _DEFAULTS: dict[str, object] = {
     "binary_kl_limit": 0.0,
     "opsm_threshold": 0.0,
     "m2_limit": 0.0,
+    "m2_tokens": "all",
+    "m2_keep_low": 0.0,
+    "m2_keep_high": 0.0,
     "aggregation": "token_mean",
 }
 
@@ -158,7 +162,7 @@ class AlgorithmConfig:
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
-    cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
+    m2po_harmful | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
@@ -214,6 +218,12 @@ class AlgorithmConfig:
     """Off-policy sequence masking of negative samples; 0 = off."""
     m2_limit: float | None = None
     """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
+    m2_tokens: str | None = None
+    """Tokens that m2_limit counts and rejects: all | harmful (A > 0 and ratio > 1, or both below: the update moves them away from mu)."""
+    m2_keep_low: float | None = None
+    """Tokens with a ratio of m2_keep_low .. m2_keep_high are not rejected by m2_limit; both 0 = no such range."""
+    m2_keep_high: float | None = None
+    """Upper bound of that range; see ``m2_keep_low``."""
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
@@ -222,7 +232,9 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus in the loss; 0 = none."""
     ess_lr: bool = False
-    """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
+    """Learning rate times ``sqrt(min(1, share / ess_lr_base))``, share = effective sample share of the sequence weights (VCPO)."""
+    ess_lr_base: float = 1.0
+    """Effective sample share from which on ``ess_lr`` leaves the learning rate as it is, such as the share on fresh data."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Divergence from a reference model."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
@@ -255,7 +267,7 @@ class AlgorithmConfig:
     @property
     def coupled(self) -> bool:
         """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
-        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or self.distill_coef)
+        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -263,10 +275,12 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "proximal": ("recompute", "loglinear"),
     "weight": ("none", "token", "sequence", "geometric", "prefix"),
     "weight_action": ("clip", "truncate", "mask"),
+    "m2_tokens": ("all", "harmful"),
     "aggregation": AGGREGATIONS,
 }
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
+    *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef", "entropy_coef"),
 )
 _OF_LOSS = {"dppo_penalty": "dppo_tv", "sapo_tau_positive": "sapo", "sapo_tau_negative": "sapo"}
@@ -292,6 +306,10 @@ def _refuse(config: AlgorithmConfig) -> None:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
     if config.veto >= 1:
         raise ValueError(f"veto: want < 1, such as 1e-4 (fresh data has ratio 1 and would be rejected), or 0, got {config.veto!r}")
+    if config.ess_lr_base <= 0:
+        raise ValueError(f"ess_lr_base: want > 0, got {config.ess_lr_base!r}")
+    if config.ess_lr_base > 1:
+        raise ValueError(f"ess_lr_base: want <= 1 (a share of the samples), got {config.ess_lr_base!r}")
     config.rejects  # noqa: B018  # parsed for its errors
     _refuse_ignored(config)
     _refuse_contradictions(config)
@@ -305,6 +323,13 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         if config.loss != loss and ":" not in config.loss and getattr(config, name) != defaults[name]:
             got = getattr(config, name)
             raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {loss}, or {defaults[name]} here, got {got!r}")
+    if config.ess_lr_base != 1 and not config.ess_lr:
+        raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
+    if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):
+        got = f"m2_tokens {config.m2_tokens}, {config.m2_keep_low} .. {config.m2_keep_high}"
+        raise ValueError(
+            f"m2_tokens, m2_keep_low, m2_keep_high: not used without m2_limit; want m2_limit > 0, or their defaults, got {got}"
+        )
     if config.loss_constant and config.aggregation != "constant":
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
@@ -349,6 +374,12 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
             f"weight_low, weight_high: want weight_low <= 1 <= weight_high (the weight of fresh data is 1), "
             f"got {config.weight_low}, {config.weight_high}"
         )
+    assert config.m2_keep_low is not None and config.m2_keep_high is not None
+    if (config.m2_keep_low or config.m2_keep_high) and not config.m2_keep_low <= 1 <= config.m2_keep_high:
+        raise ValueError(
+            f"m2_keep_low, m2_keep_high: want m2_keep_low <= 1 <= m2_keep_high (the ratio of fresh data is 1), or 0 and 0, "
+            f"got {config.m2_keep_low}, {config.m2_keep_high}"
+        )
     if config.weight_action == "truncate" and config.weight_low:
         raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
     if config.self_normalise and config.weight == "none":
@@ -356,7 +387,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.proximal == "loglinear" and config.anchor != "proximal":
         raise ValueError(f"proximal: loglinear has no effect with anchor: {config.anchor}; want anchor: proximal")
     if config.proximal == "loglinear" and config.coupled:
-        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef and distill_coef need")
+        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit and kl.reward_coef need")
     if config.opsm_threshold and config.loss == "sft":
         raise ValueError("opsm_threshold: sft has no advantages")
     if config.overlong_penalty and not config.overlong_buffer and config.overlong_penalty != 1.0:
