@@ -11,9 +11,11 @@ from typing import Any
 ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
-LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
-ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")
+BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
+"""Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
+ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
+LOSSES = (*ANCHORED, "reinforce", "sft")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
@@ -44,10 +46,15 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
     "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
+    "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
     "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
     "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
     "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
     "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip_low": 0.05, "clip_high": 0.05},
+    "ipo": _PPO | _NONE | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
+    "dro": _PLAIN | _NONE | {"loss": "dro", "anchor": "rollout"},
     "sft": _PLAIN | _NONE | {"loss": "sft"},
 }
 """Fields of each preset; those that a preset does not name have the defaults below."""
@@ -162,7 +169,7 @@ class AlgorithmConfig:
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
-    m2po_harmful | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
+    m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
@@ -179,13 +186,15 @@ class AlgorithmConfig:
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
     loss: str | None = None
-    """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
+    """ppo | reinforce | cispo | gspo | gspo_token | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft, or
+    module:function."""
     anchor: str | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
     """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
     clip_low: float | None = None
-    """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
+    """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv, ipo: of the probability; dppo_kl: of the binary KL; gmpo: of the
+    log-ratio, nats; cispo: of the weight, 1 = no lower bound)."""
     clip_high: float | None = None
     """Upper half of the trust region; see ``clip_low``."""
     clip_dual: float = 0.0
@@ -195,7 +204,11 @@ class AlgorithmConfig:
     sapo_tau_negative: float = 1.05
     """Temperature of SAPO's gate for negative advantages."""
     dppo_penalty: float = 0.0
-    """Coefficient of the squared log-ratio (dppo_tv)."""
+    """Coefficient of the squared log-ratio (dppo_tv, dppo_kl, ipo)."""
+    dppo_ratio_cap: float = 0.0
+    """Largest ratio that multiplies the gradient (dppo_tv, dppo_kl, ipo); 0 = none, else >= 1."""
+    dro_tau: float = 0.1
+    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
 
     weight: str | None = None
     """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
@@ -281,10 +294,17 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
-    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef", "entropy_coef"),
+    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
 )
-_OF_LOSS = {"dppo_penalty": "dppo_tv", "sapo_tau_positive": "sapo", "sapo_tau_negative": "sapo"}
-"""Settings that only one of the built-in losses uses. A loss by import path may use any."""
+_DPPO = ("dppo_tv", "dppo_kl", "ipo")
+_OF_LOSS: Mapping[str, tuple[str, ...]] = {
+    "dppo_penalty": _DPPO,
+    "dppo_ratio_cap": _DPPO,
+    "dro_tau": ("dro",),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+}
+"""Settings that only some of the built-in losses use. A loss by import path may use any."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
 
@@ -304,6 +324,10 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in ("sapo_tau_positive", "sapo_tau_negative"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
+    if config.dro_tau <= 0:
+        raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
+    if 0 < config.dppo_ratio_cap < 1:
+        raise ValueError(f"dppo_ratio_cap: want >= 1 (the ratio of fresh data), or 0, got {config.dppo_ratio_cap!r}")
     if config.veto >= 1:
         raise ValueError(f"veto: want < 1, such as 1e-4 (fresh data has ratio 1 and would be rejected), or 0, got {config.veto!r}")
     if config.ess_lr_base <= 0:
@@ -319,10 +343,11 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
     """Raise ValueError for a setting that was changed and has no effect."""
     assert config.loss is not None
     defaults = {f.name: f.default for f in fields(AlgorithmConfig)}
-    for name, loss in _OF_LOSS.items():
-        if config.loss != loss and ":" not in config.loss and getattr(config, name) != defaults[name]:
+    for name, losses in _OF_LOSS.items():
+        if config.loss not in losses and ":" not in config.loss and getattr(config, name) != defaults[name]:
             got = getattr(config, name)
-            raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {loss}, or {defaults[name]} here, got {got!r}")
+            want = " | ".join(losses)
+            raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {want}, or {defaults[name]} here, got {got!r}")
     if config.ess_lr_base != 1 and not config.ess_lr:
         raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
     if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):
@@ -363,7 +388,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
     if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
         raise ValueError("loss: sft trains every token with weight 1; want weight: none and no rejection")
-    if config.loss in ("ppo", "gspo", "gspo_token", "dppo_tv", "cispo") and not (config.clip_low and config.clip_high):
+    if config.loss in BOUNDED and not (config.clip_low and config.clip_high):
         raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
     if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
         raise ValueError(f"clip_dual: want > 1 and a clipped loss (ppo, gspo, gspo_token), or 0, got {config.clip_dual} with {config.loss}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from learner.algorithms import policy_losses, rejection
 from learner.algorithms.advantages import ADVANTAGES, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.config import ANCHORED, AlgorithmConfig
 from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
@@ -84,7 +84,7 @@ def imported(path: str, what: str) -> Callable[..., Any]:
 def _shaped(name: str) -> LossFunction:
     """Return a loss of ``policy_losses`` with its settings bound to those of the config."""
     function = getattr(policy_losses, name)
-    over_sequences = name in ("gspo", "gspo_token", "topr", "vespo")
+    over_sequences = name in ("gspo", "gspo_token", "gmpo", "topr", "vespo", "dro")
 
     def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
         """Call the loss with the settings that it takes."""
@@ -96,8 +96,12 @@ def _shaped(name: str) -> LossFunction:
             settings = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         elif name == "sapo":
             settings = {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
-        elif name == "dppo_tv":
-            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty}
+        elif name in ("dppo_tv", "dppo_kl", "ipo"):
+            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty, "cap": config.dppo_ratio_cap}
+        elif name == "gmpo":
+            settings = {"low": config.clip_low, "high": config.clip_high}
+        elif name == "dro":
+            settings = {"tau": config.dro_tau}
         places = (tokens.sample_T, tokens.num_samples) if over_sequences else ()
         made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
         return made
@@ -114,7 +118,7 @@ def _sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
-    **{name: _shaped(name) for name in ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")},
+    **{name: _shaped(name) for name in ANCHORED},
     "reinforce": _reinforce,
     "sft": _sft,
 }

@@ -135,6 +135,19 @@ def total_variation_outside(
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)
 
 
+def binary_kl_moved(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float) -> Tensor:
+    """Reject tokens that the update has moved far enough: ``KL(q, p) > high`` with A > 0 and p > q, or ``> low`` with A <= 0 and p < q.
+
+    KL of "this token or another", q of the anchor, in nats. Source: DPPO 2602.04879, the binary KL variant.
+    """
+    bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
+    # float64, because float32 cannot tell 1 - 1e-8 from 1; -1: any value with finite results, which the mask removes.
+    p_T = torch.where(mask_T, log_probs_T.detach(), -1.0).double().exp().clamp(*bounds)
+    q_T = torch.where(mask_T, anchor_T.detach(), -1.0).double().exp().clamp(*bounds)
+    moved_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()
+    return mask_T & torch.where(advantages_T > 0, (p_T > q_T) & (moved_T > high), (p_T < q_T) & (moved_T > low))
+
+
 def _any(flag_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
     counts_N = torch.zeros(num_samples, dtype=torch.int64, device=flag_T.device).index_add(0, sample_T.clamp(min=0), flag_T.long())
     return counts_N > 0
