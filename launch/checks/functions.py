@@ -120,7 +120,7 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
         got, cure = f"{algorithm.clip_low} and {algorithm.clip_high}", f"use correction: {algorithm.loss}, or set clip_low and clip_high"
         report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
-    if algorithm.aggregation != "seq_mean_token_mean":
+    if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"use correction: {algorithm.loss}, or set it"
         report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
 

@@ -137,6 +137,13 @@ THRESHOLDS: Mapping[str, Threshold] = {
         advice="whole responses are rejected, the long ones first",
         source="practice",
     ),
+    "rejected_tokens": Threshold(
+        metric="offpolicy/rejected_tokens",
+        warn=0.2,
+        error=0.5,
+        advice="the rules leave out so many tokens that the step is small and biased: fresher data, a smaller learning rate, wider rules",
+        source="practice",
+    ),
     "lost_end": Threshold(
         metric="train/unended_share",
         warn=0.0,

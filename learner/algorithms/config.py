@@ -11,9 +11,11 @@ from typing import Any
 ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
-LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
-ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")
+BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
+"""Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
+ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
+LOSSES = (*ANCHORED, "reinforce", "sft")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
@@ -40,13 +42,19 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
     "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
     "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
+    "m2po_harmful": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
     "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
     "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
+    "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
     "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
     "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
     "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
     "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip_low": 0.05, "clip_high": 0.05},
+    "ipo": _PPO | _NONE | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
+    "dro": _PLAIN | _NONE | {"loss": "dro", "anchor": "rollout"},
     "sft": _PLAIN | _NONE | {"loss": "sft"},
 }
 """Fields of each preset; those that a preset does not name have the defaults below."""
@@ -58,6 +66,9 @@ _DEFAULTS: dict[str, object] = {
     "binary_kl_limit": 0.0,
     "opsm_threshold": 0.0,
     "m2_limit": 0.0,
+    "m2_tokens": "all",
+    "m2_keep_low": 0.0,
+    "m2_keep_high": 0.0,
     "aggregation": "token_mean",
 }
 
@@ -158,7 +169,7 @@ class AlgorithmConfig:
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
-    cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
+    m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
@@ -175,13 +186,15 @@ class AlgorithmConfig:
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
     loss: str | None = None
-    """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
+    """ppo | reinforce | cispo | gspo | gspo_token | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft, or
+    module:function."""
     anchor: str | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
     """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
     clip_low: float | None = None
-    """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
+    """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv, ipo: of the probability; dppo_kl: of the binary KL; gmpo: of the
+    log-ratio, nats; cispo: of the weight, 1 = no lower bound)."""
     clip_high: float | None = None
     """Upper half of the trust region; see ``clip_low``."""
     clip_dual: float = 0.0
@@ -191,7 +204,11 @@ class AlgorithmConfig:
     sapo_tau_negative: float = 1.05
     """Temperature of SAPO's gate for negative advantages."""
     dppo_penalty: float = 0.0
-    """Coefficient of the squared log-ratio (dppo_tv)."""
+    """Coefficient of the squared log-ratio (dppo_tv, dppo_kl, ipo)."""
+    dppo_ratio_cap: float = 0.0
+    """Largest ratio that multiplies the gradient (dppo_tv, dppo_kl, ipo); 0 = none, else >= 1."""
+    dro_tau: float = 0.1
+    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
 
     weight: str | None = None
     """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
@@ -214,6 +231,12 @@ class AlgorithmConfig:
     """Off-policy sequence masking of negative samples; 0 = off."""
     m2_limit: float | None = None
     """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
+    m2_tokens: str | None = None
+    """Tokens that m2_limit counts and rejects: all | harmful (A > 0 and ratio > 1, or both below: the update moves them away from mu)."""
+    m2_keep_low: float | None = None
+    """Tokens with a ratio of m2_keep_low .. m2_keep_high are not rejected by m2_limit; both 0 = no such range."""
+    m2_keep_high: float | None = None
+    """Upper bound of that range; see ``m2_keep_low``."""
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
@@ -222,7 +245,9 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus in the loss; 0 = none."""
     ess_lr: bool = False
-    """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
+    """Learning rate times ``sqrt(min(1, share / ess_lr_base))``, share = effective sample share of the sequence weights (VCPO)."""
+    ess_lr_base: float = 1.0
+    """Effective sample share from which on ``ess_lr`` leaves the learning rate as it is, such as the share on fresh data."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Divergence from a reference model."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
@@ -255,7 +280,7 @@ class AlgorithmConfig:
     @property
     def coupled(self) -> bool:
         """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
-        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or self.distill_coef)
+        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -263,14 +288,23 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "proximal": ("recompute", "loglinear"),
     "weight": ("none", "token", "sequence", "geometric", "prefix"),
     "weight_action": ("clip", "truncate", "mask"),
+    "m2_tokens": ("all", "harmful"),
     "aggregation": AGGREGATIONS,
 }
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
-    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef", "entropy_coef"),
+    *("m2_keep_low", "m2_keep_high"),
+    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
 )
-_OF_LOSS = {"dppo_penalty": "dppo_tv", "sapo_tau_positive": "sapo", "sapo_tau_negative": "sapo"}
-"""Settings that only one of the built-in losses uses. A loss by import path may use any."""
+_DPPO = ("dppo_tv", "dppo_kl", "ipo")
+_OF_LOSS: Mapping[str, tuple[str, ...]] = {
+    "dppo_penalty": _DPPO,
+    "dppo_ratio_cap": _DPPO,
+    "dro_tau": ("dro",),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+}
+"""Settings that only some of the built-in losses use. A loss by import path may use any."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
 
@@ -290,8 +324,16 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in ("sapo_tau_positive", "sapo_tau_negative"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
+    if config.dro_tau <= 0:
+        raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
+    if 0 < config.dppo_ratio_cap < 1:
+        raise ValueError(f"dppo_ratio_cap: want >= 1 (the ratio of fresh data), or 0, got {config.dppo_ratio_cap!r}")
     if config.veto >= 1:
         raise ValueError(f"veto: want < 1, such as 1e-4 (fresh data has ratio 1 and would be rejected), or 0, got {config.veto!r}")
+    if config.ess_lr_base <= 0:
+        raise ValueError(f"ess_lr_base: want > 0, got {config.ess_lr_base!r}")
+    if config.ess_lr_base > 1:
+        raise ValueError(f"ess_lr_base: want <= 1 (a share of the samples), got {config.ess_lr_base!r}")
     config.rejects  # noqa: B018  # parsed for its errors
     _refuse_ignored(config)
     _refuse_contradictions(config)
@@ -301,10 +343,18 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
     """Raise ValueError for a setting that was changed and has no effect."""
     assert config.loss is not None
     defaults = {f.name: f.default for f in fields(AlgorithmConfig)}
-    for name, loss in _OF_LOSS.items():
-        if config.loss != loss and ":" not in config.loss and getattr(config, name) != defaults[name]:
+    for name, losses in _OF_LOSS.items():
+        if config.loss not in losses and ":" not in config.loss and getattr(config, name) != defaults[name]:
             got = getattr(config, name)
-            raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {loss}, or {defaults[name]} here, got {got!r}")
+            want = " | ".join(losses)
+            raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {want}, or {defaults[name]} here, got {got!r}")
+    if config.ess_lr_base != 1 and not config.ess_lr:
+        raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
+    if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):
+        got = f"m2_tokens {config.m2_tokens}, {config.m2_keep_low} .. {config.m2_keep_high}"
+        raise ValueError(
+            f"m2_tokens, m2_keep_low, m2_keep_high: not used without m2_limit; want m2_limit > 0, or their defaults, got {got}"
+        )
     if config.loss_constant and config.aggregation != "constant":
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
@@ -338,7 +388,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
     if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
         raise ValueError("loss: sft trains every token with weight 1; want weight: none and no rejection")
-    if config.loss in ("ppo", "gspo", "gspo_token", "dppo_tv", "cispo") and not (config.clip_low and config.clip_high):
+    if config.loss in BOUNDED and not (config.clip_low and config.clip_high):
         raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
     if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
         raise ValueError(f"clip_dual: want > 1 and a clipped loss (ppo, gspo, gspo_token), or 0, got {config.clip_dual} with {config.loss}")
@@ -349,6 +399,12 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
             f"weight_low, weight_high: want weight_low <= 1 <= weight_high (the weight of fresh data is 1), "
             f"got {config.weight_low}, {config.weight_high}"
         )
+    assert config.m2_keep_low is not None and config.m2_keep_high is not None
+    if (config.m2_keep_low or config.m2_keep_high) and not config.m2_keep_low <= 1 <= config.m2_keep_high:
+        raise ValueError(
+            f"m2_keep_low, m2_keep_high: want m2_keep_low <= 1 <= m2_keep_high (the ratio of fresh data is 1), or 0 and 0, "
+            f"got {config.m2_keep_low}, {config.m2_keep_high}"
+        )
     if config.weight_action == "truncate" and config.weight_low:
         raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
     if config.self_normalise and config.weight == "none":
@@ -356,7 +412,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.proximal == "loglinear" and config.anchor != "proximal":
         raise ValueError(f"proximal: loglinear has no effect with anchor: {config.anchor}; want anchor: proximal")
     if config.proximal == "loglinear" and config.coupled:
-        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef and distill_coef need")
+        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit and kl.reward_coef need")
     if config.opsm_threshold and config.loss == "sft":
         raise ValueError("opsm_threshold: sft has no advantages")
     if config.overlong_penalty and not config.overlong_buffer and config.overlong_penalty != 1.0:

@@ -263,7 +263,9 @@ def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: 
         "mixed": (span_S > 0).double(),
     }
     if rejected_M is not None:
-        columns["rejected_samples"] = (per_sample(rejected_M.double()) == counts_S).double()
+        rejected_S = per_sample(rejected_M.double())
+        columns["rejected_samples"] = (rejected_S == counts_S).double()
+        columns["touched_samples"] = (rejected_S > 0).double()
     return dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True)), _largest(span_S)
 
 
@@ -352,7 +354,11 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
             "offpolicy/tis_clipped_low": mean["too_low"],
         }
     if "rejected" in total:
-        metrics |= {"offpolicy/rejected_tokens": mean["rejected"], "offpolicy/rejected_samples": each["rejected_samples"]}
+        metrics |= {
+            "offpolicy/rejected_tokens": mean["rejected"],
+            "offpolicy/rejected_samples": each["rejected_samples"],
+            "offpolicy/touched_samples": each["touched_samples"],
+        }
         metrics |= {f"offpolicy/{name}": value for name, value in mean.items() if name.startswith("rejected/")}
     if "kl_reference" in total:
         metrics["train/kl_reference"] = mean["kl_reference"]

@@ -20,13 +20,13 @@ from torch import Tensor
 from learner.algorithms import policy_losses, rejection
 from learner.algorithms.advantages import ADVANTAGES, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.config import ANCHORED, AlgorithmConfig
 from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
-from learner.algorithms.shaping import overlong_penalty
+from learner.algorithms.shaping import distillation_advantages, overlong_penalty
 from learner.algorithms.supervised import sft_loss
 
 
@@ -84,7 +84,7 @@ def imported(path: str, what: str) -> Callable[..., Any]:
 def _shaped(name: str) -> LossFunction:
     """Return a loss of ``policy_losses`` with its settings bound to those of the config."""
     function = getattr(policy_losses, name)
-    over_sequences = name in ("gspo", "gspo_token", "topr", "vespo")
+    over_sequences = name in ("gspo", "gspo_token", "gmpo", "topr", "vespo", "dro")
 
     def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
         """Call the loss with the settings that it takes."""
@@ -96,8 +96,12 @@ def _shaped(name: str) -> LossFunction:
             settings = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         elif name == "sapo":
             settings = {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
-        elif name == "dppo_tv":
-            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty}
+        elif name in ("dppo_tv", "dppo_kl", "ipo"):
+            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty, "cap": config.dppo_ratio_cap}
+        elif name == "gmpo":
+            settings = {"low": config.clip_low, "high": config.clip_high}
+        elif name == "dro":
+            settings = {"tau": config.dro_tau}
         places = (tokens.sample_T, tokens.num_samples) if over_sequences else ()
         made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
         return made
@@ -114,7 +118,7 @@ def _sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
-    **{name: _shaped(name) for name in ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")},
+    **{name: _shaped(name) for name in ANCHORED},
     "reinforce": _reinforce,
     "sft": _sft,
 }
@@ -155,9 +159,23 @@ class Objective:
             rewards_N = rewards_N - kl_scale * self.config.kl.reward_coef * kl_N
         return rewards_N
 
+    def advised(self, tokens: Tokens, log_probs_T: Tensor) -> Tokens:
+        """Return the tokens with the distillation term in their advantages, for a student with ``log_probs_T``.
+
+        The student is the policy of this moment: with log-probs from before the step, the gradient would be that of
+        KL(pi || teacher) - KL(pi || pi_old), which pushes the policy away from where the step began.
+        """
+        if not self.config.distill_coef:
+            return tokens
+        assert tokens.reference_T is not None
+        distilled_T = distillation_advantages(log_probs_T, tokens.reference_T, tokens.mask_T)
+        return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill_coef * distilled_T)
+
     def advantages(self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor) -> Tensor:
         """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens."""
-        advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N)
+        # opo weighs by the length of the score, so tokens of tools do not count; a function of one's own gets all tokens of the response.
+        own = self._estimator is None
+        advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N if own else trainable_N)
         return whitened(advantages_N, trainable_N) if self._whiten else advantages_N
 
     # ---- correction
@@ -168,14 +186,22 @@ class Objective:
         ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors, concatenated.
         """
         config, sums, cut = self.config, None, math.inf
+        rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit else rows
         if config.self_normalise:
             level = str(config.weight)
             parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, row.sample_T, row.num_samples, level=level) for row in rows]
             sums = summed(torch.stack(parts).sum(0))
         if config.m2_limit:
-            squares = [log_ratio(_old(row), row.rollout_T, row.mask_T)[row.mask_T].double().square() for row in rows]
+            counted = [(self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T) for row in rows]
+            squares = [delta_T[counted_T].double().square() for counted_T, delta_T in counted]
             cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
         return Coupled(weight_sums=sums, m2_cut=cut)
+
+    def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
+        """Return a mask of the tokens whose second moment is limited."""
+        if self.config.m2_tokens == "all":
+            return tokens.mask_T
+        return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
 
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
         """Return the bounded weights of ``compared_T`` (no gradient) against mu."""
@@ -185,8 +211,8 @@ class Objective:
         raw_T = raw_weights(delta_T, mask_T, tokens.sample_T, tokens.num_samples, level=config.weight)
         return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
 
-    def _rejected(self, tokens: Tokens, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
-        """Return the tokens that each rule rejects, by the name of the rule."""
+    def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
+        """Return the tokens that each rule rejects, by the name of the rule. ``theta_T``: log-probs of the trained policy, detached."""
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, tokens.sample_T, tokens.num_samples)
         rejected: dict[str, Tensor] = {}
@@ -199,9 +225,12 @@ class Objective:
         if config.binary_kl_limit:
             rejected["binary_kl"] = rejection.binary_kl_outside(compared_T, tokens.rollout_T, mask_T, limit=config.binary_kl_limit)
         if config.opsm_threshold:
-            rejected["opsm"] = rejection.opsm(compared_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold)
+            rejected["opsm"] = rejection.opsm(theta_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold)
         if config.m2_limit:
-            rejected["m2"] = rejection.beyond(log_ratio(_old(tokens), tokens.rollout_T, mask_T), mask_T, coupled.m2_cut)
+            assert config.m2_keep_low is not None and config.m2_keep_high is not None
+            start_T = log_ratio(_old(tokens), tokens.rollout_T, mask_T)
+            may_T = rejection.outside_band(start_T, self._m2_counted(tokens, start_T), low=config.m2_keep_low, high=config.m2_keep_high)
+            rejected["m2"] = rejection.beyond(start_T, may_T, coupled.m2_cut)
         return rejected
 
     # ---- loss
@@ -218,7 +247,7 @@ class Objective:
             if coupled.weight_sums is not None:
                 weights = self_normalised(weights, tokens.mask_T, coupled.weight_sums)
             loss_T = weights.weight_T * loss_T
-        rejected = self._rejected(tokens, compared_T, coupled)
+        rejected = self._rejected(tokens, log_probs_T.detach(), compared_T, coupled)
         loss = TokenLoss(loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected)
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 

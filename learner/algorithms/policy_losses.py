@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.ratios import log_ratio, sequence_means, sequence_sums, spread
-from learner.algorithms.rejection import total_variation_outside
+from learner.algorithms.rejection import binary_kl_moved, total_variation_outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +176,109 @@ def dppo_tv(
     low: float,
     high: float,
     penalty: float = 0.0,
+    cap: float = 0.0,
 ) -> PolicyLoss:
     """DPPO, ``-A r`` inside a trust region of total variation (``total_variation_outside``), plus ``penalty * (log r)^2`` at every token.
 
-    Source: DPPO 2602.04879; the penalty (1e-3) is that of prime-rl.
+    With ``cap`` >= 1 the gradient is ``-A min(r, cap)``. Sources: DPPO 2602.04879; the penalty (1e-3) is that of prime-rl, the cap verl's.
     """
-    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
     out_T = total_variation_outside(log_probs_T, anchor_T, advantages_T, mask_T, low=low, high=high)
-    return _made(torch.where(out_T, 0.0, -delta_T.exp() * advantages_T) + penalty * delta_T.square(), out_T & (advantages_T != 0), mask_T)
+    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+
+
+def dppo_kl(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    penalty: float = 0.0,
+    cap: float = 0.0,
+) -> PolicyLoss:
+    """DPPO with the binary KL divergence as the distance (``binary_kl_moved``), else ``dppo_tv``. Source: DPPO 2602.04879."""
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    out_T = binary_kl_moved(log_probs_T, anchor_T, advantages_T, mask_T, low=low, high=high)
+    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+
+
+def ipo(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    penalty: float = 0.0,
+    cap: float = 0.0,
+) -> PolicyLoss:
+    """IPO, ``-A r`` while the probability of the token is ``q - low .. q + high``, whatever the sign of A; else ``dppo_tv``.
+
+    Tokens that the gradient would bring back have none either. Source: prime-rl's loss of this name (0.1 on both sides).
+    """
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    moved_T = torch.where(mask_T, log_probs_T.detach(), 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
+    out_T = mask_T & ((moved_T > high) | (moved_T < -low))
+    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+
+
+def _inside(
+    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, out_T: Tensor, *, penalty: float, cap: float
+) -> PolicyLoss:
+    """Return ``-A r`` (with a cap: ``-A sg(min(r, cap)) log pi``) where ``out_T`` is False, plus the penalty everywhere."""
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
+    ratio_T = delta_T.exp()
+    if cap:
+        ratio_T = ratio_T.detach().clamp(max=cap) * _score(log_probs_T, mask_T)
+    return _made(torch.where(out_T, 0.0, -ratio_T * advantages_T) + penalty * delta_T.square(), out_T & (advantages_T != 0), mask_T)
+
+
+def gmpo(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    low: float,
+    high: float,
+) -> PolicyLoss:
+    """GMPO, ``-s A`` with the geometric mean s of the *clipped* token ratios, the same at every token of a sample.
+
+    A log-ratio counts as ``min(log r, high)`` where A > 0, and as ``max(log r, -low)`` where A < 0 (nats): a single token cannot carry
+    the mean, and has no gradient beyond its bound. Without bounds that bind it equals ``gspo`` without a clip.
+    Source: GMPO 2507.20673 (0.4 on both sides).
+    """
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
+    over_T = ((advantages_T > 0) & (delta_T > high)) | ((advantages_T < 0) & (delta_T < -low))
+    held_T = torch.where(over_T, delta_T.detach().clamp(-low, high), delta_T)
+    ratio_T = spread(sequence_means(held_T, mask_T, sample_T, num_samples), sample_T).exp()
+    return _made(-ratio_T * advantages_T, over_T, mask_T)
+
+
+def dro(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    tau: float,
+) -> PolicyLoss:
+    """DRO, ``-sg(A - tau log R) log pi`` with the sequence ratio R: the gradient of ``(A - tau log R)^2 / (2 tau)`` of a response.
+
+    It has no importance weight: for data of any age the loss is least where ``log R = A / tau``. The baseline of the advantages stands
+    in for the value function of the paper, and the anchor for its reference policy. Source: DRO 2405.19107.
+    """
+    sums_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    return _made(-(advantages_T - tau * spread(sums_N, sample_T)) * _score(log_probs_T, mask_T), _nowhere(mask_T), mask_T)
 
 
 def vespo(

@@ -66,8 +66,8 @@ def opsm(
 ) -> Tensor:
     """Reject a sample of negative advantage when ``mean(log mu - log pi_theta) > threshold``: off-policy sequence masking.
 
-    Samples with an advantage >= 0 and on-policy samples are never rejected. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the
-    sampling probabilities).
+    ``log_probs_T``: of the policy as it is now, so a sample may be rejected from a later minibatch on. Samples with an advantage >= 0 and
+    on-policy samples are never rejected. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the sampling probabilities).
     """
     gap_T = torch.where(mask_T, rollout_T - log_probs_T, 0.0)
     far_T = spread(sequence_means(gap_T, mask_T, sample_T, num_samples) > threshold, sample_T)
@@ -91,6 +91,22 @@ def second_moment_cut(squares_M: Tensor, limit: float) -> float:
 def beyond(delta_T: Tensor, mask_T: Tensor, cut: float) -> Tensor:
     """Reject tokens whose ``delta^2`` is at least ``cut`` (``second_moment_cut``)."""
     return mask_T & (delta_T.double().square() >= cut)
+
+
+def harmful(delta_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return a mask of the tokens that the update moves further from mu: ``A delta > 0``.
+
+    The others are pulled back towards mu, or have no gradient. Source: the M2PO authors' code, which counts and clips these alone.
+    """
+    return mask_T & (torch.where(mask_T, advantages_T * delta_T, 0.0) > 0)
+
+
+def outside_band(delta_T: Tensor, mask_T: Tensor, *, low: float, high: float) -> Tensor:
+    """Return a mask of the tokens with a ratio outside ``low .. high``; every token where both are 0."""
+    if not high:
+        return mask_T
+    lowest = math.log(low) if low > 0 else -math.inf
+    return mask_T & ((delta_T < lowest) | (delta_T > math.log(high)))
 
 
 def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *, limit: float) -> Tensor:
@@ -117,6 +133,19 @@ def total_variation_outside(
     """
     moved_T = torch.where(mask_T, log_probs_T, 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)
+
+
+def binary_kl_moved(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float) -> Tensor:
+    """Reject tokens that the update has moved far enough: ``KL(q, p) > high`` with A > 0 and p > q, or ``> low`` with A <= 0 and p < q.
+
+    KL of "this token or another", q of the anchor, in nats. Source: DPPO 2602.04879, the binary KL variant.
+    """
+    bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
+    # float64, because float32 cannot tell 1 - 1e-8 from 1; -1: any value with finite results, which the mask removes.
+    p_T = torch.where(mask_T, log_probs_T.detach(), -1.0).double().exp().clamp(*bounds)
+    q_T = torch.where(mask_T, anchor_T.detach(), -1.0).double().exp().clamp(*bounds)
+    moved_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()
+    return mask_T & torch.where(advantages_T > 0, (p_T > q_T) & (moved_T > high), (p_T < q_T) & (moved_T > low))
 
 
 def _any(flag_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:

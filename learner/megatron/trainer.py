@@ -27,7 +27,6 @@ from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
-from learner.algorithms.shaping import distillation_advantages
 from learner.data.batch import MicroBatch, StepBatch
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
@@ -216,9 +215,6 @@ class Trainer:
     def _advised(self, seen: Tokens, advantages_N: Tensor) -> Tokens:
         # The advantage of a sample at each of its tokens; padding (-1) reads that of sample 0 and is set to 0.
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
-        if self._algorithm.distill_coef:
-            assert seen.old_T is not None and seen.reference_T is not None
-            advantages_T = advantages_T + self._algorithm.distill_coef * distillation_advantages(seen.old_T, seen.reference_T, seen.mask_T)
         return replace(seen, advantages_T=advantages_T)
 
     def _divergences(self, rows: list[_Row], num_samples: int) -> Tensor:
@@ -240,7 +236,7 @@ class Trainer:
         if self._algorithm.ess_lr:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
-            scale = effective_sample_share(weights, squares, count) ** 0.5
+            scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
         return _Update(sums=sums, norm=norm, rate=rate)
 
@@ -354,8 +350,8 @@ class Trainer:
         return log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=self._policy.parallel.tp_group)
 
     def _loss(self, row: _Row, hidden_TH: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
-        seen = row.seen
         log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
+        seen = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets

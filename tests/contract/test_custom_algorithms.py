@@ -131,8 +131,8 @@ RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2])
 TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2])
 
 
-def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    return estimator.advantages(rewards, groups, lengths, TRAINABLE)
+def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor, trainable: Tensor = TRAINABLE) -> Tensor:
+    return estimator.advantages(rewards, groups, lengths, trainable)
 
 
 def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -> None:
@@ -146,7 +146,7 @@ def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -
 def test_order_and_names_of_groups_do_not_matter(estimator: Objective) -> None:
     found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
     order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1))
-    again = advantages(estimator, REWARDS[order], 100 - GROUPS[order], RESPONSES[order])
+    again = advantages(estimator, REWARDS[order], 100 - GROUPS[order], RESPONSES[order], TRAINABLE[order])
     torch.testing.assert_close(again, found[order], atol=1e-12, rtol=0)
 
 

@@ -12,7 +12,6 @@ from learner.algorithms import diagnostics
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.objective import Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import running_sums
-from learner.algorithms.shaping import distillation_advantages
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 
@@ -76,7 +75,7 @@ def _tokens(*, with_old: bool, with_reference: bool) -> tuple[Tensor, Tensor, To
 def test_no_algorithm_uses_one(name: str) -> None:
     config, minibatches = algorithm(name), CASES[name][1]
     objective = Objective(config)
-    needs_old = objective.needs_old(minibatches=minibatches, published_every=1) or bool(config.distill_coef or config.kl.reward_coef)
+    needs_old = objective.needs_old(minibatches=minibatches, published_every=1) or bool(config.kl.reward_coef)
     log_probs_T, entropy_T, seen = _tokens(with_old=needs_old, with_reference=config.needs_reference)
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     lengths_N, trainable_N = torch.full((4,), 6), torch.full((4,), 5)
@@ -85,10 +84,7 @@ def test_no_algorithm_uses_one(name: str) -> None:
         rewards_N = objective.shaped_rewards(rewards_N, lengths_N, max_tokens=8, kl_N=kl_N)
         advantages_N = objective.advantages(rewards_N, groups_N, lengths_N, trainable_N).float()
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
-        if config.distill_coef:
-            assert seen.old_T is not None and seen.reference_T is not None
-            advantages_T = advantages_T + config.distill_coef * distillation_advantages(seen.old_T, seen.reference_T, seen.mask_T)
-        seen = replace(seen, advantages_T=advantages_T)
+        seen = objective.advised(replace(seen, advantages_T=advantages_T), log_probs_T)
         coupled = objective.coupled([seen], summed=lambda values: values, gathered=lambda values_M: values_M)
         denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0)
         total, loss, _ = objective.total(log_probs_T, entropy_T, seen, denominators, coupled)

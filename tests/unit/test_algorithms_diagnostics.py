@@ -193,6 +193,7 @@ def by_loop(rows: list[Row]) -> dict[str, float]:
         "offpolicy/tis_clipped_low": mean([row.w < LOW for row in rows]),
         "offpolicy/rejected_tokens": mean([row.rejected for row in rows]),
         "offpolicy/rejected/veto": mean([row.rejected for row in rows]),
+        "offpolicy/touched_samples": mean([any(row.rejected for row in one) for one in samples.values()]),
         "offpolicy/rejected_samples": mean([all(row.rejected for row in one) for one in samples.values()]),
         "offpolicy/entropy_gap": mean(gaps),
         "offpolicy/entropy_gap_tokens": len(gaps),

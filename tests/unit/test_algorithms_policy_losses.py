@@ -18,10 +18,14 @@ from learner.algorithms.policy_losses import (
     Clip,
     PolicyLoss,
     cispo,
+    dppo_kl,
     dppo_tv,
+    dro,
     gepo_ratio,
+    gmpo,
     gspo,
     gspo_token,
+    ipo,
     ppo,
     reinforce,
     sapo,
@@ -48,6 +52,11 @@ LOSSES: dict[str, Loss] = {
     "topr": lambda p, q, a: topr(p, q, a, *PLACE),
     "sapo": lambda p, q, a: sapo(p, q, a, MASK_T, tau_positive=1.0, tau_negative=1.05),
     "dppo_tv": lambda p, q, a: dppo_tv(p, q, a, MASK_T, low=0.2, high=0.2),
+    "dppo_tv, cap": lambda p, q, a: dppo_tv(p, q, a, MASK_T, low=0.2, high=0.2, cap=1.5),
+    "dppo_kl": lambda p, q, a: dppo_kl(p, q, a, MASK_T, low=0.05, high=0.05),
+    "ipo": lambda p, q, a: ipo(p, q, a, MASK_T, low=0.1, high=0.1),
+    "gmpo": lambda p, q, a: gmpo(p, q, a, *PLACE, low=0.4, high=0.4),
+    "dro": lambda p, q, a: dro(p, q, a, *PLACE, tau=0.1),
     "vespo": lambda p, q, a: vespo(p, q, a, *PLACE),
 }
 
@@ -59,7 +68,7 @@ def same(one: Tensor, other: Tensor) -> None:
 def at(ratio: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any) -> tuple[float, float, bool]:
     """Return (loss, its derivative by log pi, clipped) of a sample of one token with this ratio."""
     log_prob_T = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
-    place = (torch.zeros(1, dtype=torch.int64), 1) if loss in (gspo, gspo_token, topr, vespo) else ()
+    place = (torch.zeros(1, dtype=torch.int64), 1) if loss in (gspo, gspo_token, gmpo, topr, vespo, dro) else ()
     anchor_T, mask_T = torch.tensor([-1.0], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
     made = loss(log_prob_T, anchor_T, torch.tensor([advantage], dtype=torch.float64), mask_T, *place, **settings)
     slope = torch.autograd.grad(made.loss_T.sum(), log_prob_T)[0]
@@ -462,3 +471,79 @@ def test_a_sample_of_one_token_is_a_sample_for_the_learning_rate() -> None:
     mask_T = MASK_T.clone()
     mask_T[1:3] = False
     assert float(sequence_weight_sums(PI.log_probs_T, replace(tokens(), mask_T=mask_T))[2]) == 27.0
+
+
+# ---- losses against their definitions, in plain floats
+
+
+CASE = st.tuples(st.floats(0.001, 0.999), st.floats(0.001, 0.999), st.sampled_from([-1.5, 0.0, 2.0]))
+"""(p of pi_theta, q of the anchor, advantage) of one token."""
+
+
+def one_token(p: float, q: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any) -> tuple[float, bool]:
+    """Return (derivative by log pi, clipped)."""
+    log_p_T = torch.tensor([math.log(p)], dtype=torch.float64, requires_grad=True)
+    made = loss(log_p_T, torch.tensor([math.log(q)], dtype=torch.float64), torch.tensor([advantage]), torch.tensor([True]), **settings)
+    return float(torch.autograd.grad(made.loss_T.sum(), log_p_T)[0]), bool(made.clipped_T)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=CASE, low=st.floats(0.01, 0.3), high=st.floats(0.01, 0.3), cap=st.sampled_from([0.0, 1.0, 3.0]))
+def test_dppo_of_the_binary_kl_and_ipo_are_their_definitions(case: tuple[float, float, float], low: float, high: float, cap: float) -> None:
+    p, q, advantage = case
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    out_kl = (kl > high and p > q) if advantage > 0 else (kl > low and p < q)
+    out_ipo = p - q > high or p - q < -low
+    inside = -advantage * (min(p / q, cap) if cap else p / q)
+    for loss, out in ((dppo_kl, out_kl), (ipo, out_ipo)):
+        slope, clipped = one_token(p, q, advantage, loss, low=low, high=high, cap=cap)
+        assert slope == pytest.approx(0.0 if out else inside, rel=1e-9, abs=1e-12)
+        assert clipped == (out and advantage != 0)
+
+
+def test_ipo_lets_go_of_a_token_that_dppo_would_bring_back() -> None:
+    assert one_token(0.7, 0.4, -1.0, dppo_tv, low=0.1, high=0.1)[0] == pytest.approx(0.7 / 0.4)
+    assert one_token(0.7, 0.4, -1.0, ipo, low=0.1, high=0.1) == (0.0, True)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    deltas=st.lists(st.floats(-2, 2), min_size=1, max_size=6),
+    advantage=st.sampled_from([-1.0, 0.5]),
+    low=st.floats(0.05, 1.0),
+    high=st.floats(0.05, 1.0),
+)
+def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_the_length(
+    deltas: list[float], advantage: float, low: float, high: float
+) -> None:
+    size = len(deltas)
+    log_probs_T = torch.tensor(deltas, dtype=torch.float64, requires_grad=True)
+    place = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64), 1
+    advantages_T = torch.full((size,), advantage, dtype=torch.float64)
+    made = gmpo(log_probs_T, torch.zeros(size, dtype=torch.float64), advantages_T, *place, low=low, high=high)
+    held = [min(delta, high) if advantage > 0 else max(delta, -low) for delta in deltas]
+    wanted = -advantage * math.prod(math.exp(delta) for delta in held) ** (1 / size)
+    assert made.loss_T.tolist() == pytest.approx([wanted] * size, rel=1e-9)
+    slopes = torch.autograd.grad(made.loss_T.mean(), log_probs_T)[0].tolist()
+    free = [delta == clipped for delta, clipped in zip(deltas, held, strict=True)]
+    assert slopes == pytest.approx([wanted / size if each else 0.0 for each in free], rel=1e-9)
+    assert made.clipped_T.tolist() == [not each for each in free]
+
+
+def test_gmpo_without_bounds_that_bind_is_gspo() -> None:
+    far = gmpo(PI.log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, low=50.0, high=50.0)
+    same(far.loss_T, gspo(PI.log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, clip=Clip(low=1.0, high=1e9)).loss_T)
+
+
+@pytest.mark.parametrize("tau", [0.05, 1.0])
+def test_dro_has_the_gradient_of_the_squared_error_of_responses(tau: float) -> None:
+    gap_N = (PI.log_probs_T - MU.log_probs_T).view(-1, STEPS).sum(-1)
+    wanted = gradient(((REWARDS_N - 0.5 - tau * gap_N) ** 2 / (2 * tau)).sum(), PI)
+    got = gradient(dro(PI.log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, tau=tau).loss_T.sum(), PI)
+    same(got, wanted)
+
+
+def test_dro_is_least_where_the_log_ratio_is_the_advantage_by_tau() -> None:
+    anchor_T = PI.log_probs_T.detach() - (ADVANTAGES_T / (0.5 * STEPS)).detach()
+    got = torch.autograd.grad(dro(PI.log_probs_T, anchor_T, ADVANTAGES_T, *PLACE, tau=0.5).loss_T.sum(), PI.logits_PV)[0]
+    same(got, torch.zeros_like(got))

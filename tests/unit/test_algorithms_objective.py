@@ -1,0 +1,96 @@
+"""The objective as a whole: which policy, which tokens and which lengths each part of it sees."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.objective import Objective, Tokens
+
+N, EACH = 4, 6
+
+
+def row(seed: int, spread: float = 0.4) -> tuple[Tensor, Tokens]:
+    """Return log-probs of the trained policy, and a row of four samples with some masked tokens; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(5, N * EACH, generator=generator, dtype=torch.float64)
+    rollout_T = -draw[0].abs() - 0.3
+    tokens = Tokens(
+        mask_T=draw[4] < 0.8,
+        sample_T=torch.repeat_interleave(torch.arange(N), EACH),
+        num_samples=N,
+        rollout_T=rollout_T,
+        lag_T=torch.zeros(N * EACH, dtype=torch.int64),
+        advantages_T=torch.randn(N, generator=generator, dtype=torch.float64).repeat_interleave(EACH),
+        old_T=rollout_T + spread * draw[1],
+        reference_T=rollout_T + spread * draw[2],
+    )
+    return rollout_T + spread * draw[3], tokens
+
+
+def rejected(log_probs_T: Tensor, tokens: Tokens, **changes: Any) -> dict[str, Tensor]:
+    objective = Objective(AlgorithmConfig(**changes))
+    coupled = objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x)
+    return dict(objective.token_loss(log_probs_T, tokens, coupled).rejected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), limit=st.sampled_from([1e-4, 0.04, 0.1, 0.3, 10.0]), band=st.booleans())
+def test_m2po_of_harmful_tokens_is_its_definition(seed: int, limit: float, band: bool) -> None:
+    """Reference: the largest squares of the harmful tokens go, until the mean of those left is below the limit."""
+    log_probs_T, tokens = row(seed)
+    assert tokens.old_T is not None
+    bounds = {} if band else {"m2_keep_low": 0.0, "m2_keep_high": 0.0}
+    got = rejected(log_probs_T, tokens, correction="m2po_harmful", m2_limit=limit, **bounds)["m2"].tolist()
+    delta = (tokens.old_T - tokens.rollout_T).tolist()
+    bad = [t for t, (d, a) in enumerate(zip(delta, tokens.advantages_T.tolist(), strict=True)) if tokens.mask_T[t] and d * a > 0]
+    kept = sorted(bad, key=lambda t: abs(delta[t]))
+    while kept and sum(delta[t] ** 2 for t in kept) / len(kept) >= limit:
+        kept.pop()
+    gone = {t for t in bad if t not in kept and not (band and 0.7 <= math.exp(delta[t]) <= 1.5)}
+    assert {t for t, flag in enumerate(got) if flag} == gone
+
+
+def test_m2po_of_harmful_tokens_never_rejects_a_pull_back_towards_mu() -> None:
+    log_probs_T, tokens = row(3)
+    assert tokens.old_T is not None
+    towards_T = (tokens.old_T - tokens.rollout_T) * tokens.advantages_T < 0
+    assert rejected(log_probs_T, tokens, correction="m2po", m2_limit=0.01)["m2"][towards_T].any()
+    assert not rejected(log_probs_T, tokens, correction="m2po_harmful", m2_limit=0.01)["m2"][towards_T].any()
+
+
+def test_opsm_follows_the_policy_as_it_is_now() -> None:
+    """From the second minibatch on the policy is no longer the one that the step started from."""
+    _, tokens = row(1)
+    tokens = replace(tokens, advantages_T=-torch.ones_like(tokens.rollout_T), old_T=tokens.rollout_T - 0.45)
+    now = rejected(tokens.rollout_T - 0.53, tokens, correction="opsm", opsm_threshold=0.5)["opsm"]
+    assert bool(now[tokens.mask_T].all())
+    before = rejected(tokens.rollout_T - 0.45, replace(tokens, old_T=tokens.rollout_T - 0.53), correction="opsm", opsm_threshold=0.5)
+    assert not before["opsm"].any()
+
+
+def test_distillation_follows_the_policy_as_it_is_now() -> None:
+    """The mean of ``A grad log pi`` is the gradient of KL(pi || teacher) of the current policy, not of the one before the step."""
+    objective = Objective(AlgorithmConfig(correction="tis", advantage="reinforce", distill_coef=0.5))
+    assert not objective.needs_old(minibatches=2, published_every=2), "it needs no pass of its own"
+    log_probs_T, tokens = row(2)
+    assert tokens.reference_T is not None
+    got_T = objective.advised(tokens, log_probs_T.requires_grad_()).advantages_T
+    assert not got_T.requires_grad
+    wanted_T = tokens.advantages_T + torch.where(tokens.mask_T, 0.5 * (tokens.reference_T - log_probs_T.detach()), 0.0)
+    torch.testing.assert_close(got_T, wanted_T, atol=1e-12, rtol=0)
+    assert Objective(AlgorithmConfig()).advised(tokens, log_probs_T) is tokens
+
+
+def test_opo_weighs_by_trainable_tokens() -> None:
+    """Three samples of one turn, and one with 900 tokens of tool output: rewards 1, 0, 0, 0 have the baseline 1/4."""
+    rewards_N, groups_N = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    lengths_N, trainable_N = torch.tensor([1000, 100, 100, 100]), torch.full((4,), 100)
+    got_N = Objective(AlgorithmConfig(advantage="opo")).advantages(rewards_N, groups_N, lengths_N, trainable_N)
+    assert got_N.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
