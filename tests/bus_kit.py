@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
 from bus.wire.parts import Joining, PartsManifest
 
@@ -34,6 +35,41 @@ def make_sample(run: str = "r", *, task: int = 1, index: int = 0, length: int = 
         "actor": "a1",
     }
     return Sample(**{**fields, **changes})
+
+
+def make_episode(run: str = "r", *, task: int = 41, **changes: Any) -> Sample:
+    """Return the example of docs/wire.md: two sequences, three turns, one result of a tool in the first sequence."""
+    fields: dict[str, Any] = {
+        "index": 3,
+        "attempt": "b7Qk",
+        "rollout": "calc",
+        "tokens": np.array([1, 2, 3, 4, 50, 51, 90, 91, 52, 53, 1, 2, 8, 9, 54, 55], np.int32),
+        "response_length": 8,
+        "sequences": (SequenceSize(10, 6), SequenceSize(6, 2)),
+        "loss_mask": np.array([1, 1, 0, 0, 1, 1, 1, 1], np.uint8),
+        "rollout_log_probs": np.array([-0.2, -0.1, 0, 0, -0.7, -0.3, -0.1, -0.4], np.float32),
+        "spans": (Span(version=5, num_tokens=2), Span(version=6, num_tokens=4), Span(version=6, num_tokens=2)),
+        "turns": make_turns(),
+        "transcript": ({"role": "user", "content": "12*7-5?"}, {"role": "assistant", "turn": 0, "content": "84"}),
+        "response": "79",
+        "reward": {"score": 1.1, "answer": 1.0, "format": 0.1},
+    }
+    return make_sample(run, task=task, **{**fields, **changes})
+
+
+def make_turns(**changes: Any) -> Turns:
+    fields: dict[str, Any] = {
+        "at": np.array([0, 4, 6], np.int32),
+        "tokens": np.array([2, 2, 2], np.int32),
+        "begin_s": np.array([0.0, 1.9, 4.0], np.float32),
+        "seconds": np.array([0.8, 0.9, 0.7], np.float32),
+        "tools_s": np.array([0.3, 0.0, 0.0], np.float32),
+        "id": ("t-0", "t-1", "t-2"),
+        "finish": ("stop", "stop", "stop"),
+        "agent": ("", "", ""),
+        "rewards": ((1, 0.1),),
+    }
+    return Turns(**{**fields, **changes})
 
 
 def make_task(run: str = "r", *, epoch: int = 1, offset: int = 0, **changes: Any) -> Task:

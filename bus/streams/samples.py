@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
 
+import numpy as np
+
 from bus.client.jetstream import JetStream, Message, StreamState
 from bus.client.pull import Delivered, OrderedPull, present
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
@@ -362,6 +364,12 @@ def headers_of(sample: Sample) -> dict[str, str]:
         f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
         f"status={sample.status} tokens={sample.response_length}"
     )
+    if sample.turns is not None:
+        fields = f"{fields} turns={len(sample.turns.at)}"
+    if len(sample.sequences) > 1:
+        fields = f"{fields} sequences={len(sample.sequences)}"
+    if (sampled := int(np.count_nonzero(sample.loss_mask))) != sample.response_length:
+        fields = f"{fields} sampled={sampled}"
     if _HEADER_VALUE.fullmatch(sample.engine):
         fields = f"{fields} engine={sample.engine}"
     return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: fields}

@@ -142,7 +142,7 @@ class TaskQueue:
         """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one. Raises Fenced."""
         if task.epoch != self._writer.epoch:
             raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
-        return await self._writer.append(subjects.task(self.jet.run, task.kind), encode_task(task))
+        return await self._writer.append(subjects.task(self.jet.run, task.kind, task.rollout), encode_task(task))
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
         """Yield every valid task from id ``start`` to the present end, in order."""

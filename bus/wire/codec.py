@@ -1,7 +1,9 @@
 """Bytes of every message: one msgpack map, ``schema`` and ``type`` first, arrays as raw little-endian bytes. Knows no transport.
 
 A field without a default is required; one with a default may be missing. Unknown fields of a Task or Sample are kept in
-``extra`` and written again; unknown fields inside ``sampling`` or ``timings`` are refused (they would change the meaning).
+``extra`` and written again; unknown fields inside ``sampling``, ``timings``, ``turns`` or ``budget`` are refused (they would change the
+meaning). A message has the lowest schema that has its meaning, and its ``later`` fields only where they say something: so a message of
+schema 1 has the same bytes in every release.
 """
 
 import dataclasses
@@ -13,6 +15,8 @@ import msgpack
 
 from bus.errors import UnknownSchema, WireError
 from bus.wire.compiled import Compiled, nested, pair
+from bus.wire.episode_invariants import check_plan, check_task
+from bus.wire.episodes import Budget, SequenceSize, Turns
 from bus.wire.fields import (
     ANY,
     FLOAT,
@@ -33,6 +37,7 @@ from bus.wire.fields import (
 from bus.wire.invariants import check_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import (
+    EPISODES,
     SCHEMA,
     Dead,
     DeadLetterDecision,
@@ -78,14 +83,21 @@ _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors that a value from outside can cause while it is packed or unpacked."""
 
 
+_NEWEST = {"sample": EPISODES, "task": EPISODES, "plan": EPISODES}
+"""Newest schema of the types that have more than one."""
+
+
 class Table:
     """The fields of one message in wire order."""
 
-    def __init__(self, message: type, name: str, **codecs: FieldCodec) -> None:
+    def __init__(self, message: type, name: str, later: tuple[str, ...] = (), **codecs: FieldCodec) -> None:
+        """``later``: fields, the last ones, that came after the first release: they are written only where they say something."""
         fields = {field.name: field for field in dataclasses.fields(message)}
         assert set(codecs) <= set(fields), set(codecs) - set(fields)
+        assert later == tuple(codecs)[len(codecs) - len(later) :], later
         self.message, self.name = message, name
-        self._codecs = codecs
+        self._codecs, self._later = codecs, later
+        self._newest = _NEWEST.get(name, SCHEMA)
         self._values = attrgetter(*codecs) if len(codecs) > 1 else lambda value: (attrgetter(*codecs)(value),)
         self._packers = [(field, codec.exact, codec.pack) for field, codec in codecs.items()]
         self._unpackers = [(field, codec.exact, codec.unpack, _required(fields[field])) for field, codec in codecs.items()]
@@ -97,18 +109,22 @@ class Table:
 
         It is worth its memory for samples.
         """
-        self._compiled = Compiled(self.message, self._codecs, {"schema": SCHEMA, "type": self.name})
+        always = {name: codec for name, codec in self._codecs.items() if name not in self._later}
+        self._compiled = Compiled(self.message, always, {"schema": SCHEMA, "type": self.name})
         return self
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a message. Raises WireError naming the field that cannot be written."""
-        if self._compiled is not None and not value.extra and (found := self._compiled.encode(value)) is not None:
+        unsaid = [name for name in self._later if _says_nothing(getattr(value, name))]
+        plain = self._compiled is not None and not value.extra and len(unsaid) == len(self._later)
+        if plain and (found := self._compiled.encode(value)) is not None:  # type: ignore[union-attr]
             return found
-        packed: dict[str, object] = {"schema": SCHEMA, "type": self.name}
+        packed: dict[str, object] = {"schema": SCHEMA if self._newest == SCHEMA else value.schema, "type": self.name}
         self._pack(value, packed)
+        for name in unsaid:
+            del packed[name]
         if self._keeps_unknown:
-            for key, unknown in value.extra.items():
-                packed.setdefault(key, unknown)
+            packed.update({key: unknown for key, unknown in value.extra.items() if key not in self._codecs and key not in _FIRST})
         try:
             return msgpack.packb(packed, datetime=True)
         except _BAD:
@@ -125,7 +141,11 @@ class Table:
         if self._keeps_unknown and len(fields) > len(found) + 2:
             extra = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
             found["extra"] = self._shallow(extra)
-        return self.message(**found)
+        message = self.message(**found)
+        if self._newest > SCHEMA and message.schema > fields["schema"]:  # type: ignore[operator]
+            said = ", ".join(name for name in self._later if not _says_nothing(getattr(message, name)))
+            raise WireError("schema", f"{message.schema} for a {self.name} with {said}", fields["schema"])
+        return message
 
     def _shallow(self, extra: dict[str, object]) -> dict[str, object]:
         try:
@@ -190,7 +210,14 @@ class Table:
                 raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
             return self.message(**found)
 
-        return FieldCodec(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._codecs))
+        # msgspec takes no part in messages with arrays inside.
+        wire: object = Any if any(codec.by_hand for codec in self._codecs.values()) else nested(self.message, self._codecs)
+        return FieldCodec(f"a map ({self.message.__name__})", self.pack, unpack, wire=wire)
+
+
+def _says_nothing(value: object) -> bool:
+    """Return whether a value is None, or an empty text or tuple: the default of every later field."""
+    return value is None or (isinstance(value, str | tuple) and not value)
 
 
 def _name(key: object) -> str:
@@ -226,10 +253,24 @@ def _span(pair: object) -> Span:
     return Span(version=INT.unpack(pair[0]), num_tokens=INT.unpack(pair[1]))
 
 
+def _size(pair: object) -> SequenceSize:
+    if type(pair) is not list or len(pair) != 2:
+        raise TypeError
+    return SequenceSize(INT.unpack(pair[0]), INT.unpack(pair[1]))
+
+
+def _turn_reward(pair: object) -> tuple[int, float]:
+    if type(pair) is not list or len(pair) != 2:
+        raise TypeError
+    return INT.unpack(pair[0]), FLOAT.unpack(pair[1])
+
+
 _I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
 _SPAN = FieldCodec("a pair [version, num_tokens]", _pair, _span, wire=pair(Span, ("version", int), ("num_tokens", int)))
 _REWARD = either(FLOAT, keyed(TEXT, FLOAT))
 _NUMBERS = keyed(TEXT, FLOAT)
+_SIZE = FieldCodec("a pair [tokens, response tokens]", lambda size: [INT.pack(size[0]), INT.pack(size[1])], _size)
+_TURN_REWARD = FieldCodec("a pair [turn, reward]", lambda pair: [INT.pack(pair[0]), FLOAT.pack(pair[1])], _turn_reward)
 _KIND, _STATUS = choice(Kind), choice(Status)
 
 _SAMPLING = Table(
@@ -244,9 +285,24 @@ _SAMPLING = Table(
     seed=optional(INT),
 )
 _TIMINGS = Table(Timings, "timings", queued_s=FLOAT, generating_s=FLOAT, tools_s=FLOAT, reward_s=FLOAT)
+_TURNS = Table(
+    Turns,
+    "turns",
+    at=_I4,
+    tokens=_I4,
+    begin_s=_F4,
+    seconds=_F4,
+    tools_s=_F4,
+    id=many(TEXT),
+    finish=many(TEXT),
+    agent=many(TEXT),
+    rewards=many(_TURN_REWARD),
+)
+_BUDGET = Table(Budget, "budget", turns=INT, tokens=INT, context=INT, total_tokens=INT, seconds=FLOAT)
 _TASK = Table(
     Task,
     "task",
+    later=("rollout", "budget"),
     run=TEXT,
     epoch=INT,
     kind=_KIND,
@@ -262,10 +318,13 @@ _TASK = Table(
     min_version=INT,
     issue_step=INT,
     metadata=MAP,
+    rollout=TEXT,
+    budget=optional(_BUDGET.nested()),
 )
 _SAMPLE = Table(
     Sample,
     "sample",
+    later=("rollout", "sequences", "turns", "transcript"),
     run=TEXT,
     task=INT,
     index=INT,
@@ -289,6 +348,10 @@ _SAMPLE = Table(
     timings=_TIMINGS.nested(),
     finish_reason=TEXT,
     created_s=FLOAT,
+    rollout=TEXT,
+    sequences=many(_SIZE),
+    turns=optional(_TURNS.nested()),
+    transcript=many(MAP),
 ).compile()
 _PARTIAL = Table(
     Partial,
@@ -310,6 +373,7 @@ _PARTIAL = Table(
 _PLAN = Table(
     Plan,
     "plan",
+    later=("rows",),
     epoch=INT,
     step=INT,
     tasks=_I8,
@@ -324,6 +388,7 @@ _PLAN = Table(
     num_minibatches=INT,
     config_digest=TEXT,
     chain=TEXT,
+    rows=optional(_I4),
 )
 _DONE = Table(Done, "done", epoch=INT, step=INT, metrics=_NUMBERS, weights_digest=optional(TEXT))
 _SETTLE = Table(Settle, "settle", epoch=INT, reason=TEXT, tasks=_I8, seqs=_I8, step=INT)
@@ -360,13 +425,15 @@ def decode_sample(data: bytes) -> Sample:
 
 
 def encode_task(task: Task) -> bytes:
-    """Return the bytes of a task; its id is not among them. Raises WireError."""
+    """Return the bytes of a task; its id is not among them. Raises WireError, also for a rollout or budget that no reader accepts."""
+    check_task(task)
     return _TASK.encode(task)
 
 
 def decode_task(data: bytes, id: int) -> Task:
     """Return a task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
     task: Task = dataclasses.replace(_TASK.read(data), id=id)
+    check_task(task)
     return task
 
 
@@ -390,6 +457,8 @@ def decode_record(data: bytes) -> PlanRecord:
     """Return a Plan, Done, Settle, Requeue, Fence or Evaluated. Raises WireError naming the field, UnknownSchema."""
     fields = unpack(data, *_RECORDS)
     record: PlanRecord = _RECORDS[fields["type"]].decode(fields)
+    if isinstance(record, Plan):
+        check_plan(record)
     return record
 
 
@@ -429,8 +498,10 @@ def unpack(data: bytes, *types: str) -> JsonObject:
         raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None
     if type(fields) is not dict:
         raise WireError("message", "one msgpack map", _short(fields))
-    if fields.get("schema") != SCHEMA or type(fields["schema"]) is not int:
-        raise UnknownSchema("schema", f"{SCHEMA}", _short(fields.get("schema", "nothing")))
-    if not isinstance(fields.get("type"), str) or fields["type"] not in types:
+    named = isinstance(fields.get("type"), str)
+    known = range(SCHEMA, (_NEWEST.get(fields["type"], SCHEMA) if named else SCHEMA) + 1)
+    if type(fields.get("schema")) is not int or fields["schema"] not in known:
+        raise UnknownSchema("schema", " or ".join(map(str, known)), _short(fields.get("schema", "nothing")))
+    if not named or fields["type"] not in types:
         raise WireError("type", " or ".join(types), _short(fields.get("type", "nothing")))
     return fields

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import WireError
+from bus.wire.episode_invariants import check_sequences, check_turns
 from bus.wire.messages import Partial, Sample, Span, Timings, score_of
 
 MAX_REWARD = 1e6
@@ -39,6 +40,8 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
     _check_response(sample)
     _check_covered(sample.spans, sample.response_length)
+    check_sequences(sample)
+    check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)
     check_reward(sample.reward)
     _check_seconds(sample.timings, sample.created_s)
 

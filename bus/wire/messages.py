@@ -1,6 +1,7 @@
 """Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
 
-Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, G = groups of a step.
+Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token sequences,
+G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
 """
 
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.episodes import Budget, SequenceSize, Turns
 from bus.wire.json_object import JsonObject
 
 SCHEMA = 1
-"""Schema number of every message; a reader refuses any other."""
+"""Schema number of every message that does not need a newer one."""
+EPISODES = 2
+"""Schema number of a sample with several sequences, a task with a rollout, a plan with ``rows``: readers of schema 1 alone must refuse
+them, because they would misread them."""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -86,9 +91,18 @@ class Task:
     issue_step: int = 0
     """Step of the newest published version when it was issued."""
     metadata: JsonObject = field(default_factory=dict)
+    rollout: str = ""
+    """Name of the rollout that answers it; empty = a single turn."""
+    budget: Budget | None = None
+    """Limits of an episode; only with a rollout."""
     id: int = 0
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
+
+    @property
+    def schema(self) -> int:
+        """Lowest schema that has its meaning."""
+        return EPISODES if self.rollout or self.budget is not None else SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +117,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response to a task: the unit on the wire."""
+    """One response to a task, or one episode: the unit on the wire."""
 
     run: str
     task: int
@@ -135,8 +149,26 @@ class Sample:
     finish_reason: str = ""
     created_s: float = 0.0
     """Unix time at which it was finished; for onlookers, never for decisions."""
+    rollout: str = ""
+    """As in the task."""
+    sequences: tuple[SequenceSize, ...] = ()
+    """Sizes of its token sequences; empty = one, of all its tokens."""
+    turns: Turns | None = None
+    """Its model calls; None = not reported."""
+    transcript: tuple[JsonObject, ...] = ()
+    """Messages for viewers; the learner never reads them."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
+
+    @property
+    def schema(self) -> int:
+        """Lowest schema that has its meaning."""
+        return EPISODES if len(self.sequences) > 1 else SCHEMA
+
+    @property
+    def sizes(self) -> tuple[SequenceSize, ...]:
+        """Sizes of its sequences, at least one."""
+        return self.sequences or (SequenceSize(len(self.tokens), self.response_length),)
 
     @property
     def message_id(self) -> str:
@@ -217,9 +249,9 @@ class Plan:
     group_sizes: NDArray[np.int32]
     """Samples of each group, [G]."""
     ranks: NDArray[np.int32]
-    """Data-parallel rank that trains each sample, [N]."""
+    """Data-parallel rank that trains each sequence, [M]; without ``rows`` M = N."""
     micro_batches: NDArray[np.int32]
-    """Micro-batch on that rank, [N]."""
+    """Micro-batch on that rank, [M]."""
     version_steps: dict[int, int]
     """Step of every version that occurs in these samples."""
     oldest_step: int | None
@@ -232,6 +264,13 @@ class Plan:
     """SHA-256 over the previous plan's chain and this plan's columns (see ``learner.data.plans``)."""
     num_minibatches: int = 1
     """Number of optimizer steps that the plan is trained in."""
+    rows: NDArray[np.int32] | None = None
+    """Sequences of each sample, [N]; None = every sample has one."""
+
+    @property
+    def schema(self) -> int:
+        """Lowest schema that has its meaning."""
+        return SCHEMA if self.rows is None else EPISODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,9 +62,14 @@ def row(run: str, bucket: str, key: str) -> str:
     return f"$KV.TM_{run}_{bucket}.{key}"
 
 
-def task(run: str, kind: str) -> str:
-    """Return the subject of a task. ``kind``: train, eval, or fence."""
-    return f"tm.{run}.task.{kind}"
+def task(run: str, kind: str, rollout: str = "") -> str:
+    """Return the subject of a task. ``kind``: train, eval, or fence. Tasks of a rollout are on a subject of their own."""
+    return f"tm.{run}.task.{kind}-{rollout}" if rollout else f"tm.{run}.task.{kind}"
+
+
+def consumer(kind: Kind, rollout: str = "") -> str:
+    """Return the durable consumer of TASKS for the tasks of a kind and rollout."""
+    return f"{CONSUMERS[kind]}-{rollout}" if rollout else CONSUMERS[kind]
 
 
 def plan(run: str, kind: str) -> str:

@@ -92,7 +92,6 @@ class Group:
 
 def mismatch(task: Task, sample: Sample, max_context: int) -> str:
     """Return the first field of a sample that contradicts its task; empty if none does."""
-    prompt = len(sample.tokens) - sample.response_length
     if sample.group_size != task.group_size:
         return "group_size"
     if not 0 <= sample.index < task.group_size:
@@ -100,8 +99,29 @@ def mismatch(task: Task, sample: Sample, max_context: int) -> str:
     # Other sampling means another distribution: the importance weights would be wrong without any sign of it.
     if sample.sampling != task.sampling:
         return "sampling"
-    if not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
+    # The task, not the sample, decides whether the tokens may begin otherwise than with the task's prompt.
+    if sample.rollout != task.rollout:
+        return "rollout"
+    wrong = _episode_mismatch(task, sample) if task.rollout else _single_turn_mismatch(task, sample)
+    if wrong:
+        return wrong
+    if max_context and max(size.num_tokens for size in sample.sizes) > max_context:
+        return "length"
+    return ""
+
+
+def _single_turn_mismatch(task: Task, sample: Sample) -> str:
+    if len(sample.sequences) > 1:
+        return "sequences"
+    prompt = len(sample.tokens) - sample.response_length
+    return "" if np.array_equal(sample.tokens[:prompt], task.prompt_tokens) else "prompt"
+
+
+def _episode_mismatch(task: Task, sample: Sample) -> str:
+    if sample.prompt != task.prompt:
         return "prompt"
-    if max_context and len(sample.tokens) > max_context:
+    if not sample.response_length:  # there may be no token at all, and so no row to train
+        return "response_length"
+    if task.budget is not None and 0 < task.budget.total_tokens < len(sample.tokens):
         return "length"
     return ""

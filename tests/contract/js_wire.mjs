@@ -25,6 +25,7 @@ const changes = {
   "as it is": {},
   index: { index: 2 },
   response_length: { response_length: 6 },
+  "no context": { tokens: sample.tokens.slice(3) },
   rollout_log_probs: { rollout_log_probs: [-0.1, 0] },
   "rollout_log_probs[0]": { rollout_log_probs: [0.001, 0, -1] },
   "rollout_log_probs[1]": { rollout_log_probs: [-0.1, -0.5, -1] },

@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from bus.errors import WireError
 from bus.liveness.heartbeats import LiveView
 from bus.wire.codec import check_sample, decode_sample
+from bus.wire.episodes import Budget, Turns
 from bus.wire.messages import (
     Capabilities,
     Dead,
@@ -41,7 +42,7 @@ from bus.wire.messages import (
     Timings,
 )
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_partial, make_sample, make_task, take
+from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
@@ -172,6 +173,69 @@ async def test_our_sample_has_the_documented_form(open_bus: BusOpener) -> None:
     }
 
 
+EPISODE = {
+    "schema": 2,
+    "rollout": "calc",
+    "tokens": i4(1, 2, 3, 4, 50, 51, 90, 91, 52, 53, 1, 2, 8, 9, 54, 55),
+    "response_length": 8,
+    "sequences": [[10, 6], [6, 2]],
+    "loss_mask": bytes([1, 1, 0, 0, 1, 1, 1, 1]),
+    "rollout_log_probs": f4(-0.2, -0.1, 0, 0, -0.7, -0.3, -0.1, -0.4),
+    "spans": [[5, 2], [6, 4], [6, 2]],
+    "turns": {"at": i4(0, 4, 6), "tokens": i4(2, 2, 2), "seconds": f4(0.8, 0.9, 0.7), "id": ["t-0", "t-1", "t-2"], "rewards": [[1, 0.5]]},
+    "transcript": [{"role": "user", "content": "12*7-5?"}],
+}
+
+
+def test_a_foreign_episode_is_read() -> None:
+    sample = decode_sample(msgpack.packb(foreign_sample("r", 41, **EPISODE)))
+    check_sample(sample, vocab_size=92)
+    assert (sample.rollout, sample.sequences, sample.transcript) == ("calc", ((10, 6), (6, 2)), ({"role": "user", "content": "12*7-5?"},))
+    assert sample.turns is not None
+    assert (sample.turns.at.tolist(), sample.turns.tokens.tolist(), sample.turns.id) == ([0, 4, 6], [2, 2, 2], ("t-0", "t-1", "t-2"))
+    assert (sample.turns.seconds.tolist(), sample.turns.rewards) == (pytest.approx([0.8, 0.9, 0.7]), ((1, 0.5),))
+    one = {"sequences": [[16, 8]], "schema": 1}
+    assert decode_sample(msgpack.packb(foreign_sample("r", 41, **{**EPISODE, **one}))).sizes == ((16, 8),)
+
+
+async def test_our_episode_has_the_documented_form(open_bus: BusOpener) -> None:
+    """Every sequence is found from the pairs alone, in one message and in parts."""
+    async with open_bus() as bus:
+        for seq, filler in ((1, ""), (None, "x" * 2_000_000)):
+            stored = await bus.samples.publish(make_episode(bus.run, task=seq or 2, response=filler))
+            message = await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", stored)
+            assert message.headers is not None and message.headers["Tm-Sample"].endswith("tokens=8 turns=3 sequences=2 sampled=6")
+            data = message.data or b""
+            if "Tm-Parts" in message.headers:
+                parts = [await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", part) for part in msgpack.unpackb(data)["seqs"]]
+                data = b"".join(part.data or b"" for part in parts)
+            fields = msgpack.unpackb(data)
+            assert (fields["schema"], fields["rollout"], fields["response"]) == (2, "calc", filler)
+            ids = struct.unpack("<16i", fields["tokens"])
+            found, left, right = [], 0, 0
+            for length, response in fields["sequences"]:
+                region = ids[left + length - response : left + length]
+                mask = fields["loss_mask"][right : right + response]
+                found.append([id for id, trained in zip(region, mask, strict=True) if trained])
+                left, right = left + length, right + response
+            assert found == [[50, 51, 52, 53], [54, 55]]
+            assert struct.unpack("<3i", fields["turns"]["at"]) == (0, 4, 6)
+
+
+async def test_a_task_of_a_rollout_is_on_its_own_subject(open_bus: BusOpener) -> None:
+    budget = Budget(turns=6, tokens=512, context=4096, total_tokens=16384, seconds=600.0)
+    async with open_bus() as bus:
+        await bus.tasks.fence(1)
+        id = await bus.tasks.issue(make_task(bus.run, rollout="calc", budget=budget))
+        message = await bus.js.get_msg(f"TM_{bus.run}_TASKS", id)
+        assert message.subject == f"tm.{bus.run}.task.train-calc"
+        fields = msgpack.unpackb(message.data or b"")
+        assert (fields["schema"], fields["rollout"]) == (2, "calc")
+        assert fields["budget"] == {"turns": 6, "tokens": 512, "context": 4096, "total_tokens": 16384, "seconds": 600.0}
+        assert await bus.tasks.lease(0.2) is None, "an actor of single turns never leases it"
+        assert (await bus.tasks.fetch(id)).budget == budget
+
+
 async def test_a_foreign_sample_in_parts_is_joined(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         actor = ForeignActor(bus.nc, bus.run)
@@ -290,7 +354,11 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
         ({"loss_mask": [1, 0, 1]}, "loss_mask"),
         ({"spans": [[3, 2]]}, "spans"),
         ({"index": 2}, "index"),
-        ({"schema": 2}, "schema"),
+        ({"schema": 3}, "schema"),
+        ({"sequences": [[2, 1], [3, 2]]}, "schema"),
+        ({"schema": 2, "sequences": [[2, 1], [3, 3]]}, "sequences[1]"),
+        ({"schema": 2, "sequences": [[2, 1], [3, 2]]}, "spans"),
+        ({"response_length": 5, "rollout_log_probs": f4(*[-1.0] * 5), "loss_mask": b"\1" * 5, "spans": [[3, 5]]}, "response_length"),
     ],
 )
 def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], field: str) -> None:
@@ -301,7 +369,24 @@ def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], f
 
 @pytest.mark.parametrize(
     "message",
-    [Sample, Task, Partial, Plan, Done, Settle, Requeue, Evaluated, Dead, DeadLetterDecision, Sampling, Timings, LiveRow, Capabilities],
+    [
+        Sample,
+        Task,
+        Partial,
+        Plan,
+        Done,
+        Settle,
+        Requeue,
+        Evaluated,
+        Dead,
+        DeadLetterDecision,
+        Sampling,
+        Timings,
+        Turns,
+        Budget,
+        LiveRow,
+        Capabilities,
+    ],
 )
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))
@@ -310,7 +395,20 @@ def test_the_document_names_every_field(message: type) -> None:
 
 
 def test_the_document_names_every_header_and_subject() -> None:
-    for name in ("Tm-Sample", "group", "versions", "reward", "status", "tokens", "engine", "Tm-Parts", "Tm-Epoch"):
+    for name in (
+        "Tm-Sample",
+        "group",
+        "versions",
+        "reward",
+        "status",
+        "tokens",
+        "turns",
+        "sequences",
+        "sampled",
+        "engine",
+        "Tm-Parts",
+        "Tm-Epoch",
+    ):
         assert f"`{name}`" in WIRE
     for status in Status:
         assert f"`{status.value}`" in WIRE

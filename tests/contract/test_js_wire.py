@@ -3,6 +3,7 @@
 import json
 import struct
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bus.streams.samples import headers_of
 from bus.wire import parts, subjects
 from bus.wire.codec import check_sample, decode_sample, encode_task
 from bus.wire.messages import Sample, Sampling, Span, Task, Timings
-from tests.bus_kit import join
+from tests.bus_kit import join, make_task
 from tests.js_kit import installed, node
 
 SCRIPT = Path(__file__).with_name("js_wire.mjs")
@@ -108,9 +109,18 @@ def test_parts_of_the_js_actor_join(told: dict[str, Any], payload: bytes) -> Non
 
 
 def test_the_js_actor_refuses_what_the_learner_refuses(told: dict[str, Any]) -> None:
-    assert len(told["tried"]) == 19
+    assert len(told["tried"]) == 20
     for tried in told["tried"]:
         assert (not tried["reason"]) == valid(bytes.fromhex(tried["payload"])) == (tried["name"] == "as it is"), tried
+
+
+def test_the_js_actor_refuses_a_task_of_a_rollout_by_name() -> None:
+    """It never leases one: such tasks are on other subjects. Sent one all the same, it must not answer it with a single turn."""
+    with tempfile.TemporaryDirectory() as directory:
+        task = encode_task(make_task(rollout="calc"))
+        done = subprocess.run([node(), SCRIPT.name], cwd=installed(Path(directory), SCRIPT), input=task, capture_output=True, timeout=60)
+    assert done.returncode != 0
+    assert "want schema 1 and type task, got 2 and task" in done.stderr.decode()
 
 
 def valid(payload: bytes) -> bool:

@@ -67,6 +67,7 @@ export function checkSample(sample) {
   };
   want(sample.index >= 0 && sample.index < sample.group_size, "0 <= index < group_size");
   want(length <= tokens.length, `response_length <= ${tokens.length}`);
+  want(length === 0 || length < tokens.length, "a token of context before the response");
   want(logProbs.length === length && mask.length === length, `a log-prob and a mask for each of ${length} tokens`);
   want(tokens.every((id) => Number.isInteger(id) && id >= 0), "token ids >= 0");
   want(mask.every((each) => each === 0 || each === 1), "a mask of 0 and 1");
@@ -93,6 +94,7 @@ export const subjectOf = (sample) =>
 
 export function headersOf(sample) {
   const newest = sample.spans.length ? Math.max(...sample.spans.map(([version]) => version)) : null;
+  const sampled = sample.loss_mask.filter((each) => each === 1).length;
   return {
     "Nats-Msg-Id": messageId(sample),
     "Tm-Sample": [
@@ -101,6 +103,7 @@ export function headersOf(sample) {
       `reward=${score(sample.reward)}`,
       `status=${sample.status}`,
       `tokens=${sample.response_length}`,
+      ...(sampled === sample.response_length ? [] : [`sampled=${sampled}`]),
       ...(/^[\x21-\x7e]{1,200}$/.test(sample.engine) ? [`engine=${sample.engine}`] : []),
     ].join(" "),
   };
