@@ -148,6 +148,16 @@ class FeedServer:
         self._end_after = step
         await self._serve()
 
+    async def end_run(self, step: int, *, within_s: float) -> bool:
+        """Send the end of the run, and return whether every rank has received it in time."""
+        await self.end_after(step)
+        try:
+            async with asyncio.timeout(within_s):
+                await self.all_ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def beat(self, waits_for: str) -> None:
         """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no heartbeats."""
         self._refuse_silence()

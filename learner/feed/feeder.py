@@ -14,7 +14,8 @@ from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_loops import Feeder, FeederRules
+from learner.feed.feeder_loops import Feeder
+from learner.feed.feeder_rules import FeederRules
 from learner.feed.places import FeederPlaces
 
 

@@ -1,0 +1,63 @@
+"""Parts of the feeder's start: its epoch, the evaluation as restored, and the checkpoints that ranks load."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from bus.errors import Fenced
+from bus.liveness.epoch import current_epoch, raise_epoch
+from bus.streams.bus import Bus
+from bus.wire.messages import Task
+from bus.wire.subjects import EPOCH_KEY
+from learner.checkpoints import disk
+from learner.feed.copies import Copies, manifest_digest
+from learner.feed.evaluations import EvalPlan, Evaluations
+from learner.feed.feeder_rules import FeederRules
+from learner.feed.restart import Resumed
+
+
+async def own_epoch(bus: Bus, rules: FeederRules) -> int:
+    """Return the epoch of this start. Raises Fenced when a later one was raised."""
+    if not rules.epoch:
+        return await raise_epoch(bus)
+    newest = await current_epoch(bus)
+    if newest > rules.epoch:
+        raise Fenced(f"run.{EPOCH_KEY}", rules.epoch, newest)
+    return rules.epoch
+
+
+async def evaluations_of(
+    resumed: Resumed, bus: Bus, plan: EvalPlan, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
+) -> Evaluations:
+    """Restore the evaluation: the state in the checkpoint, then the tasks after it, then the published version."""
+    rounds = await asyncio.to_thread(plan.rounds)
+    if resumed.evaluation is not None:
+        rounds.load(resumed.evaluation)
+    evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
+    for task in resumed.eval_tasks:
+        evaluations.issued(task)
+    if resumed.source.head is not None:
+        evaluations.published(*resumed.source.head)
+    return evaluations
+
+
+async def peers_of(copies: Copies | None, checkpoint: Path | None) -> dict[str, Any]:
+    """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of them."""
+    if copies is None or checkpoint is None:
+        return {}
+    peers = {str(peer.node): peer for peer in await copies.peers()}
+    keys = {peer.key for peer in peers.values()}
+    return {
+        "manifest": await asyncio.to_thread(manifest_digest, checkpoint),
+        "peers": {node: peer.url for node, peer in peers.items()},
+        "peer_key": keys.pop() if keys else "",
+    }
+
+
+async def initial_weights(rules: FeederRules, resumed: Resumed) -> str | None:
+    """Return the verified checkpoint with the initial weights, if the run starts from one. Raises CheckpointCorrupt."""
+    if resumed.checkpoint is not None or rules.from_checkpoint is None:
+        return None
+    await asyncio.to_thread(disk.verify, rules.from_checkpoint)
+    return str(rules.from_checkpoint)

@@ -1,0 +1,90 @@
+"""The feeder's live row and its heartbeats to the ranks: what it does, what it waits for, and its numbers.
+
+Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited too long.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from bus.liveness.heartbeats import HeartbeatPublisher
+from learner.data.datasource import DataSource
+from learner.data.prompts import PromptFile
+from learner.data.senders import Senders
+from learner.errors import NoProgress
+from learner.feed.copies import Copies
+from learner.feed.evaluations import Evaluations
+from learner.feed.feed_server import FeedServer
+from learner.feed.intake import Intake
+
+BEAT_S = 1.0
+"""Interval of the heartbeats to ranks and on the bus."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a feeder whose state is restored."""
+
+    source: DataSource
+    prompts: PromptFile
+    senders: Senders
+    intake: Intake
+    evaluations: Evaluations
+    replayed: asyncio.Event
+    """Set when all recorded steps are repeated."""
+
+
+class FeederRow:
+    """Phase and waits of the feeder, which its loops set."""
+
+    def __init__(self, server: FeedServer, *, batch_timeout_s: float) -> None:
+        self._server, self._batch_timeout_s = server, batch_timeout_s
+        self.phase = "starting"
+        self.text = "the bus"
+        """What the feeder waits for."""
+        self.copies: Copies | None = None
+        """Set when each node has checkpoints of its own."""
+        self.parts: Parts | None = None
+        """None until the state is restored: heartbeats begin before."""
+
+    async def beat(self, heartbeat: HeartbeatPublisher) -> None:
+        """Background loop: heartbeats on the bus and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
+        while True:
+            starved_s = self._server.starved_s(time.monotonic())
+            await self._server.beat(self._waits_for())
+            if starved_s > self._batch_timeout_s:
+                raise NoProgress("feeder", starved_s, self._waits_for())
+            heartbeat.update(**self._fields(starved_s))
+            await asyncio.sleep(BEAT_S)
+
+    def _waits_for(self) -> str:
+        copies = "" if self.copies is None else self.copies.waits_for
+        evaluation = self.parts.evaluations.waits_for if self.parts is not None and self.phase == "ending" else ""
+        return "; ".join(text for text in (self.text, evaluation, copies) if text)
+
+    def _fields(self, starved_s: float) -> dict[str, object]:
+        parts = self.parts
+        if parts is None:
+            return {"phase": self.phase, "waits_for": self.text}
+        if self.phase not in ("ending", "draining"):
+            self.phase = "waiting" if starved_s else ("working" if parts.replayed.is_set() else "replaying")
+        accounting = parts.source.accounting()
+        load = {
+            "step": parts.source.step,
+            "buffered": accounting.buffered,
+            "trained": accounting.trained,
+            "open_tasks": accounting.open,
+            "tasks_dead": accounting.settled.get("dead", 0),
+            "failed": accounting.dropped.get("failed", 0),
+            "prompts_too_long": parts.prompts.num_too_long,
+            "behind": parts.intake.behind,
+        }
+        load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}
+        version = parts.source.head[0] if parts.source.head else -1
+        return {
+            "phase": self.phase,
+            "waits_for": self._waits_for(),
+            "trouble": parts.prompts.trouble,
+            "version": version,
+            "load": {key: float(value) for key, value in load.items()},
+        }

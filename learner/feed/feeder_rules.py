@@ -1,0 +1,34 @@
+"""Settings of the feeder's process, beyond the rules of the DataSource."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.wire.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeederRules:
+    """Settings of the process, beyond the rules of the DataSource."""
+
+    run: str
+    root: Path
+    """Directory of the checkpoints."""
+    sampling: Sampling
+    group_size: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    copies: int = 0
+    """Holders of each file of a checkpoint; 0 = all nodes share one directory."""
+    num_nodes: int = 1
+    ahead: int
+    """Steps planned before a rank requests them: 0 or 1."""
+    batch_timeout_s: float
+    vocab_size: int | None
+    pad_to: int
+    """Row lengths are multiples of this number of tokens."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a response; empty = not known."""
+    from_checkpoint: Path | None = None
+    """Checkpoint with the initial weights of the run; None = those of the model directory."""
+    epoch: int = 0
+    """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
