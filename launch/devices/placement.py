@@ -35,7 +35,10 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
 def engine_place(nodes: Sequence[Node], want: Want, *, taken: Collection[str] = ()) -> EnginePlace:
     """Return the place of one more engine, beside those that have the devices ``taken`` (UUIDs). Raises Refused when there is none."""
     nodes = _ordered(nodes)
-    return _engine(nodes, want, _ranks(nodes, want, []), taken)
+    found = _engine(nodes, want, _ranks(nodes, want, []), taken)
+    if want.ranks:  # engines elsewhere get the weights by broadcast
+        refuse_shm(nodes, want, [found], want.transport)
+    return found
 
 
 # ---- machines

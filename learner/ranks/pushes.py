@@ -183,6 +183,7 @@ class Pushes:
             "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
             "push/bytes": report.bytes,
             "push/wait_seconds": waited_s,
+            **{f"weights/push_gb_per_s/{transport}": rate for transport, rate in report.gb_per_s.items()},
             **turns,
         }
 

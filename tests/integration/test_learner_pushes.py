@@ -18,6 +18,7 @@ from learner.feed.places import RankPlaces
 from learner.megatron.model import Policy
 from learner.ranks.pushes import Pushes
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
+from tests.metric_names import undocumented
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
@@ -86,6 +87,8 @@ def test_a_push_that_failed_is_made_again_with_what_was_staged(bus_url: str, run
             pushes.collect(wait=True)
             assert policy.exports == before + 2
             assert feed.told[-1][1] == 2 and state(engines["e1"][0])["digest"] == digest(tiny_tensors(2))
+            metrics = pushes.metrics()
+            assert metrics["weights/push_gb_per_s/gloo"] > 0 and not undocumented(metrics)
         assert feed.told[0] == (0, 0) and len(feed.told) == 3
 
 

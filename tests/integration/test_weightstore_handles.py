@@ -69,6 +69,7 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
             assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]
             assert [report.verified for report in reports] == [report.engines for report in reports]
+            assert sorted(reports[-1].gb_per_s) == ["gloo", "host_handles"]
         states = {id: state(url) for id, (url, _) in engines.items()}
     assert {each["digest"] for each in states.values()} == {digest(tiny_tensors(3))}
     assert {id: bool(each["read"]) for id, each in states.items()} == {"here": True, "elsewhere": False, "old": False}

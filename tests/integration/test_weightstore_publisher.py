@@ -90,6 +90,9 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
                     tensor.zero_()
             assert (report.version, report.step, report.engines, report.evicted) == (2, 5, ("a", "b"), {})
             assert report.stall_s == {"a": 0.001, "b": 0.001}
+            ((by, rate),) = report.gb_per_s.items()
+            assert by == {"broadcast": "gloo", "handles": "host_handles"}[transport]
+            assert rate >= 2 * report.bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
             assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
                 over_group = transport == "broadcast"

@@ -164,3 +164,36 @@ def test_memory_that_is_mapped_to_be_pinned_is_the_learners_own_and_not_a_copy()
     flat[2] = 5
     assert shared[2] == 5
     memory.close()
+
+
+def no_file_system() -> int:
+    raise FileNotFoundError(2, "No such file or directory")
+
+
+@pytest.mark.parametrize(("free", "got"), [(lambda: 99, "got 99; cure: .*--shm-size"), (no_file_system, "got No such file or directory")])
+def test_a_bucket_that_shared_memory_has_no_room_for_is_refused(free: Any, got: str) -> None:
+    """The engine answers with the reason; without the check it would get SIGBUS when it writes the bucket."""
+    memory = HostMemory()
+    handle = memory.handle(memory.empty(100), 1)
+    specs = [TensorSpec(name="a", shape=(25,), dtype="float32")]
+    with pytest.raises(BadManifest, match=rf"/dev/shm: want 100 bytes free for a bucket, {got}"):
+        SharedBucket(free).payloads(specs, Offered(Mapped(), handle), 1)
+    memory.close()
+
+
+def test_a_bucket_that_fits_into_the_room_of_the_one_before_needs_no_more() -> None:
+    asked: list[int] = []
+    memory = HostMemory()
+    block = memory.empty(100)
+
+    def free() -> int:
+        asked.append(1)
+        return 100
+
+    bucket = SharedBucket(free)
+    for size in (100, 40, 100):
+        specs = [TensorSpec(name="a", shape=(size // 4,), dtype="float32")]
+        assert len(bucket.payloads(specs, Offered(Mapped(), memory.handle(block[:size], 1)), 2)) == 2
+    assert len(asked) == 1
+    bucket.close()
+    memory.close()

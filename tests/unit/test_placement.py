@@ -392,6 +392,16 @@ def test_an_engine_that_opens_memory_of_the_learner_sees_its_device() -> None:
     assert [one.visible for one in place([node(4)], replace(cuda, staging="host")).engines] == [("0-2",), ("0-3",)]
 
 
+def test_one_more_engine_beside_the_learner_needs_room_in_shared_memory() -> None:
+    handles: dict[str, Any] = {**SGLANG, "transport": "handles", "bucket_bytes": GB}
+    small = node(4, shm_bytes=64_000_000)
+    with pytest.raises(Refused, match=r"/dev/shm: want 1.0 GB free .* of 1 SGLang server"):
+        engine_place([small], Want(ranks=1, engines=1, **handles))
+    elsewhere, by_broadcast = Want(ranks=0, engines=1, **handles), Want(ranks=1, engines=1, **{**handles, "transport": "broadcast"})
+    assert engine_place([small], elsewhere).uuids and engine_place([small], by_broadcast).uuids
+    assert engine_place([node(4, shm_bytes=2 * GB)], Want(ranks=1, engines=1, **handles)).uuids
+
+
 def test_one_more_engine_gets_a_block_that_no_other_has() -> None:
     want = Want(ranks=2, devices_per_engine=2)
     assert engine_place([node(8)], want, taken=()).uuids == ("0-2", "0-3")

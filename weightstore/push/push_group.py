@@ -92,6 +92,11 @@ class PushGroup:
         """True if its engines share the learner's accelerator: all, or none of them."""
         return any(member.colocated for member in self.members)
 
+    @property
+    def transport(self) -> str:
+        """The backend of its process group; empty = its engine reads the buckets itself."""
+        return "" if self.members[0].receiver.carries else self.members[0].backend
+
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 

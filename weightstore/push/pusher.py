@@ -10,7 +10,7 @@ Engines that share the learner's accelerator release their memory before each st
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from weightstore.errors import PushFailed, ReceiverFailed
 from weightstore.push.eviction import Opener, PushGroups
 from weightstore.push.member import Check, Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
+from weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
 from weightstore.push.turns import AcceleratorLease
 from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
@@ -70,6 +71,8 @@ class PushReport:
     """The whole push without preparation: reserve, join, transfer, head."""
     bytes: int
     """Size of the weights; each engine receives as many bytes."""
+    gb_per_s: Mapping[str, float]
+    """Transport -> bytes delivered to its engines in a second, in 10^9; from the first begin to the last end."""
 
 
 class Pusher:
@@ -159,7 +162,8 @@ class Pusher:
             staging.version, staging.step = row.version, step
             groups = await self._gather()
             begun = time.perf_counter()
-            updated = await self._update(groups, staging, evicted)
+            throughput = Throughput()
+            updated = await self._update(groups, staging, evicted, throughput)
             transfer_s = time.perf_counter() - begun
             if len(updated) < self._config.min_engines:
                 raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
@@ -185,6 +189,7 @@ class Pusher:
                 verify_s={id: one.verify_s for id, one in updated.items() if one.verify_s is not None},
                 seconds=time.perf_counter() - since,
                 bytes=staging.manifest.num_bytes,
+                gb_per_s=throughput.gb_per_s(staging.manifest.num_bytes),
             )
         )
 
@@ -214,7 +219,7 @@ class Pusher:
         head, staging = self.head, None if self._head_staging is None else self._head_staging.hold()
         try:
             if staging is not None:
-                return tuple(sorted(await self._update(groups, staging, {})))
+                return tuple(sorted(await self._update(groups, staging, {}, Throughput())))
             # Version 0 was never pushed; its weights are in the model directory.
             if head.version == 0 and head.snapshot:
                 return await self._each(members, lambda member: member.load(head.snapshot, 0))
@@ -286,8 +291,11 @@ class Pusher:
             except (BusError, OSError) as error:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
-    async def _update(self, groups: list[PushGroup], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
+    async def _update(
+        self, groups: list[PushGroup], staging: Staging, evicted: dict[str, str], throughput: Throughput
+    ) -> dict[str, Updated]:
         """Push to all groups at once. Returns the engines that took the version; the others are evicted, and added to ``evicted``."""
+        handles = CUDA_HANDLES if self._config.staging == "cuda" else HOST_HANDLES
 
         def check_of(member: Member) -> Check | None:
             """Return the comparison of a member's checksums if it is due, else None."""
@@ -295,7 +303,9 @@ class Pusher:
 
         async def update_group(group: PushGroup) -> dict[str, Updated]:
             """Push to one group and evict the members that failed. Returns the times of the others."""
+            since, by = time.perf_counter(), group.transport or handles
             outcome = await group.update(staging.version, staging.buckets, check_of)
+            throughput.add(by, sum(isinstance(how, Updated) for how in outcome.values()), time.perf_counter() - since)
             failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
             evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})
             await asyncio.gather(*[self._groups.evict(member, str(how)) for member, how in failed.items()])

@@ -6,13 +6,16 @@ memory, so the bucket is copied there first. Memory of a GPU is passed on as the
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from weightstore.errors import BadManifest
 from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.transport.handles import Offered
 
@@ -20,11 +23,21 @@ STRATEGY = "file_system"
 """Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end without it."""
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def free_shared_memory() -> int:
+    """Return the free bytes of /dev/shm."""
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize
+
+
 class SharedBucket:
     """The memory that SGLang reads; used again for every bucket, once the server has answered."""
 
-    def __init__(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, free: Callable[[], int] = free_shared_memory) -> None:
+        """``free`` returns the free bytes of shared memory. Raises OSError where there is none."""
+        self._flat, self._free = torch.empty(0, dtype=torch.uint8), free
 
     def payloads(self, specs: Sequence[TensorSpec], offered: Offered, ranks: int) -> list[str]:
         """Return one payload for each process of the server. Raises BadManifest. Blocking."""
@@ -33,10 +46,22 @@ class SharedBucket:
             return [_pickled({"flattened_tensor": _Share(offered, rank), "metadata": metadata}) for rank in range(ranks)]
         message = offered.tensor()
         if self._flat.numel() < message.numel():
-            self._flat = torch.empty(message.numel(), dtype=torch.uint8)
+            self._grow(message.numel())
         flat = self._flat[: message.numel()]
         flat.copy_(message)
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
+
+    def _grow(self, num_bytes: int) -> None:
+        """Make room for a bucket. Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes."""
+        self.close()
+        try:
+            free = self._free()
+        except OSError as error:
+            raise BadManifest(str(SHARED_MEMORY), f"{num_bytes} bytes free for a bucket", error.strerror) from None
+        if free < num_bytes:
+            cure = "cure: start the container with a larger --shm-size, or weights.transport: broadcast"
+            raise BadManifest(str(SHARED_MEMORY), f"{num_bytes} bytes free for a bucket", f"{free}; {cure}")
+        self._flat = torch.empty(num_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
         """Free the memory."""
