@@ -16,7 +16,7 @@ BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "
 ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
 LOSSES = (*ANCHORED, "reinforce", "sft")
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
 _PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
@@ -243,7 +243,8 @@ class AlgorithmConfig:
     """Upper bound of that range; see ``m2_keep_low``."""
 
     aggregation: str | None = None
-    """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
+    """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
+    constant (sum / (samples x loss_constant): Dr. GRPO)."""
     loss_constant: float = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0

@@ -67,7 +67,11 @@ class _Step:
         """Return the denominators of one optimizer step, the same on every rank."""
         trainable_N = torch.where(self.minibatches_N == minibatch, self.trainable_N, 0)
         return Denominators(
-            tokens=int(trainable_N.sum()), sequences=int((trainable_N > 0).sum()), trainable_N=trainable_N, constant=self.constant
+            tokens=int(trainable_N.sum()),
+            sequences=int((trainable_N > 0).sum()),
+            trainable_N=trainable_N,
+            constant=self.constant,
+            groups_N=self.groups_N,
         )
 
 
