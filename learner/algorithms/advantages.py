@@ -214,6 +214,16 @@ def pass_at_k(
     return _own(torch.where(usable_N, gain_N / torch.where(usable_N, deviation_N, 1.0), 0.0), valid_N)
 
 
+def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
+    """Return ``sum_k weight_k grpo(reward_k)`` for K rewards of every sample, [N]: each reward is normalised by itself within its group.
+
+    The scale of a reward has no influence, and samples whose sums are equal but whose parts differ keep different advantages. The method
+    whitens the result over the step (``whitened``). Source: GDPO 2601.05242.
+    """
+    parts_KN = torch.stack([grpo(rewards_N, groups_N) for rewards_N in rewards_NK.unbind(1)])
+    return (weights_K.to(parts_KN.dtype)[:, None] * parts_KN).sum(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimator:
     """An estimator, and whether its advantages are whitened."""

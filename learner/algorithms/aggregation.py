@@ -11,7 +11,7 @@ has to multiply by it.
     seq_mean_token_sum    sum l / B                                       long samples count more, and the number grows with length
     prompt_mean           sum over groups (sum l / their tokens) / P      each prompt counts the same, its tokens equally
     token_sum             sum l                                           a larger batch is a larger step: scale the learning rate by hand
-    constant              sum l / (B constant)                            as before, in units of the constant (Dr. GRPO)
+    constant              sum l / (B constant)                            as seq_mean_token_sum, in units of the constant
 
 B = samples with at least one trainable token, P = groups with one. Denominators count tokens *before* any rejection: rejected tokens
 make the number smaller and do not change the factors of the others (re-normalising would amplify those). A mean over the tokens of a

@@ -17,6 +17,7 @@ from learner.algorithms.advantages import (
     MEMBERS,
     Advantage,
     batch_std,
+    gdpo,
     group_moments,
     grpo,
     grpo_no_std,
@@ -444,3 +445,29 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], 
     own = [statistics.fmean([value for group, value in sets if place in group]) for place in range(len(rewards))]
     assert got == pytest.approx([(value - mean) / deviation for value in own], abs=1e-9)
     assert sum(got) == pytest.approx(0.0, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8),
+    weights=st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)),
+    scale=st.sampled_from([1.0, 1000.0]),
+)
+def test_gdpo_normalises_every_reward_by_itself(rows: list[tuple[int, int, int]], weights: tuple[float, float], scale: float) -> None:
+    """``scale``: of the second reward; it changes nothing but the 1e-6 beside the standard deviation."""
+    rewards = torch.tensor([[float(one), scale * two] for _, one, two in rows], dtype=torch.float64)
+    got = gdpo(rewards, torch.tensor([group for group, _, _ in rows]), torch.tensor(weights, dtype=torch.float64)).tolist()
+    for place, (group, *own) in enumerate(rows):
+        wanted = 0.0
+        for part in range(2):
+            values = [row[1 + part] for row in rows if row[0] == group]
+            if len(set(values)) > 1:
+                wanted += weights[part] * (own[part] - statistics.fmean(values)) / statistics.stdev(values)
+        assert got[place] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_gdpo_tells_samples_with_equal_sums_apart() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    got = gdpo(rewards, torch.zeros(5, dtype=torch.int64), torch.ones(2))
+    assert got[0] > got[1] + 0.1
+    assert grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[0] == grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[1]
