@@ -209,6 +209,11 @@ class LearnerConfig:
                 f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1: "
                 "every advantage would be 0; raise it, or take advantage: reinforce or reinforce_pp"
             )
+        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
+            raise ValueError(
+                f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {self.group_size}: "
+                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
+            )
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:

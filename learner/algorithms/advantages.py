@@ -183,6 +183,47 @@ def maxrl(
     return _own(moments.centered_N / torch.where(positive_N, moments.mean_N, torch.inf), valid_N)
 
 
+def pass_at_k(
+    rewards_N: Tensor,
+    groups_N: Tensor,
+    *,
+    lengths_N: Tensor | None = None,
+    valid_N: Tensor | None = None,
+    members: str = "count",
+    k: int = 2,
+) -> Tensor:
+    """Return the mean of ``(R - mean R) / std R`` over the sets of k samples of the group that include the sample.
+
+    R of a set is 1 if any of its rewards is above 0, else 0; mean and std are over all sets. So one success in k is enough, and a group
+    with fewer than k failures teaches nothing: its advantages are 0, as in a group of fewer than k. k = 1 is ``grpo`` of successes with the
+    standard deviation ÷ G. Source: pass@k training, Chen et al. 2025 (2508.10751), the analytical form.
+    """
+    counted_N = _counted(valid_N, members)
+    failed_N = group_moments((rewards_N <= 0).to(rewards_N.dtype), groups_N, counted_N)
+    sizes_N, failures_N = failed_N.sizes_N, (failed_N.mean_N * failed_N.sizes_N).round()
+    all_fail_N, others_fail_N = torch.ones_like(rewards_N), torch.ones_like(rewards_N)
+    for drawn in range(k):
+        all_fail_N = all_fail_N * (failures_N - drawn).clamp(min=0) / (sizes_N - drawn).clamp(min=1)
+        if drawn:
+            others_fail_N = others_fail_N * (failures_N - drawn).clamp(min=0) / (sizes_N - drawn).clamp(min=1)
+    deviation_N = (all_fail_N * (1 - all_fail_N)).sqrt()
+    gain_N = torch.where(rewards_N > 0, all_fail_N, all_fail_N - others_fail_N)
+    usable_N = (deviation_N > 0) & (sizes_N >= k)
+    if counted_N is not None:
+        usable_N = usable_N & counted_N
+    return _own(torch.where(usable_N, gain_N / torch.where(usable_N, deviation_N, 1.0), 0.0), valid_N)
+
+
+def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
+    """Return ``sum_k weight_k grpo(reward_k)`` for K rewards of every sample, [N]: each reward is normalised by itself within its group.
+
+    The scale of a reward has no influence, and samples whose sums are equal but whose parts differ keep different advantages. The method
+    whitens the result over the step (``whitened``). Source: GDPO 2601.05242.
+    """
+    parts_KN = torch.stack([grpo(rewards_N, groups_N) for rewards_N in rewards_NK.unbind(1)])
+    return (weights_K.to(parts_KN.dtype)[:, None] * parts_KN).sum(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimator:
     """An estimator, and whether its advantages are whitened."""
@@ -202,6 +243,7 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "reinforce_pp_baseline": Estimator(grpo_no_std, whiten=True),
     "opo": Estimator(opo),
     "maxrl": Estimator(maxrl),
+    "pass_at_k": Estimator(pass_at_k),
 }
 """Estimators by the name in ``AlgorithmConfig.advantage``. Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
 

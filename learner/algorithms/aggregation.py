@@ -9,12 +9,15 @@ has to multiply by it.
     token_mean            sum l / tokens                                  a token counts as much in a long sample as in a short one
     seq_mean_token_mean   sum over samples (sum l / its tokens) / B       each sample counts the same: long wrong ones grow longer
     seq_mean_token_sum    sum l / B                                       long samples count more, and the number grows with length
-    constant              sum l / (B constant)                            as before, in units of the constant (Dr. GRPO)
+    prompt_mean           sum over groups (sum l / their tokens) / P      each prompt counts the same, its tokens equally
+    token_sum             sum l                                           a larger batch is a larger step: scale the learning rate by hand
+    constant              sum l / (B constant)                            as seq_mean_token_sum, in units of the constant
 
-B = samples with at least one trainable token. Denominators count tokens *before* any rejection: rejected tokens make the number smaller
-and do not change the factors of the others (re-normalising would amplify those). A mean over the tokens of a micro-batch, by contrast,
-depends on the split.
-Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 2024; constant, Dr. GRPO 2503.20783.
+B = samples with at least one trainable token, P = groups with one. Denominators count tokens *before* any rejection: rejected tokens
+make the number smaller and do not change the factors of the others (re-normalising would amplify those). A mean over the tokens of a
+micro-batch, by contrast, depends on the split.
+Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 2024; constant, Dr. GRPO 2503.20783;
+prompt_mean, ScaleRL 2510.13786.
 """
 
 from dataclasses import dataclass
@@ -37,6 +40,8 @@ class Denominators:
     """Trainable tokens of every sample, int64; 0 for one that this optimizer step does not train."""
     constant: float
     """Tokens that a sample counts as in mode ``constant``, by default those of the largest response. Other modes ignore it."""
+    groups_N: Tensor | None = None
+    """Group id of every sample, for mode ``prompt_mean``. Other modes ignore it."""
 
 
 def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
@@ -53,6 +58,11 @@ def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Deno
         divisor_T *= denominators.sequences * lengths_T
     elif mode == "seq_mean_token_sum":
         divisor_T *= denominators.sequences
+    elif mode == "prompt_mean":
+        tokens_N, prompts = _prompt_tokens(denominators)
+        divisor_T *= prompts * tokens_N.to(mask_T.device)[torch.where(mask_T, sample_T, 0)]
+    elif mode == "token_sum":
+        pass
     elif mode == "constant":
         if denominators.constant <= 0:
             raise ValueError(f"constant: want > 0, got {denominators.constant}")
@@ -69,3 +79,13 @@ def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: 
     """
     factor_T = coefficients(mode, mask_T, sample_T, denominators).to(values_T.dtype)
     return (factor_T * torch.where(mask_T, values_T, 0.0)).sum()
+
+
+def _prompt_tokens(denominators: Denominators) -> tuple[Tensor, int]:
+    """Return (trainable tokens of each sample's group, float64 [N]; number of groups with any)."""
+    if denominators.groups_N is None:
+        raise ValueError("groups_N: prompt_mean divides by the tokens of each group, got None")
+    _, place_N = torch.unique(denominators.groups_N, return_inverse=True)
+    counts_N = denominators.trainable_N.double().to(place_N.device)
+    tokens_G = counts_N.new_zeros(int(place_N.max()) + 1).index_add(0, place_N, counts_N)
+    return tokens_G[place_N], int((tokens_G > 0).sum())

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
-OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
+OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
+ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp")
 BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
 """Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
 ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
 LOSSES = (*ANCHORED, "reinforce", "sft")
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
 _PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
@@ -174,14 +174,18 @@ class AlgorithmConfig:
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
     advantage: str = "grpo"
-    """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl, or
-    module:function."""
+    """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
+    pass_at_k, or module:function."""
+    pass_k: int = 2
+    """k of ``pass_at_k``; at most the samples of a group."""
     whiten: bool | None = None
     """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
     overlong_buffer: int = 0
     """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
     overlong_penalty: float = 1.0
     """Reward that a response of ``max_new_tokens`` loses."""
+    mask_truncated: bool = False
+    """Do not train responses that ran into their length limit; their rewards still count in the baseline of their group."""
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
@@ -239,7 +243,8 @@ class AlgorithmConfig:
     """Upper bound of that range; see ``m2_keep_low``."""
 
     aggregation: str | None = None
-    """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
+    """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
+    constant (sum / (samples x loss_constant): Dr. GRPO)."""
     loss_constant: float = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
@@ -324,6 +329,8 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in ("sapo_tau_positive", "sapo_tau_negative"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
+    if config.pass_k < 1:
+        raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
     if config.dro_tau <= 0:
         raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
     if 0 < config.dppo_ratio_cap < 1:
@@ -348,6 +355,8 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
             got = getattr(config, name)
             want = " | ".join(losses)
             raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {want}, or {defaults[name]} here, got {got!r}")
+    if config.pass_k != defaults["pass_k"] and config.advantage != "pass_at_k":
+        raise ValueError(f"pass_k: not used by advantage {config.advantage}; want advantage: pass_at_k, or 2, got {config.pass_k!r}")
     if config.ess_lr_base != 1 and not config.ess_lr:
         raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
     if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):

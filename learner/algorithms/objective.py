@@ -12,13 +12,14 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from learner.algorithms import policy_losses, rejection
-from learner.algorithms.advantages import ADVANTAGES, whitened
+from learner.algorithms.advantages import ADVANTAGES, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.config import ANCHORED, AlgorithmConfig
 from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
@@ -134,6 +135,8 @@ class Objective:
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
+        if config.advantage == "pass_at_k":
+            self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
 
     def needs_old(self, *, minibatches: int, published_every: int) -> bool:

@@ -28,6 +28,7 @@ from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.data.batch import MicroBatch, StepBatch
+from learner.data.truncation import without_truncated
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
@@ -66,7 +67,11 @@ class _Step:
         """Return the denominators of one optimizer step, the same on every rank."""
         trainable_N = torch.where(self.minibatches_N == minibatch, self.trainable_N, 0)
         return Denominators(
-            tokens=int(trainable_N.sum()), sequences=int((trainable_N > 0).sum()), trainable_N=trainable_N, constant=self.constant
+            tokens=int(trainable_N.sum()),
+            sequences=int((trainable_N > 0).sum()),
+            trainable_N=trainable_N,
+            constant=self.constant,
+            groups_N=self.groups_N,
         )
 
 
@@ -121,6 +126,8 @@ class Trainer:
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
+        if self._algorithm.mask_truncated:
+            batch = without_truncated(batch)
         step, rows = self._step(batch), [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():

@@ -125,10 +125,10 @@ def test_arguments_are_not_modified(objective: Objective) -> None:
         assert torch.equal(getattr(tokens, name), value), name
 
 
-GROUPS = torch.tensor([7, 3, 7, 9, 3, 7, 3, 5, 5])
-REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.25, 0.25], dtype=torch.float64)
-RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2])
-TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2])
+GROUPS = torch.tensor([7, 3, 7, 9, 3, 7, 3, 5, 5, 3])
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.25, 0.25, 0.0], dtype=torch.float64)
+RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2, 7])
+TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2, 7])
 
 
 def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor, trainable: Tensor = TRAINABLE) -> Tensor:

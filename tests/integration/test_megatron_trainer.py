@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from bus.wire.messages import Status
 from learner import logprobs
 from learner.algorithms.config import PRESETS, AlgorithmConfig
 from learner.config import OptimizerConfig
@@ -506,3 +507,25 @@ def test_of_several_minibatches_only_the_spoilt_one_is_skipped(make: Any) -> Non
     assert metrics["train/grad_norm"] > 0
     assert {name for name, value in metrics.items() if not np.isfinite(value)} == {"train/reward_mean", "train/reward_std"}
     assert policy.digest() != digest
+
+
+@pytest.mark.parametrize("cut", [(0, 5, 6), tuple(range(16))], ids=["some", "all"])
+def test_masked_truncated_samples_train_nothing(make: Any, cut: tuple[int, ...]) -> None:
+    samples = make_samples(vocab=VOCAB)
+    truncated = [replace(one, status=Status.TRUNCATED) if place in cut else one for place, one in enumerate(samples)]
+    untrained = [replace(one, loss_mask=np.zeros_like(one.loss_mask)) if place in cut else one for place, one in enumerate(truncated)]
+    trainer, policy, _, _ = make(mask_truncated=True, with_proximal=False)
+    other, wanted, _, _ = make(with_proximal=False)
+    _assert_same([trainer.train(make_batches(truncated)[0])], [other.train(make_batches(untrained)[0])], tolerance=1e-12)
+    assert policy.digest() == wanted.digest()
+    assert other.train(make_batches(truncated)[0])["train/tokens"] == sum(one.response_length for one in samples)
+
+
+def test_the_rate_of_vcpo_is_whole_from_its_base_on(make: Any) -> None:
+    def rate(**settings: Any) -> float:
+        return _train(make(with_proximal=False, **settings)[0])[0]["train/lr"]
+
+    share = rate(ess_lr=True) / rate()
+    assert 0 < share < 1
+    assert rate(ess_lr=True, ess_lr_base=share**2 / 2) == rate()
+    assert rate(ess_lr=True, ess_lr_base=0.9) == pytest.approx(rate() * min(1.0, share / 0.9**0.5))

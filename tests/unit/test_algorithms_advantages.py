@@ -17,12 +17,14 @@ from learner.algorithms.advantages import (
     MEMBERS,
     Advantage,
     batch_std,
+    gdpo,
     group_moments,
     grpo,
     grpo_no_std,
     masked_moments,
     maxrl,
     opo,
+    pass_at_k,
     reinforce,
     returns_to_go,
     rloo,
@@ -87,8 +89,21 @@ def _loop(kind: str, groups: list[list[Member]], members: str) -> list[float]:
     ]
 
 
+def _pass_at_2(member: Member, group: list[Member]) -> float:
+    """Compute the mean over pairs with the member of their reward less that of all pairs, by the standard deviation over all pairs."""
+    places = range(len(group))
+    pairs = [(set(pair), float(any(group[place].reward > 0 for place in pair))) for pair in itertools.combinations(places, 2)]
+    rewards = [reward for _, reward in pairs]
+    if len(set(rewards)) < 2:
+        return 0.0
+    own = [reward for pair, reward in pairs if next(place for place in places if group[place] is member) in pair]
+    return (statistics.fmean(own) - statistics.fmean(rewards)) / statistics.pstdev(rewards)
+
+
 def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
     rewards = [other.reward for other in group]
+    if kind == "pass_at_k":
+        return _pass_at_2(member, group)
     if kind in ("reinforce", "reinforce_pp"):
         return member.reward
     if len(set(rewards)) == 1:
@@ -415,3 +430,44 @@ def test_returns_to_go_are_the_loop_within_each_sample(
     mask_T = torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool) if masked else None
     got = returns_to_go(torch.tensor(rewards, dtype=torch.float64), sample_T, gamma=gamma, mask_T=mask_T)
     _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))
+
+
+@settings(deadline=None, max_examples=60)
+@given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8), k=st.integers(1, 5))
+def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], k: int) -> None:
+    got = pass_at_k(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64), k=k).tolist()
+    sets = [(group, max(rewards[place] for place in group)) for group in itertools.combinations(range(len(rewards)), k)]
+    values = [value for _, value in sets]
+    if len(set(values)) < 2:
+        assert got == [0.0] * len(rewards)
+        return
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    own = [statistics.fmean([value for group, value in sets if place in group]) for place in range(len(rewards))]
+    assert got == pytest.approx([(value - mean) / deviation for value in own], abs=1e-9)
+    assert sum(got) == pytest.approx(0.0, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8),
+    weights=st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)),
+    scale=st.sampled_from([1.0, 1000.0]),
+)
+def test_gdpo_normalises_every_reward_by_itself(rows: list[tuple[int, int, int]], weights: tuple[float, float], scale: float) -> None:
+    """``scale``: of the second reward; it changes nothing but the 1e-6 beside the standard deviation."""
+    rewards = torch.tensor([[float(one), scale * two] for _, one, two in rows], dtype=torch.float64)
+    got = gdpo(rewards, torch.tensor([group for group, _, _ in rows]), torch.tensor(weights, dtype=torch.float64)).tolist()
+    for place, (group, *own) in enumerate(rows):
+        wanted = 0.0
+        for part in range(2):
+            values = [row[1 + part] for row in rows if row[0] == group]
+            if len(set(values)) > 1:
+                wanted += weights[part] * (own[part] - statistics.fmean(values)) / statistics.stdev(values)
+        assert got[place] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_gdpo_tells_samples_with_equal_sums_apart() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    got = gdpo(rewards, torch.zeros(5, dtype=torch.int64), torch.ones(2))
+    assert got[0] > got[1] + 0.1
+    assert grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[0] == grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[1]

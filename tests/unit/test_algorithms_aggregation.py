@@ -15,6 +15,8 @@ from learner.algorithms.policy_losses import Clip, ppo
 from learner.algorithms.supervised import sft_loss
 
 CONSTANT = 7.5
+DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]
+"""Modes with a denominator."""
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -40,7 +42,13 @@ class Step:
 
 def _denominators(mask_T: Tensor, sample_T: Tensor, num_samples: int, constant: float = CONSTANT) -> Denominators:
     trainable_N = torch.bincount(sample_T[mask_T], minlength=num_samples)
-    return Denominators(tokens=int(mask_T.sum()), sequences=int((trainable_N > 0).sum()), trainable_N=trainable_N, constant=constant)
+    return Denominators(
+        tokens=int(mask_T.sum()),
+        sequences=int((trainable_N > 0).sum()),
+        trainable_N=trainable_N,
+        constant=constant,
+        groups_N=100 - torch.arange(num_samples) // 2,
+    )
 
 
 def _step(lengths: list[int], seed: int = 0, masked_share: float = 0.3) -> Step:
@@ -57,7 +65,13 @@ def _loop(step: Step, mode: str) -> float:
     for value, kept, sample in zip(step.values_T.tolist(), step.mask_T.tolist(), step.sample_T.tolist(), strict=True):
         if kept:
             samples[sample].append(value)
+    pairs = [[value for sample in samples[first : first + 2] for value in sample] for first in range(0, len(samples), 2)]
     samples = [sample for sample in samples if sample]
+    if mode == "token_sum":
+        return sum(map(sum, samples))
+    if mode == "prompt_mean":
+        means = [sum(pair) / len(pair) for pair in pairs if pair]
+        return sum(means) / max(1, len(means))
     if mode == "token_mean":
         return sum(map(sum, samples)) / max(1, sum(map(len, samples)))
     each = {
@@ -90,7 +104,11 @@ def test_order_padding_and_split_change_nothing(mode: str, lengths: list[int], s
     moved = step.at(torch.randperm(num_tokens, generator=generator))
     renamed_N = torch.randperm(num_samples, generator=generator)
     trainable_N = torch.zeros_like(step.denominators.trainable_N).index_copy(0, renamed_N, step.denominators.trainable_N)
-    renamed = replace(moved, sample_T=renamed_N[moved.sample_T], denominators=replace(step.denominators, trainable_N=trainable_N))
+    groups = step.denominators.groups_N
+    assert groups is not None
+    groups_N = torch.zeros_like(groups).index_copy(0, renamed_N, groups)
+    denominators = replace(step.denominators, trainable_N=trainable_N, groups_N=groups_N)
+    renamed = replace(moved, sample_T=renamed_N[moved.sample_T], denominators=denominators)
     _close(renamed.number(mode), whole)
     part_T = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64)
     parts = [_padded(step.at((part_T == part).nonzero()[:, 0])) for part in range(4)]
@@ -107,7 +125,7 @@ def _padded(step: Step) -> Step:
     )
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", DIVIDED)
 def test_denominators_of_a_part_would_depend_on_the_split(mode: str) -> None:
     step = _step([1, 5, 3], masked_share=0.0)
     parts = [step.at(step.sample_T == 0), step.at(step.sample_T > 0)]
@@ -152,7 +170,7 @@ def test_the_gradient_is_the_coefficient(mode: str) -> None:
     assert bool((wanted_T[~step.mask_T] == 0).all())
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", DIVIDED)
 def test_rejection_shrinks_and_leaves_the_others_alone(mode: str) -> None:
     step = replace(_step([5, 5, 5, 5], masked_share=0.0), values_T=torch.ones(20, dtype=torch.float64))
     rejected_T = torch.zeros(20, dtype=torch.bool)
@@ -199,9 +217,11 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="constant: want > 0"):
         none.number("constant")
     assert math.isfinite(float(none.number("token_mean")))
+    with pytest.raises(ValueError, match="groups_N: prompt_mean"):
+        replace(step, denominators=replace(step.denominators, groups_N=None)).number("prompt_mean")
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", DIVIDED)
 def test_a_token_missing_in_the_denominators_has_no_finite_loss(mode: str) -> None:
     step = _step([3, 2], masked_share=0.0)
     nothing = _denominators(torch.zeros_like(step.mask_T), step.sample_T, 2)

@@ -102,6 +102,8 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"dppo_ratio_cap": 2.0}, "dppo_ratio_cap: not used by loss ppo; want loss: dppo_tv | dppo_kl | ipo"),
         ({"correction": "gmpo", "clip_low": 0.0}, "needs its trust region"),
         ({"correction": "ipo", "anchor": "none"}, "anchor: ipo compares"),
+        ({"advantage": "pass_at_k", "pass_k": 0}, "pass_k: want >= 1"),
+        ({"pass_k": 4}, "pass_k: not used by advantage grpo; want advantage: pass_at_k"),
         ({"veto": 1.5}, "veto: want < 1"),
         ({"veto": 1.0}, "veto: want < 1"),
         ({"entropy_coef": -0.1}, "entropy_coef: want >= 0"),
@@ -191,6 +193,13 @@ def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> 
     else:
         with pytest.raises(ValueError, match="group_size: want >= 2"):
             LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage))
+
+
+def test_a_set_of_k_samples_fits_into_a_group() -> None:
+    algorithm = AlgorithmConfig(advantage="pass_at_k", pass_k=4)
+    assert LearnerConfig(group_size=4, algorithm=algorithm).group_size == 4
+    with pytest.raises(ValueError, match=r"group_size: want >= algorithm.pass_k = 4, got 3: .*lower pass_k"):
+        LearnerConfig(group_size=3, algorithm=algorithm)
 
 
 def test_groups_of_one_are_enough_without_advantages() -> None:

@@ -86,7 +86,7 @@ def test_no_algorithm_uses_one(name: str) -> None:
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
         seen = objective.advised(replace(seen, advantages_T=advantages_T), log_probs_T)
         coupled = objective.coupled([seen], summed=lambda values: values, gathered=lambda values_M: values_M)
-        denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0)
+        denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0, groups_N=groups_N)
         total, loss, _ = objective.total(log_probs_T, entropy_T, seen, denominators, coupled)
         total.backward()
         position_T = torch.arange(28) % 6

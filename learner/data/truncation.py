@@ -1,0 +1,28 @@
+"""Overlong filtering: a step's batch in which truncated samples are not trained."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from learner.data.batch import MicroBatch, StepBatch
+
+
+def without_truncated(batch: StepBatch) -> StepBatch:
+    """Return the batch with the tokens of truncated samples masked, and without them in every denominator.
+
+    Rewards and groups are unchanged, so a truncated sample still counts in the baseline of its group.
+    Source: overlong filtering, DAPO 2503.14476.
+    """
+    trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
+    rows = tuple(_masked(row, batch) for row in batch.micro_batches)
+    return replace(batch, micro_batches=rows, trainable_N=trainable_N, num_tokens=int(trainable_N.sum()))
+
+
+def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
+    kept_T = row.loss_mask_T & ~batch.truncated_N[np.maximum(row.sample_T, 0)]
+    return replace(
+        row,
+        loss_mask_T=kept_T,
+        rollout_log_probs_T=np.where(kept_T, row.rollout_log_probs_T, np.float32(0)),
+        lag_T=np.where(kept_T, row.lag_T, -1).astype(row.lag_T.dtype),
+    )
