@@ -5,8 +5,8 @@ formulas, the size of one group). All estimators have the same signature::
 
     advantages_N = grpo(rewards_N, groups_N, lengths_N=None, valid_N=None, members="count")
 
-``lengths_N``: response tokens (only ``opo`` uses them). ``valid_N`` False: the sample failed, was aborted or has no response; its
-advantage is 0. ``members`` chooses its effect on the other samples of its group:
+``lengths_N``: trained tokens of each sample (only ``opo`` uses them). ``valid_N`` False: the sample failed, was aborted or has no
+response; its advantage is 0. ``members`` chooses its effect on the other samples of its group:
 
     count      its reward (0 for a failure) is in every statistic of the group
     leave_out  the group consists of the valid samples, as if the sample had never been requested; its reward is ignored, NaN included
@@ -150,14 +150,14 @@ def reinforce(
 def opo(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """Return ``r_i - sum_j L_j r_j / sum_j L_j`` with L the response tokens; 0 where all rewards are equal, and in a group of one.
+    """Return ``r_i - sum_j L_j r_j / sum_j L_j`` with L the trained tokens; 0 where all rewards are equal, and in a group of one.
 
     This is the baseline of least variance if the squared norm of a response's score grows with its length; it includes the sample's own
     reward. It is the mean of the group where no counted member has a token; otherwise a member without tokens (a failure) has weight 0
     under either ``members``. Raises ValueError without ``lengths_N``. Source: OPO, Hao et al. 2025.
     """
     if lengths_N is None:
-        raise ValueError("lengths_N: opo weighs rewards by response tokens, got None")
+        raise ValueError("lengths_N: opo weighs rewards by trained tokens, got None")
     counted_N = _counted(valid_N, members)
     centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
     lengths_N = lengths_N.to(rewards_N.dtype)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
+CREDITS = ("episode", "turn")
+OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that know turns (``learner/algorithms/credit.py``)."""
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
 LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
