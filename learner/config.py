@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from learner.algorithms.config import OF_GROUPS, AlgorithmConfig
+from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -116,6 +116,10 @@ class LearnerConfig:
     """Groups (prompts) in the batch of one step."""
     group_size: int = 8
     """Samples of one task (n)."""
+    credit: str = "episode"
+    """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or grpo_no_std)."""
+    credit_gamma: float = 1.0
+    """Discount from one turn to the next, with ``credit: turn``."""
     minibatches: int = 1
     """Optimizer steps per batch and version, each on its share of the groups."""
     max_tokens_per_micro_batch: int = 8192
@@ -218,7 +222,23 @@ class LearnerConfig:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
+        self._refuse_credit()
         self._refuse_unknown()
+
+    def _refuse_credit(self) -> None:
+        """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""
+        if self.credit not in CREDITS:
+            raise ValueError(f"credit: want {' or '.join(CREDITS)}, got {self.credit!r}")
+        if not 0 <= self.credit_gamma <= 1:
+            raise ValueError(f"credit_gamma: want 0..1, got {self.credit_gamma!r}")
+        if self.credit == "episode":
+            if self.credit_gamma != 1.0:
+                raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
+            return
+        if self.algorithm.loss == "sft":
+            raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
+        if self.algorithm.advantage not in OF_TURNS:
+            raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""

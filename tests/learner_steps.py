@@ -62,8 +62,10 @@ def make_batches(
     """Return the batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
     sizes = [sum(sample.task == task for sample in samples) for task in tasks]
-    lengths = [len(sample.tokens) for sample in samples]
-    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
+    in_group = [sum(len(sample.sizes) for sample in samples if sample.task == task) for task in tasks]
+    rows = np.array([len(sample.sizes) for sample in samples], np.int32)
+    lengths = [size.num_tokens for sample in samples for size in sample.sizes]
+    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group)
     plan = Plan(
         epoch=1,
         step=step,
@@ -79,6 +81,7 @@ def make_batches(
         num_minibatches=placed.num_minibatches,
         config_digest="",
         chain="",
+        rows=rows if (rows > 1).any() else None,
     )
     return build_batches(plan, samples, recorded=recorded, state=state)
 

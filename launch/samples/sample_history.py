@@ -86,13 +86,14 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
             if sample.task in plan.tasks
             else None
         )
+    row = int(places[0] if plan.rows is None else plan.rows[: places[0]].sum())  # of several sequences, the first
     steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
     old = [plan.oldest_step is not None and plan.version_steps.get(span.version, 0) < plan.oldest_step for span in sample.spans]
     return SampleHistory(
         state="trained",
         step=plan.step,
-        rank=int(plan.ranks[places[0]]),
-        micro_batch=int(plan.micro_batches[places[0]]),
+        rank=int(plan.ranks[row]),
+        micro_batch=int(plan.micro_batches[row]),
         lags=(plan.step - 1 - max(steps), plan.step - 1 - min(steps)) if steps else None,
         masked_tokens=sum(span.num_tokens for span, too_old in zip(sample.spans, old, strict=True) if too_old),
     )

@@ -11,6 +11,9 @@ from typing import Any
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
 ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp")
+CREDITS = ("episode", "turn")
+OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that know turns (``learner/algorithms/credit.py``)."""
 BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
 """Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
 ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")

@@ -88,7 +88,7 @@ class _Trainable:
     k3_M: Tensor
     entropy_M: Tensor
     lag_M: Tensor
-    sample_M: Tensor
+    sequence_M: Tensor
 
     @classmethod
     def of(cls, tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor) -> "_Trainable":
@@ -109,7 +109,7 @@ class _Trainable:
             k3_M=w_M - 1 - delta_M,
             entropy_M=entropy_T[at_M].double(),
             lag_M=tokens.lag_T[at_M],
-            sample_M=tokens.sample_T[at_M],
+            sequence_M=tokens.by_sequence[0][at_M],
         )
 
 
@@ -117,21 +117,22 @@ class _Trainable:
 def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, position_T: Tensor, loss: TokenLoss, lag_buckets: int) -> Sums:
     """Return the sums over the trainable tokens of one micro-batch; masked tokens enter none of them.
 
-    ``position_T``: index of the token in its response, from 0. No sample may be split over micro-batches.
+    ``position_T``: index of the token in its response region, from 0. No sequence may be split over micro-batches: statistics of "samples"
+    are by sequence, which is the unit of ratios.
     """
-    row = _Trainable.of(tokens, log_probs_T, entropy_T)
+    row, num_sequences = _Trainable.of(tokens, log_probs_T, entropy_T), tokens.by_sequence[1]
     ones_M, abs_M = torch.ones_like(row.w_M), row.delta_M.abs()
-    counts_N = torch.zeros(tokens.num_samples, dtype=torch.float64, device=abs_M.device).index_add(0, row.sample_M, ones_M)
-    oldest_N = row.lag_M.new_zeros(tokens.num_samples).scatter_reduce(0, row.sample_M, row.lag_M, "amax")
+    counts_N = torch.zeros(num_sequences, dtype=torch.float64, device=abs_M.device).index_add(0, row.sequence_M, ones_M)
+    oldest_N = row.lag_M.new_zeros(num_sequences).scatter_reduce(0, row.sequence_M, row.lag_M, "amax")
     # Samples that are not in this row keep the two initial values; ``_sample_sums`` leaves them out.
-    newest_N = row.lag_M.new_full((tokens.num_samples,), torch.iinfo(row.lag_M.dtype).max)
-    newest_N = newest_N.scatter_reduce(0, row.sample_M, row.lag_M, "amin")
+    newest_N = row.lag_M.new_full((num_sequences,), torch.iinfo(row.lag_M.dtype).max)
+    newest_N = newest_N.scatter_reduce(0, row.sequence_M, row.lag_M, "amin")
     # Of the trained policy: in later minibatches it is no longer the one that the update starts from.
     now_M = log_ratio(log_probs_T, tokens.rollout_T, tokens.mask_T)[row.at_M].double().exp()
     columns = {
         **_mismatch(row),
         **_surprise(row, now_M),
-        **_fresh(row, (oldest_N[row.sample_M] == 0).double()),
+        **_fresh(row, (oldest_N[row.sequence_M] == 0).double()),
         **_trust_region(row, loss, tokens.advantages_T[row.at_M]),
         **_rejections(loss, row.at_M),
         **_weighting(loss, row.at_M),
@@ -244,7 +245,7 @@ def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: 
 
     def per_sample(values_M: Tensor) -> Tensor:
         """Return the sum of the values of each sample that is here, [S]."""
-        return torch.zeros_like(counts_N).index_add(0, row.sample_M, values_M)[here_S]
+        return torch.zeros_like(counts_N).index_add(0, row.sequence_M, values_M)[here_S]
 
     delta_S = per_sample(row.delta_M)
     w_S = delta_S.clamp(-DELTA_BOUND, DELTA_BOUND).exp()

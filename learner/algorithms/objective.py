@@ -22,6 +22,7 @@ from learner.algorithms import policy_losses, rejection
 from learner.algorithms.advantages import ADVANTAGES, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.config import ANCHORED, AlgorithmConfig
+from learner.algorithms.credit import turn_advantages
 from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
@@ -48,7 +49,7 @@ class Tokens:
     mask_T: Tensor
     """Trainable tokens."""
     sample_T: Tensor
-    """Index of the token's sample in the step, 0..N-1; -1 in padding."""
+    """Index of the token's sample in the step, 0..N-1; -1 in padding. Advantages and denominators are by sample."""
     num_samples: int
     """N."""
     rollout_T: Tensor
@@ -60,6 +61,25 @@ class Tokens:
     """Log-probs of the proximal policy; None = the proximal policy is the trained one, detached."""
     reference_T: Tensor | None = None
     """Log-probs of the reference; None = the config uses no reference."""
+    sequence_T: Tensor | None = None
+    """Index of the token's sequence in the step, 0..M-1; -1 in padding; None = every sample is one sequence."""
+    num_sequences: int = 0
+    """M, with ``sequence_T``."""
+
+    @property
+    def by_sequence(self) -> tuple[Tensor, int]:
+        """(sequence of each token, M): the unit of ratios. The tokens of a sequence are neighbours in one row, unlike those of a sample."""
+        return (self.sample_T, self.num_samples) if self.sequence_T is None else (self.sequence_T, self.num_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Turns of all samples of a step, in columns; those of a sample are neighbours, in order of delivery."""
+
+    samples_C: Tensor
+    rewards_C: Tensor
+    trainable_C: Tensor
+    """Trainable tokens, after the gate."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
@@ -103,7 +123,7 @@ def _shaped(name: str) -> LossFunction:
             settings = {"low": config.clip_low, "high": config.clip_high}
         elif name == "dro":
             settings = {"tau": config.dro_tau}
-        places = (tokens.sample_T, tokens.num_samples) if over_sequences else ()
+        places = tokens.by_sequence if over_sequences else ()
         made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
         return made
 
@@ -181,6 +201,12 @@ class Objective:
         advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N if own else trainable_N)
         return whitened(advantages_N, trainable_N) if self._whiten else advantages_N
 
+    def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
+        """Return one advantage per turn, whitened over the trainable tokens of the step if the config whitens."""
+        place = (rewards_N, groups_N, turns.rewards_C, turns.samples_C)
+        advantages_C = turn_advantages(*place, advantage=self.config.advantage, gamma=gamma)
+        return whitened(advantages_C, turns.trainable_C) if self._whiten else advantages_C
+
     # ---- correction
 
     def coupled(self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]) -> Coupled:
@@ -192,7 +218,7 @@ class Objective:
         rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit else rows
         if config.self_normalise:
             level = str(config.weight)
-            parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, row.sample_T, row.num_samples, level=level) for row in rows]
+            parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, *row.by_sequence, level=level) for row in rows]
             sums = summed(torch.stack(parts).sum(0))
         if config.m2_limit:
             counted = [(self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T) for row in rows]
@@ -211,13 +237,13 @@ class Objective:
         config, mask_T = self.config, tokens.mask_T
         assert config.weight is not None and config.weight_low is not None and config.weight_action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
-        raw_T = raw_weights(delta_T, mask_T, tokens.sample_T, tokens.num_samples, level=config.weight)
+        raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=config.weight)
         return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
 
     def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
         """Return the tokens that each rule rejects, by the name of the rule. ``theta_T``: log-probs of the trained policy, detached."""
         config, mask_T = self.config, tokens.mask_T
-        place = (mask_T, tokens.sample_T, tokens.num_samples)
+        place = (mask_T, *tokens.by_sequence)
         rejected: dict[str, Tensor] = {}
         if config.rejects or config.veto:
             delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
@@ -298,8 +324,8 @@ class Objective:
 
 
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
-    """Return ``(sum W, sum W^2, number of samples)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
-    place = (tokens.mask_T, tokens.sample_T, tokens.num_samples)
+    """Return ``(sum W, sum W^2, number of sequences)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
+    place = (tokens.mask_T, *tokens.by_sequence)
     delta_T = log_ratio(log_probs_T.detach(), tokens.rollout_T, tokens.mask_T).double()
     weights_N = sequence_sums(delta_T, *place).clamp(-20, 20).exp()
     there_N = sequence_sums(torch.ones_like(delta_T), *place) > 0

@@ -1,8 +1,8 @@
 """Training batches of the data-parallel ranks: one StepBatch per step and rank, and its encoding as ZMQ frames.
 
 Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
-Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples of the step on all ranks,
-L = tokens of one sample (prompt and response), R = tokens of its response. Knows numpy, no torch, no bus.
+Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples (episodes) of the step on all
+ranks, M = their token sequences, C = their turns. L = tokens of one sample, R = tokens of its response. Knows numpy, no torch, no bus.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ Frame = bytes | memoryview | Array
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Samples packed into one row. One without samples is a single masked sequence, so that all ranks run the same number of rows."""
+    """Token sequences packed into one row. One without any is a single masked sequence, so that all ranks run the same number of rows."""
 
     tokens_T: NDArray[np.int64]
     targets_T: NDArray[np.int64]
@@ -36,6 +36,10 @@ class MicroBatch:
     """Starts of the sequences and the end of the last, [S + 1]; padding, if any, is the last sequence."""
     sample_T: NDArray[np.int32]
     """Index of the token's sample in the step, 0..N-1; -1 in padding."""
+    sequence_T: NDArray[np.int32]
+    """Index of the token's sequence in the step, 0..M-1; -1 in padding. Equal to ``sample_T`` if every sample has one."""
+    turn_T: NDArray[np.int32]
+    """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     loss_mask_T: NDArray[np.bool_]
     """True where the target was sampled by the model and is not masked by the gate."""
     rollout_log_probs_T: NDArray[np.float32]
@@ -62,11 +66,15 @@ class StepBatch:
     temperature: float
     """Sampling temperature of every sample in the step, at which log-probs are computed."""
     max_new_tokens: int
-    """Largest ``max_new_tokens`` of the samples."""
+    """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else ``max_new_tokens``."""
+    num_sequences: int
+    """M."""
     rewards_N: NDArray[np.float32]
     groups_N: NDArray[np.int64]
     """Task id of each sample; samples of one group are neighbours."""
     response_lengths_N: NDArray[np.int32]
+    sampled_N: NDArray[np.int32]
+    """Sampled tokens of each sample, before the gate."""
     truncated_N: NDArray[np.bool_]
     unended_N: NDArray[np.bool_]
     """True for a completed sample whose last token is no end token: the end token is lost (never True with stop strings)."""
@@ -74,11 +82,20 @@ class StepBatch:
     """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
     """Minibatch that trains each sample."""
+    turn_samples_C: NDArray[np.int32]
+    """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns is one turn."""
+    turn_rewards_C: NDArray[np.float32]
+    """Reward of each turn's own; 0 = none."""
+    turn_tokens_C: NDArray[np.int32]
+    """Trainable tokens of each turn, after the gate."""
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
 
-_ROWS = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N")
+_ROWS = (
+    *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
+    *("turn_samples_C", "turn_rewards_C", "turn_tokens_C"),
+)
 _TOKENS = tuple(field.name for field in fields(MicroBatch))
 _DTYPES: Mapping[str, str] = {
     "tokens_T": "<i8",
@@ -86,16 +103,22 @@ _DTYPES: Mapping[str, str] = {
     "position_ids_T": "<i8",
     "cu_seqlens": "<i4",
     "sample_T": "<i4",
+    "sequence_T": "<i4",
+    "turn_T": "<i4",
     "loss_mask_T": "|b1",
     "rollout_log_probs_T": "<f4",
     "lag_T": "<i4",
     "rewards_N": "<f4",
     "groups_N": "<i8",
     "response_lengths_N": "<i4",
+    "sampled_N": "<i4",
     "truncated_N": "|b1",
     "unended_N": "|b1",
     "trainable_N": "<i4",
     "minibatches_N": "<i4",
+    "turn_samples_C": "<i4",
+    "turn_rewards_C": "<f4",
+    "turn_tokens_C": "<i4",
 }
 
 
@@ -107,16 +130,20 @@ def build_batches(
     state: bytes = b"",
     pad_to: int = 1,
     eos_ids: frozenset[int] = frozenset(),
+    token_limits: Mapping[int, int] | None = None,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (tensor parallelism with sequence parallelism needs that).
-    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known.
+    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that an episode of a
+    task may have, by task; a task that is not in it has ``max_new_tokens``.
     """
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
     temperatures = {sample.sampling.temperature for sample in samples}
     assert len(temperatures) == 1, f"plan {plan.step}: samples of several temperatures: {temperatures}"
-    aligned = [_align(sample, row, plan) for row, sample in enumerate(samples)]
+    _check_rows(plan, samples)
+    turns = [_turns(sample) for sample in samples]
+    aligned = _aligned(plan, samples, turns)
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     rows: dict[str, Array] = {
@@ -126,8 +153,9 @@ def build_batches(
         "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
     }
     rows["unended_N"] = np.array([_unended(sample, eos_ids) for sample in samples], np.bool_)
-    rows["trainable_N"] = np.array([part.loss_mask_T.sum() for part in aligned], np.int32)
-    rows["minibatches_N"] = plan.micro_batches // (plan.num_micro_batches // plan.num_minibatches)
+    rows["sampled_N"] = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int32)
+    rows |= _trained(plan, samples, aligned, turns)
+    limits = token_limits or {}
     num_tokens = int(rows["trainable_N"].sum())
     return tuple(
         StepBatch(
@@ -138,7 +166,8 @@ def build_batches(
             num_tokens=num_tokens,
             num_minibatches=plan.num_minibatches,
             temperature=samples[0].sampling.temperature,
-            max_new_tokens=max(sample.sampling.max_new_tokens for sample in samples),
+            max_new_tokens=max(limits.get(sample.task, sample.sampling.max_new_tokens) for sample in samples),
+            num_sequences=len(aligned),
             state=state,
             **rows,
         )
@@ -165,27 +194,97 @@ def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, 
     return np.where(trainable_R, lags_R, -1).astype(np.int32)
 
 
-def _align(sample: Sample, row: int, plan: Plan) -> MicroBatch:
-    """Return one sample as a row of its own."""
-    # The first target of the response stands at the last token of the prompt.
-    length, start = len(sample.tokens), len(sample.tokens) - sample.response_length - 1
-    assert start >= 0, f"task {sample.task} index {sample.index}: no prompt token"
+def _check_rows(plan: Plan, samples: Sequence[Sample]) -> None:
+    rows = np.ones(len(samples), np.int32) if plan.rows is None else plan.rows
+    found = [len(sample.sizes) for sample in samples]
+    assert rows.tolist() == found, f"plan {plan.step}: rows {rows.tolist()}, sequences of its samples {found}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SampleTurns:
+    """The turns of one sample."""
+
+    of_R: NDArray[np.int32]
+    """Turn of each response token; -1 for a token that no turn has sampled."""
+    rewards_C: NDArray[np.float32]
+
+
+def _turns(sample: Sample) -> _SampleTurns:
+    """Return the turns of a sample: one if it reports none."""
+    if sample.turns is None:
+        return _SampleTurns(np.zeros(sample.response_length, np.int32), np.zeros(1, np.float32))
+    of_R = np.full(sample.response_length, -1, np.int32)
+    for number, (at, tokens) in enumerate(zip(sample.turns.at.tolist(), sample.turns.tokens.tolist(), strict=True)):
+        of_R[at : at + tokens] = number
+    rewards_C = np.zeros(len(sample.turns.at), np.float32)
+    for number, reward in sample.turns.rewards:
+        rewards_C[number] = reward
+    return _SampleTurns(of_R, rewards_C)
+
+
+def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns]) -> list[MicroBatch]:
+    """Return every sequence of every sample as a row of its own, [M]."""
+    rows: list[MicroBatch] = []
+    first_turn = 0
+    for number, (sample, its) in enumerate(zip(samples, turns, strict=True)):
+        lags_R = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
+        turn_R = np.where((lags_R >= 0) & (its.of_R >= 0), its.of_R + first_turn, -1)
+        left = right = 0
+        for size in sample.sizes:
+            region = slice(right, right + size.response_length)
+            tokens = sample.tokens[left : left + size.num_tokens]
+            log_probs = sample.rollout_log_probs[region]
+            rows.append(_align(tokens, lags_R[region], turn_R[region], log_probs, place=(number, len(rows))))
+            left, right = left + size.num_tokens, right + size.response_length
+        first_turn += len(its.rewards_C)
+    return rows
+
+
+def _align(
+    tokens: NDArray[np.int32],
+    lags_R: NDArray[np.int32],
+    turn_R: NDArray[np.int32],
+    log_probs_R: NDArray[np.float32],
+    *,
+    place: tuple[int, int],
+) -> MicroBatch:
+    """Return one sequence as a row of its own. ``place``: its sample and its number in the step."""
+    # The first target of the response stands at the last token of the context.
+    length, start = len(tokens), len(tokens) - len(lags_R) - 1
+    assert start >= 0, f"sample {place[0]} of the step: no token before the response"
     targets = np.zeros(length, np.int64)
-    targets[:-1] = sample.tokens[1:]
-    lags = np.full(length, -1, np.int32)
-    lags[start:-1] = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
+    targets[:-1] = tokens[1:]
+    lags, turn_T = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
+    lags[start:-1], turn_T[start:-1] = lags_R, turn_R
     log_probs = np.zeros(length, np.float32)
-    log_probs[start:-1] = sample.rollout_log_probs
+    log_probs[start:-1] = log_probs_R
     return MicroBatch(
-        tokens_T=sample.tokens.astype(np.int64),
+        tokens_T=tokens.astype(np.int64),
         targets_T=targets,
         position_ids_T=np.arange(length, dtype=np.int64),
         cu_seqlens=np.array([0, length], np.int32),
-        sample_T=np.full(length, row, np.int32),
+        sample_T=np.full(length, place[0], np.int32),
+        sequence_T=np.full(length, place[1], np.int32),
+        turn_T=turn_T,
         loss_mask_T=lags >= 0,
         rollout_log_probs_T=np.where(lags >= 0, log_probs, np.float32(0)),
         lag_T=lags,
     )
+
+
+def _trained(plan: Plan, samples: Sequence[Sample], aligned: Sequence[MicroBatch], turns: Sequence[_SampleTurns]) -> dict[str, Array]:
+    """Return the columns of the trainable tokens, of the minibatches and of the turns."""
+    counts = np.array([len(sample.sizes) for sample in samples])
+    first_M = np.cumsum(counts) - counts  # a sample's sequences are in one minibatch, because whole groups are
+    turns_N = [len(its.rewards_C) for its in turns]
+    turn_T = np.concatenate([part.turn_T[part.turn_T >= 0] for part in aligned])
+    return {
+        "trainable_N": np.add.reduceat([part.loss_mask_T.sum() for part in aligned], first_M).astype(np.int32),
+        "minibatches_N": plan.micro_batches[first_M] // (plan.num_micro_batches // plan.num_minibatches),
+        "turn_samples_C": np.repeat(np.arange(len(samples), dtype=np.int32), turns_N),
+        "turn_rewards_C": np.concatenate([its.rewards_C for its in turns]),
+        "turn_tokens_C": np.bincount(turn_T, minlength=sum(turns_N)).astype(np.int32),
+    }
 
 
 def _padding(length: int) -> MicroBatch:
@@ -195,6 +294,8 @@ def _padding(length: int) -> MicroBatch:
         position_ids_T=np.arange(length, dtype=np.int64),
         cu_seqlens=np.array([0, length], np.int32),
         sample_T=np.full(length, -1, np.int32),
+        sequence_T=np.full(length, -1, np.int32),
+        turn_T=np.full(length, -1, np.int32),
         loss_mask_T=np.zeros(length, np.bool_),
         rollout_log_probs_T=np.zeros(length, np.float32),
         lag_T=np.full(length, -1, np.int32),
@@ -229,6 +330,7 @@ def encode(batch: StepBatch) -> list[Frame]:
         "num_minibatches": batch.num_minibatches,
         "temperature": batch.temperature,
         "max_new_tokens": batch.max_new_tokens,
+        "num_sequences": batch.num_sequences,
         "num_micro_batches": len(batch.micro_batches),
     }
     frames: list[Frame] = [msgpack.packb(header), batch.state]
@@ -256,6 +358,7 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         num_minibatches=header["num_minibatches"],
         temperature=header["temperature"],
         max_new_tokens=header["max_new_tokens"],
+        num_sequences=header["num_sequences"],
         micro_batches=tuple(_micro_batch(header["step"], group) for group in groups),
         state=state,
         **rows,

@@ -426,6 +426,11 @@ class DataSource:
             raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
         return [self._groups[int(task)] for task in record.tasks]
 
+    def token_limits(self, plan: Plan) -> dict[int, int]:
+        """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before ``apply``."""
+        tasks = [group.task for id in plan.tasks if (group := self._groups.get(int(id))) is not None]
+        return {task.id: task.budget.tokens for task in tasks if task.budget is not None and task.budget.tokens}
+
     def _close(self, groups: list[Group], seqs: list[int], reason: str) -> None:
         """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as duplicates."""
         named = set(seqs)

@@ -15,7 +15,9 @@ class BufferedSample:
     seq: int
     index: int
     num_tokens: int
-    """Tokens of prompt and response."""
+    """Tokens of all its sequences."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
     score: float
     by_version: tuple[tuple[int, int], ...]
     """(version, trainable tokens) of each span, zeros included."""
@@ -28,7 +30,14 @@ class BufferedSample:
         trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
         counts = trainable[ends[1:]] - trainable[ends[:-1]]
         by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
-        return BufferedSample(seq=seq, index=sample.index, num_tokens=len(sample.tokens), score=sample.score, by_version=by_version)
+        return BufferedSample(
+            seq=seq,
+            index=sample.index,
+            num_tokens=len(sample.tokens),
+            lengths=tuple(size.num_tokens for size in sample.sizes),
+            score=sample.score,
+            by_version=by_version,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

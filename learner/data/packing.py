@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Rank and micro-batch of each of N samples."""
+    """Rank and micro-batch of each of M sequences."""
 
     ranks: NDArray[np.int32]
-    """Rank of each sample, [N]."""
+    """Rank of each sequence, [M]."""
     micro_batches: NDArray[np.int32]
-    """Micro-batch on that rank, counted over all minibatches, [N]."""
+    """Micro-batch on that rank, counted over all minibatches, [M]."""
     num_micro_batches: int
     """Micro-batches on every rank; some may be empty."""
     num_minibatches: int
@@ -25,11 +25,11 @@ class Assignment:
 def assign(
     lengths: Sequence[int], *, data_parallel: int, max_tokens: int, minibatches: int = 1, group_sizes: Sequence[int] | None = None
 ) -> Assignment:
-    """Return an assignment of samples of these token counts to ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
+    """Return an assignment of sequences of these token counts to ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
 
-    Whole groups (``group_sizes``, in the order of the samples; None = every sample is one) go to the ``minibatches`` in turn, so that each
-    has old and young ones; there are no more minibatches than groups, so that none is empty. A sample longer than ``max_tokens`` has a
-    micro-batch to itself. The result depends only on the arguments.
+    A sample is one sequence, or several. Whole groups (``group_sizes``: their sequences, in order; None = every sequence is one) go to the
+    ``minibatches`` in turn, so that each has old and young ones; there are no more minibatches than groups, so that none is empty. A
+    sequence longer than ``max_tokens`` has a micro-batch to itself. The result depends only on the arguments.
     Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing, Johnson 1973 (count).
     """
     sizes = [1] * len(lengths) if group_sizes is None else list(group_sizes)

@@ -60,15 +60,16 @@ def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) 
 
 def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
     """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
-    rows = [sample for group in chosen for sample in group.rows]
-    lengths = [sample.num_tokens for sample in rows]
+    samples = [sample for group in chosen for sample in group.rows]
+    lengths = [length for sample in samples for length in sample.lengths]
+    rows = np.array([len(sample.lengths) for sample in samples], np.int32)
     sizes = [group.task.group_size for group in chosen]
     packed = assign(
         lengths,
         data_parallel=rules.data_parallel,
         max_tokens=rules.max_tokens_per_micro_batch,
         minibatches=rules.minibatches,
-        group_sizes=sizes,
+        group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
     )
     version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
     # Tokens of weights that this step has yet to make: the registry and the plans belong to different histories.
@@ -78,7 +79,7 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         epoch=epoch,
         step=step,
         tasks=np.array([group.task.id for group in chosen], np.int64),
-        seqs=np.array([sample.seq for sample in rows], np.int64),
+        seqs=np.array([sample.seq for sample in samples], np.int64),
         group_sizes=np.array(sizes, np.int32),
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,
@@ -89,5 +90,6 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         num_minibatches=packed.num_minibatches,
         config_digest=rules.digest,
         chain="",
+        rows=rows if (rows > 1).any() else None,
     )
     return replace(plan, chain=chain_of(chain, plan))

@@ -314,6 +314,7 @@ class Feeder:
             return
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
+        limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
         self._intake.keep_only(self._source.buffered())
         self._admit.wake()
@@ -325,7 +326,7 @@ class Feeder:
             return
         state = await self._snapshot() if self._wants_checkpoint(record.step, recorded) else b""
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
-        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids)
+        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
         batches = await asyncio.to_thread(build)
         self._outcomes.planned(record, facts_of(record, batches))
         await self._server.offer(record.step, [encode(batch) for batch in batches])

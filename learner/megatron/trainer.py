@@ -25,7 +25,7 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
-from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
+from learner.algorithms.objective import Coupled, Objective, Tokens, Turns, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
@@ -46,6 +46,8 @@ class _Row:
     position_T: Tensor
     """Index of the target in its response, from 0."""
     packed: PackedRow
+    turn_T: Tensor
+    """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     seen: Tokens
     """Inputs of the objective."""
 
@@ -58,7 +60,9 @@ class _Step:
     rewards_N: Tensor
     groups_N: Tensor
     lengths_N: Tensor
+    sampled_N: Tensor
     trainable_N: Tensor
+    turns: Turns
     minibatches_N: Tensor
     constant: float
     max_new_tokens: int
@@ -99,15 +103,18 @@ class Trainer:
         max_lag: int,
         proximal: WeightBackup | None = None,
         reference: WeightBackup | None = None,
+        turn_gamma: float | None = None,
     ) -> None:
         """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
-        ``reference``: weights of the reference model, if the algorithm needs one; else None.
+        ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
+        turns, each of which has an advantage of its own; None = one advantage for an episode.
         """
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
         assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
+        self._turn_gamma = turn_gamma
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
@@ -128,7 +135,7 @@ class Trainer:
         began = time.perf_counter()
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
-        step, rows = self._step(batch), [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
+        step, rows = self._step(batch), self._rows(batch)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
@@ -156,8 +163,7 @@ class Trainer:
         """
         self._policy.memory.want("log-probs")
         with megatron_device():
-            rows = [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
-            return self._forward_only(rows, batch.temperature)
+            return self._forward_only(self._rows(batch), batch.temperature)
 
     # ---- parts of a step
 
@@ -167,20 +173,31 @@ class Trainer:
             rewards_N=_tensor(batch.rewards_N).double(),
             groups_N=_tensor(batch.groups_N),
             lengths_N=_tensor(batch.response_lengths_N),
+            sampled_N=_tensor(batch.sampled_N),
             trainable_N=_tensor(batch.trainable_N).long(),
+            turns=Turns(
+                samples_C=_tensor(batch.turn_samples_C).long(),
+                rewards_C=_tensor(batch.turn_rewards_C).double(),
+                trainable_C=_tensor(batch.turn_tokens_C).long(),
+            ),
             minibatches_N=_tensor(batch.minibatches_N),
             constant=self._algorithm.loss_constant or float(batch.max_new_tokens),
             max_new_tokens=batch.max_new_tokens,
         )
 
-    def _row(self, micro_batch: MicroBatch, num_samples: int) -> _Row:
+    def _rows(self, batch: StepBatch) -> list[_Row]:
+        return [self._row(micro_batch, len(batch.rewards_N), batch.num_sequences) for micro_batch in batch.micro_batches]
+
+    def _row(self, micro_batch: MicroBatch, num_samples: int, num_sequences: int) -> _Row:
         to = partial(torch.Tensor.to, device=self._policy.parallel.device, non_blocking=True)
         mask_T, sample_T = _tensor(micro_batch.loss_mask_T), _tensor(micro_batch.sample_T).long()
+        sequence_T = _tensor(micro_batch.sequence_T).long()
         rollout_T = to(_tensor(micro_batch.rollout_log_probs_T))
         return _Row(
             tokens_T=to(_tensor(micro_batch.tokens_T)),
             targets_T=to(_tensor(micro_batch.targets_T)),
-            position_T=to(_places(mask_T, sample_T)),
+            position_T=to(_places(mask_T, sequence_T)),
+            turn_T=to(_tensor(micro_batch.turn_T).long()),
             packed=packed_row(micro_batch.cu_seqlens, to(_tensor(micro_batch.position_ids_T))),
             seen=Tokens(
                 mask_T=to(mask_T),
@@ -189,6 +206,8 @@ class Trainer:
                 rollout_T=rollout_T,
                 lag_T=to(_tensor(micro_batch.lag_T)),
                 advantages_T=torch.zeros_like(rollout_T),
+                sequence_T=to(sequence_T),
+                num_sequences=num_sequences,
             ),
         )
 
@@ -213,15 +232,20 @@ class Trainer:
         algorithm, objective = self._algorithm, self._objective
         kl_N = self._divergences(rows, len(step.rewards_N)) if algorithm.kl.reward_coef else None
         rewards_N = objective.shaped_rewards(
-            step.rewards_N, step.lengths_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
+            step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
-        advantages_N = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N).float()
-        advantages_N = advantages_N.to(self._policy.parallel.device)
-        return [replace(row, seen=self._advised(row.seen, advantages_N)) for row in rows]
+        if self._turn_gamma is None:
+            advantages = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
+        else:
+            advantages = objective.turn_advantages(rewards_N, step.groups_N, step.turns, gamma=self._turn_gamma)
+        advantages = advantages.float().to(self._policy.parallel.device)
+        places = (row.seen.sample_T if self._turn_gamma is None else row.turn_T for row in rows)
+        return [replace(row, seen=self._advised(row.seen, advantages, place_T)) for row, place_T in zip(rows, places, strict=True)]
 
-    def _advised(self, seen: Tokens, advantages_N: Tensor) -> Tokens:
-        # The advantage of a sample at each of its tokens; padding (-1) reads that of sample 0 and is set to 0.
-        advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
+    def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
+        """Return the inputs with the advantage of each token: ``place_T`` is its index in ``advantages``, -1 = none."""
+        # -1 reads the first advantage and is set to 0.
+        advantages_T = torch.where(place_T >= 0, advantages[place_T.clamp(min=0)], 0.0)
         return replace(seen, advantages_T=advantages_T)
 
     def _divergences(self, rows: list[_Row], num_samples: int) -> Tensor:
@@ -382,11 +406,11 @@ def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     return {**diagnostics.sample_metrics(**{name: _tensor(getattr(batch, name)) for name in names}), "train/unended_share": unended}
 
 
-def _places(mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Return the number of trainable tokens of the same sample before each token, [T]."""
+def _places(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the number of trainable tokens of the same sequence before each token, [T]."""
     at_T = torch.arange(len(mask_T))
     before_T = mask_T.long().cumsum(0) - mask_T.long()
-    new_T = torch.cat([torch.ones(1, dtype=torch.bool), sample_T[1:] != sample_T[:-1]])
+    new_T = torch.cat([torch.ones(1, dtype=torch.bool), sequence_T[1:] != sequence_T[:-1]])
     first_T = torch.where(new_T, at_T, 0).cummax(0).values
     return before_T - before_T[first_T]
 

@@ -203,6 +203,7 @@ class Rank:
             max_lag=staleness.max_lag,
             proximal=self._proximal,
             reference=_reference(policy, places.model_dir, learner.algorithm),
+            turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
         )
         self.pushes = Pushes(
             policy,

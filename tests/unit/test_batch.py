@@ -29,8 +29,10 @@ def plan_of(
     """Return the plan of these samples. Version v is the weights of step v."""
     ids = sorted({one.task for one in samples})
     sizes = [sum(one.task == id for one in samples) for id in ids]
-    lengths = [len(one.tokens) for one in samples]
-    packed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
+    in_group = [sum(len(one.sizes) for one in samples if one.task == id) for id in ids]
+    rows = np.array([len(one.sizes) for one in samples], np.int32)
+    lengths = [size.num_tokens for one in samples for size in one.sizes]
+    packed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group)
     return Plan(
         epoch=1,
         step=step,
@@ -46,6 +48,7 @@ def plan_of(
         num_minibatches=packed.num_minibatches,
         config_digest="",
         chain="",
+        rows=rows if (rows > 1).any() else None,
     )
 
 
@@ -198,10 +201,11 @@ def test_missing_and_cut_frames_are_refused() -> None:
     header = unpack(frames[0], where="test")
     with pytest.raises(FeedError, match="frames"):
         decode(header, frames[1:-1])
+    at = frames.index(batch.micro_batches[0].tokens_T.tobytes())
     with pytest.raises(FeedError, match="multiple of 8 bytes"):
-        decode(header, [*frames[1:9], frames[9][:-1], *frames[10:]])
+        decode(header, [*frames[1:at], frames[at][:-1], *frames[at + 1 :]])
     with pytest.raises(FeedError, match="arrays of"):
-        decode(header, [*frames[1:9], frames[9][:-8], *frames[10:]])
+        decode(header, [*frames[1:at], frames[at][:-8], *frames[at + 1 :]])
 
 
 def test_a_header_that_is_none_is_refused() -> None:

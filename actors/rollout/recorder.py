@@ -1,0 +1,278 @@
+"""Recorder of an episode: a tree of turns linked by exact token prefixes, exported as token sequences. Knows no engine, bus or clock.
+
+A node is a turn: the ids of its prompt beyond its parent's end, and its output. The parent of a prompt is the deepest node whose whole path
+(prompt and output of every turn down to it) is an exact prefix of it. So a token is always trained behind the very ids it was sampled
+behind, whatever the client does with its history: text that comes back with other ids, a compaction, a template that drops reasoning
+begin a new branch, and nothing is realigned. Ids are compared as bytes: a turn costs one memory compare of its prompt and a step for every
+turn of the path; memory is linear in the new tokens.
+
+Shape letters: P = tokens of a prompt, R = tokens of an output or of a response region, L = tokens of a sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.wire.episodes import SequenceSize, Turns
+from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from bus.wire.messages import Span
+
+EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
+"""Kinds of a turn's place: behind an output without another turn behind it, behind one that has one (or beside a turn of the same prompt),
+and with a context that no recorded turn begins."""
+UNTRAINED = ("asked", "log_probs", "empty")
+"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; it has no output."""
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The delivered output of one model call."""
+
+    tokens: NDArray[np.int32]
+    """Sampled ids that were delivered, [R]."""
+    log_probs: NDArray[np.float32] | None
+    """Log-probabilities (nats) under the distribution that was sampled from, [R]; None = not known."""
+    spans: tuple[Span, ...]
+    id: str = ""
+    finish: str = ""
+    """Finish reason, as the engine returned it; ``cut`` where the client ended the stream."""
+    agent: str = ""
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    trained: bool = True
+    """False: a call that was asked for without training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The tokens of an episode as the fields of a sample."""
+
+    tokens: NDArray[np.int32]
+    sequences: tuple[SequenceSize, ...]
+    rollout_log_probs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    spans: tuple[Span, ...]
+    turns: Turns
+    numbers: tuple[int, ...]
+    """Number of each of ``turns`` in the recorder."""
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of all response regions, R."""
+        return len(self.loss_mask)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A turn, or the root (number -1, no ids)."""
+
+    number: int
+    parent: "_Node | None"
+    context: bytes
+    """Ids of the prompt beyond the parent's end."""
+    output: Output | None
+    ids: bytes
+    """Context and output."""
+    end: int
+    """Bytes of the path from the root to its end."""
+    trained: bool
+    children: list["_Node"] = field(default_factory=list)
+
+
+class Recorder:
+    """The turns of one episode."""
+
+    def __init__(self) -> None:
+        self._root = _Node(-1, None, b"", None, b"", 0, trained=False)
+        self._nodes: list[_Node] = []
+        self.places = dict.fromkeys((EXTENDS, FORKS, BEGINS), 0)
+        """Recorded turns by their place in the tree."""
+        self.untrained = dict.fromkeys(UNTRAINED, 0)
+        """Recorded turns that are context only, by reason."""
+
+    def __len__(self) -> int:
+        """Return the number of recorded turns."""
+        return len(self._nodes)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(len(node.output.tokens) for node in self._nodes if node.output is not None)
+
+    def record(self, prompt: NDArray[np.int32], output: Output) -> int:
+        """Record a delivered turn, in order of delivery, and return its number.
+
+        It must be recorded before the last byte of its answer is sent, so that a parent is there before its child. Raises ValueError for
+        an empty prompt, and for spans of another length than the output.
+        """
+        _check(prompt, output)
+        ids = _bytes(prompt)
+        parent = self._parent(ids)
+        context, sampled = ids[parent.end :], _bytes(output.tokens)
+        reason = _untrained(output)
+        if reason:
+            self.untrained[reason] += 1
+        node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), trained=not reason)
+        self.places[BEGINS if parent is self._root else FORKS if parent.children else EXTENDS] += 1
+        parent.children.append(node)
+        self._nodes.append(node)
+        return node.number
+
+    def _parent(self, prompt: bytes) -> _Node:
+        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is none."""
+        best, reached = self._root, [self._root]
+        while reached:
+            here = reached.pop()
+            if (here.end, here.number) > (best.end, best.number):
+                best = here
+            # More than one child matches where outputs are equal, or one is a beginning of another.
+            for child in here.children:
+                if prompt.startswith(child.ids, here.end):
+                    reached.append(child)
+        return best
+
+    def export(self, seen: Sequence[int] | None = None) -> Sequences:
+        """Return the sequences: one for every turn without a turn behind it that still has something to train, in order of first turns.
+
+        A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of the turns that the
+        finished life of the episode has been given, of which alone sequences are made; None = all. A turn whose parent is not among them is
+        still behind its ids: they are context. Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
+        """
+        numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
+        chosen = {number for number in numbers if self._nodes[number].trained}
+        if not chosen:
+            raise ValueError("episode: want a turn with sampled tokens and their log-probs, got none")
+        return _Export().of([self._nodes[number] for number in sorted(chosen)])
+
+
+class _Export:
+    """The columns of the sequences, filled one sequence after the other."""
+
+    def __init__(self) -> None:
+        self._tokens: list[bytes] = []
+        self._sizes: list[SequenceSize] = []
+        self._log_probs: list[NDArray[np.float32]] = []
+        self._mask: list[NDArray[np.uint8]] = []
+        self._spans: list[Span] = []
+        self._at: dict[int, int] = {}
+        self._length = 0
+
+    def of(self, chosen: list[_Node]) -> Sequences:
+        """Return the sequences that train these turns, which are in order of delivery."""
+        claimed: set[int] = set()
+        wanted = {node.number for node in chosen}
+        for leaf in _leaves(chosen):
+            path = _down_to(leaf)
+            # What was claimed before is a beginning of the path, so it never lies inside a response region.
+            first = next(place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed)
+            self._sequence(path, first, wanted)
+            claimed |= {node.number for node in path}
+        order = sorted(self._at)
+        outputs = [node.output for node in chosen if node.output is not None]
+        turns = Turns(
+            at=np.array([self._at[number] for number in order], np.int32),
+            tokens=np.array([len(output.tokens) for output in outputs], np.int32),
+            begin_s=np.array([output.begin_s for output in outputs], np.float32),
+            seconds=np.array([output.seconds for output in outputs], np.float32),
+            id=tuple(output.id for output in outputs),
+            finish=tuple(output.finish for output in outputs),
+            agent=tuple(output.agent for output in outputs),
+        )
+        return Sequences(
+            tokens=np.frombuffer(b"".join(self._tokens), "<i4").astype(np.int32),
+            sequences=tuple(self._sizes),
+            rollout_log_probs=np.concatenate(self._log_probs),
+            loss_mask=np.concatenate(self._mask),
+            spans=tuple(self._spans),
+            turns=turns,
+            numbers=tuple(order),
+        )
+
+    def _sequence(self, path: list[_Node], first: int, wanted: set[int]) -> None:
+        """Add the sequence of a path whose first trained turn is ``path[first]``."""
+        begin = self._length
+        for place, node in enumerate(path[first:]):
+            output = node.output
+            assert output is not None, "only the root has no output, and it is on no path"
+            if place:
+                self._outside(len(node.context) // _ID_BYTES, _reader(path[first + place :]))
+            if node.number not in wanted:
+                self._context_of(output)
+                continue
+            assert output.log_probs is not None
+            self._at[node.number] = self._length
+            self._add(output.log_probs.astype(np.float32), 1)
+            self._spans += output.spans
+        self._tokens += [node.ids for node in path]
+        self._sizes.append(SequenceSize(path[-1].end // _ID_BYTES, self._length - begin))
+
+    def _context_of(self, output: Output) -> None:
+        """Add an output that is not trained, under the versions that made it."""
+        if len(output.tokens):
+            self._add(np.zeros(len(output.tokens), np.float32), 0)
+            self._spans += output.spans
+
+    def _outside(self, length: int, version: int) -> None:
+        """Add ids of the environment, which have the version of the turn that read them."""
+        if length:
+            self._add(np.zeros(length, np.float32), 0)
+            self._spans.append(Span(version=version, num_tokens=length))
+
+    def _add(self, log_probs: NDArray[np.float32], mask: int) -> None:
+        self._log_probs.append(log_probs)
+        self._mask.append(np.full(len(log_probs), mask, np.uint8))
+        self._length += len(log_probs)
+
+
+def _leaves(chosen: list[_Node]) -> list[_Node]:
+    """Return the nodes of ``chosen`` without another of them below, in order of the first turn that each is the first to train."""
+    above: set[int] = set()
+    for node in chosen:
+        here = node.parent
+        while here is not None and here.number not in above and here.number >= 0:
+            above.add(here.number)
+            here = here.parent
+    ends = [node for node in chosen if node.number not in above]
+    return sorted(ends, key=lambda end: tuple(node.number for node in _down_to(end)))
+
+
+def _down_to(node: _Node) -> list[_Node]:
+    """Return the turns from the first of the path to ``node``."""
+    path = []
+    here: _Node | None = node
+    while here is not None and here.number >= 0:
+        path.append(here)
+        here = here.parent
+    return path[::-1]
+
+
+def _reader(path: list[_Node]) -> int:
+    """Return the version that read the context of the first turn of a path: that of its first output that has a token."""
+    return next(node.output.spans[0].version for node in path if node.output is not None and node.output.spans)
+
+
+def _bytes(ids: NDArray[np.int32]) -> bytes:
+    return np.ascontiguousarray(ids, "<i4").tobytes()
+
+
+def _untrained(output: Output) -> str:
+    """Return the reason for which an output is context only; empty = it is trained."""
+    if not len(output.tokens):
+        return "empty"
+    if not output.trained:
+        return "asked"
+    log_probs = output.log_probs
+    if log_probs is None or len(log_probs) != len(output.tokens):
+        return "log_probs"
+    return "" if ((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)).all() else "log_probs"  # NaN fails both
+
+
+def _check(prompt: NDArray[np.int32], output: Output) -> None:
+    length = len(output.tokens)
+    if not len(prompt):
+        raise ValueError("prompt: want at least one id, got none")
+    if (covered := sum(span.num_tokens for span in output.spans)) != length:
+        raise ValueError(f"spans: want to cover {length} ids, got {covered}")
