@@ -89,7 +89,7 @@ class ActorConfig:
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     reward: str = ""
-    """Reward by name (digits | exact | math_answer) or import path ``module:function``; a run is refused without one."""
+    """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward."""
     reward_timeout_s: float = 30.0

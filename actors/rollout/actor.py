@@ -247,6 +247,7 @@ class Actor:
             status=sample.status,
             tokens=sample.tokens,
             metadata=task.metadata,
+            response_length=sample.response_length,
         )
         begin = time.monotonic()
         try:

@@ -13,7 +13,7 @@ from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import TABLE, load
+from rewards.registry import COMPARING, SEVERAL, TABLE, load
 
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
@@ -59,7 +59,7 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
 def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     """Score the label itself as the response."""
-    if name in TABLE and not _is_answer(row.label, many=name == "exact"):
+    if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
         cure = "name the key that holds the answer, or use a reward of your own"
