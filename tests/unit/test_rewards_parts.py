@@ -1,5 +1,7 @@
 """Sums of rewards: weights, parts of parts, conditions, failures, and settings that are refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,14 @@ from actors.allowed import refuse_foreign
 from actors.config import ActorConfig
 from actors.errors import NotAllowed
 from bus.wire.messages import Status
+from launch.checks.run import Purpose, check
+from launch.settings.config_loader import load
+from launch.settings.run_config import RunConfig
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.parts import opened_parts, read_parts
 from rewards.port import RewardRequest
+from tests.check_kit import write_run
 
 TWO = {
     "right": {"reward": "math_answer", "weight": 2, "options": {"format_weight": 0.0}},
@@ -78,3 +84,18 @@ def test_the_bus_names_no_code_in_a_part() -> None:
         with pytest.raises(NotAllowed, match=r"actor\.reward_parts\.x=.* names code"):
             refuse_foreign({"actor": {"reward_parts": {"x": part}}}, "actor", (), where="run r")
     refuse_foreign({"actor": {"reward_parts": {"x": "my:f"}}}, "actor", ("actor.reward_parts.x=my:*",), where="run r")
+
+
+def test_the_parts_belong_to_a_runs_digest() -> None:
+    def digest(**actor: Any) -> str:
+        return RunConfig(actor=ActorConfig(**actor)).digest()
+
+    other = {**TWO, "short": {**TWO["short"], "weight": 1.0}}
+    assert len({digest(), digest(reward="exact"), digest(reward_parts=TWO), digest(reward_parts=other)}) == 4
+    assert digest(reward_parts=TWO) == digest(reward_parts=dict(TWO))
+
+
+def test_a_check_names_the_part_with_a_wrong_option(tmp_path: Path) -> None:
+    parts = json.dumps({"right": "exact", "short": {"reward": "overlong", "options": {"max_tokens": 3}}})
+    report = check(load(write_run(tmp_path), ["actor.reward=''", f"actor.reward_parts={parts}"]), Purpose())
+    assert ["actor.reward_parts.short.options.buffer" in error.text for error in report.errors] == [True]
