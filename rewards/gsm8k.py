@@ -18,4 +18,4 @@ def gsm8k(request: RewardRequest, *, strict: bool = False) -> float:
         raise RewardFailed("gsm8k", f"want a number as label, got {gold[:80]!r}")
     if strict and MARKER not in request.response:
         return 0.0
-    return float(same_answer(find_answer(request.response.replace("**", "")), gold))
+    return float(same_answer(find_answer(request.response), gold))
