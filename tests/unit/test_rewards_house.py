@@ -222,7 +222,7 @@ def test_instructions(name: str, own: dict[str, Any], good: list[str], bad: list
 
 def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
     assert {row[0] for row in IFEVAL} == INSTRUCTIONS.keys()
-    rules = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, None]}
+    rules: dict[str, Any] = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, None]}
     assert ifeval(request('"a"', rules)) == ifeval(request('"a"', **rules)) == {"score": 1.0, "followed": 1.0}
     assert ifeval(request("a", rules)) == {"score": 0.0, "followed": 0.5}
     assert ifeval(request("a", rules), share=True) == {"score": 0.5, "followed": 0.5}
@@ -247,7 +247,7 @@ PIECES = st.lists(st.sampled_from([*WORDS.split(" "), " ", "\n"]) | st.text(max_
 @settings(deadline=None, max_examples=60)
 @given(PIECES.map("".join), LABELS | PIECES.map("".join), st.integers(0, 100))
 def test_any_input_gets_numbers_or_a_refused_label(name: str, response: str, label: Any, length: int) -> None:
-    rules = {"instruction_id_list": sorted(INSTRUCTIONS)[:1], "kwargs": [IFEVAL[0][1]]}
+    rules: dict[str, Any] = {"instruction_id_list": sorted(INSTRUCTIONS)[:1], "kwargs": [IFEVAL[0][1]]}
     try:
         result = bind(name, OPTIONS.get(name))(request(response, label, length=length, **rules))
     except RewardFailed:
@@ -263,7 +263,7 @@ LONG = [*REPEATED.split(" "), "a ", "A ", ". ", "Answer: ", "\n"]
 @pytest.mark.parametrize("name", BOUNDED)
 def test_time_is_bounded_for_a_response_that_repeats(name: str) -> None:
     reward: Callable[..., Any] = bind(name, OPTIONS.get(name))
-    rules = {"instruction_id_list": [row[0] for row in IFEVAL], "kwargs": [row[1] for row in IFEVAL]}
+    rules: dict[str, Any] = {"instruction_id_list": [row[0] for row in IFEVAL], "kwargs": [row[1] for row in IFEVAL]}
     begin = time.process_time()
     for piece in LONG:
         text = piece * (60_000 // len(piece))
