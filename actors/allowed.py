@@ -15,6 +15,7 @@ from rewards.registry import TABLE
 
 GUARDED = {
     "actor.reward": "code",
+    "actor.reward_parts": "code",
     "engine.sglang.python": "a program",
     "engine.sglang.arguments": "an argument of a program",
     "engine.sglang.environment": "the environment of a program",
@@ -65,5 +66,6 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
 
 def _harmless(path: str, value: object, own: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    of_the_house = path == "actor.reward" and isinstance(value, str) and value in TABLE
+    named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
+    of_the_house = path.startswith("actor.reward") and isinstance(named, str) and named in TABLE
     return value is None or value == own or is_number or of_the_house

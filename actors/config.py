@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rewards.parts import read_parts
+
 
 @dataclass(frozen=True, kw_only=True)
 class SglangConfig:
@@ -89,9 +91,11 @@ class ActorConfig:
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     reward: str = ""
-    """Reward by name (digits | exact | math_answer) or import path ``module:function``; a run is refused without one."""
+    """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward."""
+    reward_parts: dict[str, Any] = field(default_factory=dict)
+    """Instead of ``reward``: named rewards whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
     reward_timeout_s: float = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: int = 16
@@ -113,6 +117,9 @@ class ActorConfig:
         for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.reward and self.reward_parts:
+            raise ValueError(f"reward_parts: want either reward or reward_parts, got both (reward is {self.reward!r})")
+        read_parts(self.reward_parts)
         if self.reward_workers <= 0:
             raise ValueError(f"reward_workers: want > 0, got {self.reward_workers!r}")
         if self.reward_memory_mb < 0:

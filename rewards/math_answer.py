@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_MIXED = re.compile(r"([-+]?)([0-9]+)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
 _MAX_DIGITS = 1000
@@ -56,7 +57,7 @@ def find_answer(response: str) -> str | None:
     _, marker, tail = response.rpartition(MARKER)
     if marker and tail.strip():  # a response cut off after #### has its answer before it, if anywhere
         return tail.strip().partition("\n")[0].strip()
-    boxed = _last_boxed(response)
+    boxed = last_boxed(response)
     if boxed is not None:
         return boxed
     numbers = _NUMBER.findall(response)
@@ -78,10 +79,16 @@ def same_answer(answer: str | None, gold: str) -> bool:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}`` or ``-.5`` exactly. Returns None for anything else."""
+    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5`` exactly; None for others."""
     if len(text) > _MAX_DIGITS:
         return None
-    plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", _plain(text)))
+    plain = _plain(text)
+    mixed = _MIXED.fullmatch(plain)
+    if mixed is not None:
+        sign, whole, above, below = mixed.groups()
+        number = to_number(f"{above}/{below}")
+        return None if number is None else (Fraction(whole) + number) * (-1 if sign == "-" else 1)
+    plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", plain))
     if not _PLAIN_NUMBER.fullmatch(plain):
         return None
     numerator, _, denominator = plain.partition("/")
@@ -106,7 +113,7 @@ def _plain(text: str) -> str:
     return re.sub(r"[\s$%]", "", text).removesuffix(".")
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` with closed braces, which may be nested; None without one."""
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None

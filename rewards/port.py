@@ -27,6 +27,8 @@ class RewardRequest:
     """Prompt and response, [L]."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the task."""
+    response_length: int = 0
+    """Tokens of the response."""
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]

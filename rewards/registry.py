@@ -16,11 +16,30 @@ from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import Parts, Reward, RewardRequest, Scorer
 
 TABLE = {
+    "dapo": "rewards.dapo:dapo",
+    "deepscaler": "rewards.deepscaler:deepscaler",
     "digits": "rewards.digits:digits",
     "exact": "rewards.exact:exact",
+    "f1": "rewards.token_f1:f1",
+    "format": "rewards.format_tags:format_tags",
+    "gpqa": "rewards.gpqa:gpqa",
+    "gsm8k": "rewards.gsm8k:gsm8k",
+    "ifeval": "rewards.ifeval:ifeval",
+    "math": "rewards.deepscaler:math",
     "math_answer": "rewards.math_answer:math_answer",
+    "overlong": "rewards.overlong:overlong",
+    "regex": "rewards.regex:regex",
+    "repetition": "rewards.repetition:repetition",
 }
-"""Built-in rewards. They are fast, and run in the event loop."""
+"""Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
+
+UNBOUNDED = frozenset({"regex"})
+"""Built-in rewards that can take long: an actor runs them in child processes."""
+
+COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer"})
+"""Built-in rewards that compare the response with the label, which must be text or a number."""
+SEVERAL = frozenset({"deepscaler", "exact", "f1", "math"})
+"""Those of them that take a list of labels, too."""
 
 IN_THREAD = "in_thread"
 """Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for built-in rewards."""
@@ -41,7 +60,7 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """
     bound = bind(name, options)
     # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
-    in_thread = dict(options or {}).get(IN_THREAD, name not in TABLE)
+    in_thread = dict(options or {}).get(IN_THREAD, name not in TABLE or name in UNBOUNDED)
     if not isinstance(in_thread, bool):
         raise BadRewardOption(name, IN_THREAD, f"want true or false, got {in_thread!r}")
     call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound

@@ -26,6 +26,11 @@ def of_label(request: RewardRequest) -> Any:
     return request.label
 
 
+def own_interpreter(request: RewardRequest) -> float:
+    """Return 1 if this process was not forked from the keeper."""
+    return float(b"rewards.children.worker" in Path("/proc/self/cmdline").read_bytes())
+
+
 def echo(request: RewardRequest) -> dict[str, float]:
     """Return numbers by which a test sees that the whole request has arrived."""
     assert isinstance(request.label, dict)

@@ -247,6 +247,7 @@ class Actor:
             status=sample.status,
             tokens=sample.tokens,
             metadata=task.metadata,
+            response_length=sample.response_length,
         )
         begin = time.monotonic()
         try:
@@ -260,7 +261,7 @@ class Actor:
 
     def _unscored(self, sample: Sample, reason: str, error: Exception | None = None) -> Sample:
         self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
-        return failed(sample, f"reward {self._config.reward!r}: {reason}")
+        return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
         self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")

@@ -22,6 +22,7 @@ from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.children.limits import Limits
 from rewards.children.pool import opened
+from rewards.parts import opened_parts, read_parts
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -68,7 +69,10 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
     generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     async with AsyncExitStack() as stack:
-        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+        if config.reward_parts:
+            score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
+        else:
+            score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
         actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
         await _act(bus, id, actor, activity, engines, draining)
 

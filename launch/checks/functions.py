@@ -6,14 +6,16 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
+from rewards.parts import read_parts
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import TABLE, load
+from rewards.registry import COMPARING, SEVERAL, TABLE, load
 
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
@@ -31,20 +33,31 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
     ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
     """
-    name, where = config.actor.reward, report.at("actor.reward")
+    named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
+    if config.actor.reward_parts:
+        at = "actor.reward_parts"
+        named = [(part.reward, dict(part.options), at, f"{at}.{part.name}.options") for part in read_parts(config.actor.reward_parts)]
+    for name, options, setting, options_setting in named:
+        _check_one(report, name, options, row, settings=(setting, options_setting), here=here, call=call)
+
+
+def _check_one(
+    report: Report, name: str, options: dict[str, Any], row: Row | None, *, settings: tuple[str, str], here: bool, call: bool
+) -> None:
+    where = report.at(settings[0])
     if not name:
         want = f"a reward: one of {', '.join(sorted(TABLE))}, or an import path module:function"
         report.error("reward", where, want=want, got="none", cure="set, for example, actor: {reward: exact}")
         return
     try:
-        score = load(name, config.actor.reward_options)
+        score = load(name, options)
     except UnknownReward as error:
         severity = report.error if here or ":" not in name else report.warning
         cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
         severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
         return
     except BadRewardOption as error:
-        option = f"actor.reward_options.{error.option}"
+        option = f"{settings[1]}.{error.option}"
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
         return
     except (Exception, SystemExit) as error:  # raised by the user's module while it is imported
@@ -59,7 +72,7 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
 def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     """Score the label itself as the response."""
-    if name in TABLE and not _is_answer(row.label, many=name == "exact"):
+    if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
         cure = "name the key that holds the answer, or use a reward of your own"

@@ -154,6 +154,8 @@ class RunConfig:
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
+        if self.actor.reward_parts:  # so the digests of former runs stay
+            parts["reward"] = self.actor.reward_parts
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
 

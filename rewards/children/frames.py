@@ -85,6 +85,7 @@ def from_request(request: RewardRequest) -> bytes:
         "status": request.status.value,
         "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
         "metadata": dict(request.metadata),
+        "response_length": request.response_length,
     }
     return json.dumps(found).encode()
 
@@ -98,4 +99,5 @@ def to_request(found: Mapping[str, Any]) -> RewardRequest:
         status=Status(found["status"]),
         tokens=np.frombuffer(base64.b64decode(found["tokens"]), "<i4").astype(np.int32),
         metadata=found["metadata"],
+        response_length=found["response_length"],
     )

@@ -19,7 +19,7 @@ from rewards.children.keeper_process import KeeperProcess, Worker
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import IN_THREAD, TABLE, checked, load
+from rewards.registry import IN_THREAD, TABLE, UNBOUNDED, checked, load
 
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
@@ -35,10 +35,10 @@ async def opened(name: str, options: Mapping[str, object] | None = None, limits:
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
     """
     limits = limits or Limits()
-    if name in TABLE or IN_THREAD in (options or {}):
+    if (name in TABLE and name not in UNBOUNDED) or IN_THREAD in (options or {}):
         yield _within(load(name, options), limits.timeout_s)
         return
-    if ":" not in name:
+    if ":" not in name and name not in TABLE:
         load(name, options)  # raises UnknownReward
     pool = Children(name, options or {}, limits)
     await pool.start()

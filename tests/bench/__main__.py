@@ -22,6 +22,7 @@ NAMES = {
     "checkpoint": "how long a step waits for a checkpoint in the background, against one that is written at once",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
+    "rewards": "samples/s per core of each reward that ships, and of a call in child processes",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",

@@ -100,6 +100,13 @@ async def test_a_result_that_is_no_number_fails(label: object) -> None:
             await score(request("", label))
 
 
+async def test_a_built_in_reward_that_can_take_long_runs_in_children() -> None:
+    async with opened("regex", {"pattern": "(a+)+b"}, BRIEF) as score:
+        assert await score(request("xab")) == 1.0
+        with pytest.raises(TimeoutError):
+            await score(request("a" * 60))
+
+
 async def test_a_label_that_json_lacks_fails() -> None:
     async with scoring("of_label") as score:
         with pytest.raises(RewardFailed, match="JSON"):
@@ -165,9 +172,11 @@ async def test_the_credentials_of_the_bus_are_not_inherited(monkeypatch: pytest.
 
 
 async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scoring("own_interpreter") as score:
+        assert await score(request("")) == 0.0
     monkeypatch.setenv("CHILD_REWARDS_THREAD", "1")
-    async with scoring("length", bonus=1) as score:
-        assert await score(request("abc")) == 4.0
+    async with scoring("own_interpreter") as score:
+        assert await score(request("")) == 1.0
 
 
 async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_is_killed() -> None:

@@ -59,6 +59,8 @@ def test_where_the_answer_stands(response: str, answer: str | None) -> None:
         ("+7.", Fraction(7)),
         ("\N{MINUS SIGN}3", Fraction(-3)),
         ("3/4", Fraction(3, 4)),
+        (r"-1\frac{3}{4}", Fraction(-7, 4)),
+        (r"1\frac{1}{0}", None),
         (r"-\dfrac{3}{4}", Fraction(-3, 4)),
         (r"\text{12}", Fraction(12)),
         ("3/0", None),

@@ -1,0 +1,163 @@
+"""Reward for instructions that can be verified by a program.
+
+Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
+unchanged. Without a language detector ``language:response_language`` is refused, ``english_*`` checks the case only, and sentences end at
+``.``, ``!`` or ``?`` (the original uses nltk).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rewards.errors import RewardFailed
+from rewards.port import RewardRequest
+
+_SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
+_HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
+_BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-)", re.MULTILINE)
+_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_WORD = re.compile(r"\w+")
+
+Check = Callable[[str, Mapping[str, Any]], bool]
+
+
+def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
+    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the share).
+
+    The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An empty response
+    follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
+    """
+    found: Mapping[str, Any] = request.label if isinstance(request.label, Mapping) else request.metadata
+    names, arguments = found.get("instruction_id_list"), found.get("kwargs")
+    if not isinstance(names, (list, tuple)) or not names:
+        raise RewardFailed("ifeval", f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, found))}")
+    if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
+        raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
+    results = [follows(str(name), own or {}, request.response) for name, own in zip(names, arguments, strict=True)]
+    followed = sum(results) / len(results)
+    return {"score": followed if share else float(followed == 1), "followed": followed}
+
+
+def follows(name: str, arguments: Mapping[str, Any], response: str) -> bool:
+    """Return whether a response follows one instruction. Raises RewardFailed."""
+    check = INSTRUCTIONS.get(name)
+    if check is None:
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {', '.join(sorted(INSTRUCTIONS))}")
+    try:
+        return bool(response.strip()) and check(response, arguments)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RewardFailed("ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]) from None
+
+
+def _compared(count: int, relation: str, bound: int) -> bool:
+    if relation not in ("less than", "at least"):
+        raise ValueError(f"want the relation 'less than' or 'at least', got {relation!r}")
+    return count < int(bound) if relation == "less than" else count >= int(bound)
+
+
+def _occurs(word: str, text: str) -> bool:
+    return str(word).lower() in text.lower()
+
+
+def _count(word: str, text: str) -> int:
+    return text.lower().count(str(word).lower())
+
+
+def _has_word(word: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(str(word))}\b", text, re.IGNORECASE) is not None
+
+
+def _letter(text: str, own: Mapping[str, Any]) -> bool:
+    return _compared(_count(own["letter"], text), own["let_relation"], own["let_frequency"])
+
+
+def _paragraph_begins(text: str, own: Mapping[str, Any]) -> bool:
+    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
+    nth = int(own["nth_paragraph"])
+    if len(paragraphs) != int(own["num_paragraphs"]) or not 1 <= nth <= len(paragraphs):
+        return False
+    first = paragraphs[nth - 1].split()[0].strip("'\".,?!\u201c\u201d").lower()
+    return first == str(own["first_word"]).lower()
+
+
+def _paragraphs(text: str, own: Mapping[str, Any]) -> bool:
+    parts = text.split("***")
+    inner = [part for place, part in enumerate(parts) if part.strip() or place not in (0, len(parts) - 1)]
+    return all(part.strip() for part in inner) and len(inner) == int(own["num_paragraphs"])
+
+
+def _json(text: str, own: Mapping[str, Any]) -> bool:
+    plain = text.strip()
+    if plain.startswith("```"):
+        plain = plain.partition("\n")[2].removesuffix("```")
+    try:
+        json.loads(plain)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str, own: Mapping[str, Any]) -> bool:
+    return any(part.partition(">>")[1] and part.partition(">>")[0].strip("<> \n") for part in text.split("<<")[1:])
+
+
+def _postscript(text: str, own: Mapping[str, Any]) -> bool:
+    marker = re.sub(r"[.\s]", "", str(own["postscript_marker"])).lower()
+    return re.search(r"\.?\s{0,3}".join(map(re.escape, marker)), text.lower()) is not None
+
+
+def _two_responses(text: str, own: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    inner = [part for place, part in enumerate(parts) if part or place not in (0, len(parts) - 1)]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+def _sections(text: str, own: Mapping[str, Any]) -> bool:
+    splitter = str(own["section_spliter"]).strip()
+    return len(re.findall(rf"{re.escape(splitter)}\s{{0,3}}\d", text)) >= int(own["num_sections"])
+
+
+def _capitals(text: str, own: Mapping[str, Any]) -> bool:
+    count = sum(word.isupper() for word in _WORD.findall(text))
+    return _compared(count, own["capital_relation"], own["capital_frequency"])
+
+
+def _highlights(text: str, own: Mapping[str, Any]) -> bool:
+    return sum(bool(part.strip("* ")) for part in _HIGHLIGHT.findall(text)) >= int(own["num_highlights"])
+
+
+def _quoted(text: str, own: Mapping[str, Any]) -> bool:
+    plain = text.strip()
+    return len(plain) > 1 and plain[0] == plain[-1] == '"'
+
+
+INSTRUCTIONS: dict[str, Check] = {
+    "change_case:capital_word_frequency": _capitals,
+    "change_case:english_capital": lambda text, own: text.isupper(),
+    "change_case:english_lowercase": lambda text, own: text.islower(),
+    "combination:repeat_prompt": lambda text, own: text.strip().lower().startswith(str(own["prompt_to_repeat"]).strip().lower()),
+    "combination:two_responses": _two_responses,
+    "detectable_content:number_placeholders": lambda text, own: len(re.findall(r"\[[^\[\]]*\]", text)) >= int(own["num_placeholders"]),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:constrained_response": lambda text, own: any(answer in text for answer in _ANSWERS),
+    "detectable_format:json_format": _json,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:number_bullet_lists": lambda text, own: len(_BULLET.findall(text)) == int(own["num_bullets"]),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:title": _title,
+    "keywords:existence": lambda text, own: all(_occurs(word, text) for word in own["keywords"]),
+    "keywords:forbidden_words": lambda text, own: not any(_has_word(word, text) for word in own["forbidden_words"]),
+    "keywords:frequency": lambda text, own: _compared(_count(own["keyword"], text), own["relation"], own["frequency"]),
+    "keywords:letter_frequency": _letter,
+    "length_constraints:nth_paragraph_first_word": _paragraph_begins,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_sentences": lambda text, own: _compared(
+        len(_SENTENCE_END.findall(text)), own["relation"], own["num_sentences"]
+    ),
+    "length_constraints:number_words": lambda text, own: _compared(len(_WORD.findall(text)), own["relation"], own["num_words"]),
+    "punctuation:no_comma": lambda text, own: "," not in text,
+    "startend:end_checker": lambda text, own: text.strip().strip('"').lower().endswith(str(own["end_phrase"]).strip().lower()),
+    "startend:quotation": _quoted,
+}
+"""Checks by instruction id."""

@@ -1,0 +1,116 @@
+r"""Equality of short mathematical answers: numbers, fractions, expressions, tuples, sets, intervals, and text.
+
+Knows no place of an answer in a response. Bounded in time: one pass over each text, and expressions of bounded length.
+Source of the normal form: the MATH benchmark (Hendrycks et al. 2021, arXiv 2103.03874): units, degrees, text and spaces do not matter.
+"""
+
+import re
+
+from rewards.expression import MAX_CHARACTERS, NoExpression, letters, value
+from rewards.math_answer import to_number
+
+_POINTS = ((1.37, 0.61, -0.83, 2.29), (0.47, -1.93, 1.61, 0.71), (2.71, 1.13, 0.37, -1.49))
+"""Values for the first four letters of two expressions that are compared."""
+_TOLERANCE = 1e-9
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|operatorname)\s*\{([^{}]*)\}")
+_DROPPED = re.compile(r"\\(?:left|right|displaystyle|,|;|!|quad| )|\^\{?\\circ\}?|\\degree|\\?[$%]|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_UNITS = re.compile(
+    r"(?<=[0-9}])\s*(?:square\s+|cubic\s+)?(?:degrees?|cm|mm|km|meters?|metres?|m|feet|foot|ft|inch(?:es)?|units?|dollars?|cents?|hours?|minutes?|"
+    r"seconds?|days?|points?|kg|grams?|miles?|mph|percent)(?:\^\{?[23]\}?)?\s*$"
+)
+_SPACES = re.compile(r"(?<![0-9]) +| +(?![0-9])")
+"""Spaces that may be left out: all but those between two numbers."""
+_ASSIGNED = re.compile(r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*")
+_MIXED = re.compile(r"^(-?[0-9]+)\s*\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}$|^(-?[0-9]+)\s+([0-9]+)/([0-9]+)$")
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def same_math(answer: str, gold: str) -> bool:
+    """Return whether two answers are the same number, expression, list of them, or text."""
+    left, right = plain(answer), plain(gold)
+    if not left or not right:
+        return False
+    return _SPACES.sub("", left).casefold() == _SPACES.sub("", right).casefold() or _equal(left, right, depth=0)
+
+
+def plain(text: str) -> str:
+    r"""Return an answer without what does not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final full stop."""
+    text = text[: 10 * MAX_CHARACTERS].replace("\N{MINUS SIGN}", "-").replace("\N{GREEK SMALL LETTER PI}", r"\pi")
+    text = _DROPPED.sub("", _WRAPPED.sub(r"\1", text)).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
+    text = _ASSIGNED.sub("", text.removesuffix(".").strip())
+    return _UNITS.sub("", text).strip()
+
+
+def _equal(left: str, right: str, depth: int) -> bool:
+    first, second = _parts(left), _parts(right)
+    if first is None and second is None:
+        return _same_value(left, right)
+    if first is None or second is None or depth > 3 or len(first[1]) != len(second[1]) or first[0] != second[0]:
+        return False
+    if first[0] == "{}" or not first[0]:  # a set, or a list without brackets: any order
+        rest = list(second[1])
+        for part in first[1]:
+            found = next((other for other in rest if _equal(part, other, depth + 1)), None)
+            if found is None:
+                return False
+            rest.remove(found)
+        return True
+    return all(_equal(one, other, depth + 1) for one, other in zip(first[1], second[1], strict=True))
+
+
+def _parts(text: str) -> tuple[str, list[str]] | None:
+    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)``, ``{1, 2}`` or ``1, 2``; None for a single value."""
+    brackets = ""
+    if text[:1] in _OPEN and text[-1:] in _CLOSE and _wraps(text):
+        brackets, inner = text[0] + text[-1], text[1:-1]
+    else:
+        inner = text
+    members, depth, begin = [], 0, 0
+    for place, letter in enumerate(inner):
+        depth += (letter in _OPEN) - (letter in _CLOSE)
+        if letter == "," and depth == 0:
+            members.append(inner[begin:place].strip())
+            begin = place + 1
+    members.append(inner[begin:].strip())
+    return (brackets, members) if len(members) in range(2, 33) or brackets == "{}" else None
+
+
+def _wraps(text: str) -> bool:
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in _OPEN) - (letter in _CLOSE)
+        if depth == 0:
+            return place == len(text) - 1
+    return False
+
+
+def _same_value(left: str, right: str) -> bool:
+    one, other = _number(left), _number(right)
+    if one is not None and other is not None:
+        return one == other
+    left, right = _unmixed(left), _unmixed(right)
+    names = sorted(letters(left) | letters(right))
+    if len(names) > len(_POINTS[0]):
+        return False
+    try:
+        for point in _POINTS[: 3 if names else 1]:
+            variables = dict(zip(names, point, strict=False))
+            first, second = value(left, variables), value(right, variables)
+            if abs(first - second) > _TOLERANCE * max(1.0, abs(first), abs(second)):
+                return False
+    except NoExpression:
+        return False
+    return True
+
+
+def _number(text: str) -> object:
+    return to_number(text.replace(" ", "")) if not re.search(r"[0-9] +[0-9]", text) else None
+
+
+def _unmixed(text: str) -> str:
+    r"""Return ``1\frac{1}{2}`` and ``1 1/2`` as a sum."""
+    mixed = _MIXED.match(text)
+    if mixed is None:
+        return text
+    whole, above, below = mixed.groups()[:3] if mixed.group(1) else mixed.groups()[3:]
+    return f"{whole}{'-' if whole.startswith('-') else '+'}{above}/{below}"

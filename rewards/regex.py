@@ -1,0 +1,23 @@
+"""Reward for a response that a regular expression describes. A pattern may take exponential time, so it runs in child processes."""
+
+import re
+
+from rewards.port import RewardRequest
+
+
+def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
+    """Return 1.0 if ``pattern`` is found in the response (``whole``: if it describes all of it), else 0.0.
+
+    ``group``: name or number of a group whose text, stripped, must equal the label, in the last match. Dots match line ends.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    if whole:
+        found = compiled.fullmatch(request.response)
+    else:
+        found = None
+        for found in compiled.finditer(request.response):  # noqa: B007 - the last one counts
+            pass
+    if found is None or not group:
+        return float(found is not None)
+    text = found.group(int(group) if group.isdecimal() else group)
+    return float(text is not None and text.strip() == str(request.label).strip())

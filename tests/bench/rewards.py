@@ -1,0 +1,92 @@
+"""Samples/s per core of each reward that ships, and of a reward by import path in child processes.
+
+python -m tests.bench.rewards [--seconds 1.0] [--names gsm8k,math]
+
+A response is a solution of GSM8K's test split in the notation that the reward reads, with the gold answer as label, and a response with a
+wrong one; both count. The reward of a child is an empty function: its figure is the cost of the way there and back, for responses of 1 kB
+and 100 kB, one call at a time (latency) and 64 at a time. No reference library is measured: math-verify is not installed here.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import launch
+from bus.wire.messages import Status
+from rewards.children.limits import Limits
+from rewards.children.pool import opened
+from rewards.port import RewardRequest
+from rewards.registry import TABLE, bind
+
+OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 200, "buffer": 50}, "regex": {"pattern": r"#### (\S+)", "group": "1"}}
+NOTATIONS = {"math": r"\boxed{{{}}}", "deepscaler": r"</think> \boxed{{{}}}", "dapo": "Answer: {}", "gpqa": "The answer is ({})."}
+RULES = {
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words", "keywords:frequency"],
+    "kwargs": [{}, {"relation": "less than", "num_words": 300}, {"keyword": "the", "relation": "at least", "frequency": 1}],
+}
+
+
+def requests(name: str, count: int = 200) -> list[RewardRequest]:
+    """Return right and wrong responses for a reward."""
+    found = []
+    for line in (Path(launch.__file__).parent / "data/gsm8k/test.jsonl").read_text().splitlines()[:count]:
+        solution, _, gold = json.loads(line)["answer"].rpartition("#### ")
+        for answer in ("A", "B") if name == "gpqa" else (gold, f"{gold}1"):
+            label = "A" if name == "gpqa" else gold
+            response = solution + NOTATIONS.get(name, "#### {}").format(answer)
+            request = RewardRequest(
+                prompt="q", response=response, label=label, status=Status.COMPLETED, metadata=RULES, response_length=len(response) // 4
+            )
+            found.append(request)
+    return found
+
+
+def per_second(name: str, seconds: float) -> float:
+    """Return the samples that one core scores in a second of its own time."""
+    reward, work, done = bind(name, OPTIONS.get(name)), requests(name), 0
+    begin = time.process_time()
+    while (took := time.process_time() - begin) < seconds:
+        for request in work:
+            reward(request)
+        done += len(work)
+    return done / took
+
+
+def nothing(request: RewardRequest) -> float:
+    """Score nothing: the reward whose way is measured."""
+    return 0.0
+
+
+async def children(size: int, at_once: int, seconds: float) -> tuple[float, float]:
+    """Return the calls of ``nothing`` in children per second, and the seconds of this process's core that each takes."""
+    request = RewardRequest(prompt="q", response="x" * size, label="7", status=Status.COMPLETED)
+    async with opened("tests.bench.rewards:nothing", {}, Limits(workers=min(at_once, 2))) as score:
+        await asyncio.gather(*(score(request) for _ in range(2)))
+        begin, cpu_s, done = time.monotonic(), time.process_time(), 0
+        while (took := time.monotonic() - begin) < seconds:
+            await asyncio.gather(*(score(request) for _ in range(at_once)))
+            done += at_once
+        return done / took, (time.process_time() - cpu_s) / done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench rewards")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--names", default=",".join(sorted(TABLE)))
+    args = parser.parse_args()
+    for name in args.names.split(","):
+        rate = per_second(name, args.seconds)
+        print(f"{name:<14} {rate:>10,.0f} samples/s per core   {1e6 / rate:>8.1f} us each")
+    for size in (1_000, 100_000):
+        for at_once in (1, 64):
+            rate, cpu_s = asyncio.run(children(size, at_once, args.seconds))
+            what = f"{size:,} characters, {at_once} at a time"
+            print(f"children       {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} us of the actor's core each: {what}, at most 2 workers")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
