@@ -1,8 +1,10 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.data.source import Source, SourceConfig, parse_sources
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -13,7 +15,9 @@ class DataConfig:
     """Where prompts come from."""
 
     path: str = ""
-    """A .jsonl or .parquet file."""
+    """A .jsonl or .parquet file, or a directory of ``datasets`` (save_to_disk); ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
     label_key: str = "label"
@@ -24,12 +28,45 @@ class DataConfig:
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
     """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
+    system_prompt: str = ""
+    """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
     max_prompt_tokens: int = 0
     """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
     """Shuffle the prompts anew for each pass; false = the order of the file."""
     seed: int = 0
     """Seed of the order of prompts; derived from ``seed`` of the run."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.sources:
+            raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
+        taken = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"} & set(
+            self.chat_template_args
+        )
+        if taken:
+            raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
+        for source in self.chosen:
+            Source.at(source.path)
+
+    @property
+    def chosen(self) -> tuple[SourceConfig, ...]:
+        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names the setting."""
+        return tuple(parse_sources(self.sources).values()) or ((SourceConfig(path=self.path),) if self.path else ())
+
+    @property
+    def used(self) -> list[Source]:
+        """The sources with their own settings or those of this section. Raises ValueError."""
+        return [self._source(one) for one in self.chosen]
+
+    def _source(self, one: SourceConfig) -> Source:
+        def own(name: str) -> str:
+            value: str | None = getattr(one, name)
+            return str(getattr(self, name)) if value is None else value
+
+        keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
+        return Source.at(one.path, weight=one.weight, keys=keys, template=own("template"), system_prompt=own("system_prompt"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import random
 import time
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from operator import itemgetter
 
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
@@ -12,7 +12,8 @@ from launch.checks.tokens import CannotRender, Tokenize
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
 from learner.config import DataConfig
-from learner.data.prompts import Row, read_rows, refuse_template, row_of, templated
+from learner.data.prompts import Row, read_rows, refuse_template, row_of, used
+from learner.data.source import Source
 from learner.errors import PromptError
 
 SETTING = "data.path"
@@ -40,7 +41,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         refuse_template(config.data.template)
         if made:
             return _check_prepared(report, config)
-        if not config.data.path:
+        if not config.data.used:
             cure = "set one, or have a small one made: prepare: {kind: digits}"
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
@@ -53,9 +54,9 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
     longest, before = 0, len(report.errors)
     if model is not None and tokenize is not None:
         limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
-        longest = _check_lengths(report, config.data, limit, rows, tokenize)
+        longest = _check_lengths(report, limit, rows, tokenize)
     if len(report.errors) == before:
-        report.good("data", f"{config.data.path}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
+        report.good("data", f"{_place(config.data)}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
     return Prompts(first=rows[0], longest=longest if complete else 0)
 
 
@@ -81,7 +82,7 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
                 cure = "lower it"
                 report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure=cure)
                 continue
-            _check_lengths(report, data, limit, rows, tokenize, topic=EVALUATION)
+            _check_lengths(report, limit, rows, tokenize, topic=EVALUATION)
         if len(report.errors) == before:
             size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
             used = f", the first {one.limit} are used" if 0 < one.limit < len(rows) else ""
@@ -89,17 +90,19 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
     return first
 
 
-def _keys(data: DataConfig) -> tuple[str, str, str]:
-    return data.prompt_key, data.label_key, data.metadata_key
+def _place(data: DataConfig) -> str:
+    return " + ".join(map(str, data.used))
 
 
 def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     """Check the prompts that ``prepare`` will write; they are known before the file exists. Raises PromptError."""
     assert config.prepare is not None
-    row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config.data))
+    (source,) = config.data.used
+    row = used(row_of(source.path, 0, next(prompts(config.prepare)), source.keys), source)
     tokens = 0
     if config.prepare.kind == "digits":  # a token a character
-        tokens = len(templated(Row(number=0, prompt="0" * config.prepare.max_digits + "="), config.data.template).prompt)
+        longest = "0" * config.prepare.max_digits + "="
+        tokens = len(config.data.template.replace("{prompt}", longest) or longest)
         room = config.prepare.max_position - config.sampling.max_new_tokens
         if tokens > room > 0:
             want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
@@ -111,26 +114,36 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
 def _read(data: DataConfig) -> tuple[list[Row], bool]:
     """Return the rows read, at least one, and whether they are all rows of the file. Raises PromptError."""
     rows: list[Row] = []
+    complete = True
+    for source in data.used:
+        found, all_read = _read_source(source)
+        rows, complete = rows + found, complete and all_read
+    return rows, complete
+
+
+def _read_source(source: Source) -> tuple[list[Row], bool]:
+    refuse_template(source.template)
+    rows: list[Row] = []
     until = time.monotonic() + READ_S
-    for row in read_rows(Path(data.path), _keys(data)):
+    for row in read_rows(source):
         rows.append(row)
         if len(rows) >= SURE_ROWS and time.monotonic() > until:
             return rows, False
     if not rows:
-        raise PromptError(data.path, "at least one prompt", "none")
+        raise PromptError(str(source), "at least one prompt", "none")
     return rows, True
 
 
-def _check_lengths(report: Report, data: DataConfig, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data") -> int:
+def _check_lengths(report: Report, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data") -> int:
     """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
     if limit <= 0:  # reported with the model
         return 0
     # In random order: of a file that is sorted by length, the rows read in time would all be short, or all long.
     others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
-    until, long, longest, looked_at = time.monotonic() + READ_S, [], 0, 0
+    until, long, longest, looked_at = time.monotonic() + READ_S, list[tuple[int, Row, int]](), 0, 0
     for number in chain([0], others):
-        row = templated(rows[number], data.template)
-        place = f"{data.path}:{row.number + 1}"
+        row = rows[number]
+        place = row.where
         try:
             length = len(tokenize(row.prompt))
             if not length:
@@ -141,20 +154,20 @@ def _check_lengths(report: Report, data: DataConfig, limit: int, rows: list[Row]
             return 0
         looked_at += 1
         if length > limit:
-            long.append((row.number + 1, length))
+            long.append((number, row, length))
         else:
             longest = max(longest, length)
         if looked_at >= SURE_ROWS and time.monotonic() > until:
             break
-    _report_long(report, data.path, limit, sorted(long), looked_at, topic)
+    _report_long(report, limit, sorted(long, key=itemgetter(0)), looked_at, topic)
     return longest if looked_at == len(rows) else 0
 
 
-def _report_long(report: Report, path: str, limit: int, long: list[tuple[int, int]], looked_at: int, topic: str) -> None:
+def _report_long(report: Report, limit: int, long: list[tuple[int, Row, int]], looked_at: int, topic: str) -> None:
     if not long:
         return
-    line, length = long[0]
-    where, want = f"{path}:{line}", f"prompts of <= {limit} tokens"
+    _, row, length = long[0]
+    where, want = row.where, f"prompts of <= {limit} tokens"
     got = f"{length} tokens there; {len(long)} of {looked_at} checked prompts are too long"
     cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
     if len(long) == looked_at:

@@ -14,8 +14,9 @@ from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints import disk
 from learner.data.datasource import read_state
+from learner.data.formats import data_files
 from learner.data.prompts import prompts_digest
-from learner.errors import ReplayMismatch
+from learner.errors import PromptError, ReplayMismatch
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,12 @@ def identity(config: RunConfig) -> dict[str, object]:
     data, sampling = config.data, config.sampling
     found: dict[str, object] = {"run": config.run, "seed": data.seed}
     found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    file = Path(data.path)
-    if file.is_file() and file.stat().st_size <= HASHED_MOST:
-        found["prompts_digest"] = prompts_digest(file, template=data.template, shuffle=data.shuffle, seed=data.seed)
+    sources = data.used
+    try:
+        if sources and sum(file.stat().st_size for source in sources for file in data_files(source.path)) <= HASHED_MOST:
+            found["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
+    except (PromptError, OSError) as error:  # the check of the data names it
+        log.debug("prompts not compared error=%s", error)
     if model := model_identity(Path(config.model.path)):
         found["model"] = model
     return found
@@ -96,5 +100,9 @@ def _recorded(root: Path) -> dict[str, object]:
 
 def _shown(name: str, value: object, config: RunConfig | None) -> str:
     """Return a value for a message, behind the file that it describes if that is known."""
-    place = "" if config is None else config.model.path if name == "model" else config.data.path if name == "prompts_digest" else ""
+    place = "" if config is None else config.model.path if name == "model" else _prompts(config) if name == "prompts_digest" else ""
     return f"{place}: {value}" if place else repr(value)
+
+
+def _prompts(config: RunConfig) -> str:
+    return " + ".join(map(str, config.data.used))

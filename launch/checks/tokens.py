@@ -76,7 +76,7 @@ def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, dire
             if template is None:
                 raise CannotRender(f"chat messages, and {directory} has no chat template")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return text.encode(template.render(messages), add_special=False)
+            return text.encode(template.render(messages, **config.data.chat_template_args), add_special=False)
         except (CannotRender, BadRequest) as error:
             raise CannotRender(str(error)) from None
         except Exception as error:  # the tokenizers library raises nothing more special

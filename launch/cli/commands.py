@@ -127,6 +127,13 @@ def up(args: argparse.Namespace) -> int:
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
 
 
+def data(args: argparse.Namespace) -> int:
+    """Print the bad rows of prompt files. Returns 0, or 78 when there are any. Raises SettingsError, PromptError."""
+    from launch.cli.check_data import run_check
+
+    return run_check(args)
+
+
 def eval(args: argparse.Namespace) -> int:
     """Print the scores of a model. Returns 0, or 1 when a prompt had no answer. Raises SettingsError, CheckFailed, GaveUp."""
     from launch.cli.evaluate import run_eval

@@ -75,6 +75,15 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
+    data = commands.add_parser("data", help="read files of prompts: name every bad row, count and show the others (docs/data.md)")
+    data.add_argument("word", choices=("check",))
+    data.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
+    data.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
+    data.add_argument(
+        "--most", type=int, default=20, metavar="N", help="bad rows of a file that are named (default 20); others are counted"
+    )
+    data.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)")
+
     eval_ = commands.add_parser("eval", help="score a model on held-out prompts, without a learner (docs/evaluation.md)")
     eval_.add_argument("model", type=Path, metavar="MODEL", help="directory of a Hugging Face model, such as runs/<run>/final")
     eval_.add_argument("data", type=Path, nargs="?", metavar="DATA", help="a .jsonl or .parquet file; without it, eval.sets of --config")

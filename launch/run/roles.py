@@ -502,13 +502,11 @@ def open_prompts(data: "DataConfig", model: str, max_tokens: int) -> "PromptFile
     from learner.data.prompts import PromptFile, model_tokenizer
 
     with importing():
-        tokenize = model_tokenizer(model, apply_chat_template=data.apply_chat_template)
+        tokenize = model_tokenizer(model, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
     return PromptFile(
-        Path(data.path),
+        data.used,
         tokenize=tokenize,
         max_tokens=data.max_prompt_tokens or max_tokens,
-        keys=(data.prompt_key, data.label_key, data.metadata_key),
-        template=data.template,
         shuffle=data.shuffle,
         seed=data.seed,
     )

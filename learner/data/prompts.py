@@ -1,19 +1,22 @@
-"""A file of prompts in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
+"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
+from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
+from learner.data.mixing import Share, order_of
+from learner.data.source import Source
 from learner.errors import PromptError
 
 log = logging.getLogger(__name__)
@@ -24,13 +27,15 @@ Tokenize = Callable[[Prompt], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One prompt of the file."""
+    """One prompt of a file."""
 
     number: int
     """Index in the file, from 0."""
     prompt: Prompt
     label: object = None
     metadata: JsonObject = field(default_factory=dict)
+    where: str = ""
+    """Its place for messages: file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +49,11 @@ class Drawn:
 
 
 class PromptFile:
-    """The rows of one .jsonl or .parquet file, drawn in an order that depends on the seed and the epoch alone."""
+    """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone."""
 
     def __init__(
         self,
-        path: Path,
+        path: Path | Sequence[Source],
         *,
         tokenize: Tokenize,
         max_tokens: int,
@@ -57,28 +62,38 @@ class PromptFile:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """``keys``: those of prompt, label and metadata, in the form of ``value_at``; an empty label or metadata key is not read.
+        """``path``: one file, with ``keys`` and ``template`` as those of ``Source``; or sources, which have their own.
 
         Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
         nor messages.
         """
-        refuse_template(template)
-        self._path, self._tokenize, self._max_tokens, self._template = path, tokenize, max_tokens, template
-        self._shuffle, self.seed = shuffle, seed
-        self._rows = list(read_rows(path, keys))
-        if not self._rows:
-            raise PromptError(str(path), "at least one prompt", "none")
-        self._too_long: set[int] = set()
+        self._sources = [Source(path=path, keys=keys, template=template)] if isinstance(path, Path) else list(path)
+        self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
+        self._place = " + ".join(map(str, self._sources))
+        # Before the rows are read: a file that changes while it is read then differs from what later starts find.
+        self.digest = prompts_digest(self._sources, shuffle=shuffle, seed=seed)
+        self._rows: list[Row] = []
+        self._shares = [self._read(source, number) for number, source in enumerate(self._sources)]
+        self._too_long: set[str] = set()
         # Two passes: at the end of one, reissued prompts of it and new prompts of the next are drawn in turn.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _read(self, source: Source, number: int) -> Share:
+        """Append the rows of a source. Raises PromptError."""
+        refuse_template(source.template)
+        first = len(self._rows)
+        self._rows += read_rows(source)
+        share = Share(first=first, size=len(self._rows) - first, weight=source.weight, name=f"{number}")
+        if not share.size:
+            raise PromptError(str(source), "at least one prompt", "none")
+        if not share.in_pass:
+            want = f"a weight with at least one of its {share.size} prompts in a pass"
+            raise PromptError(str(source), want, f"{source.weight}; raise it, or remove the source")
+        return share
 
-    @property
-    def digest(self) -> str:
-        """Digest of the file's content and of all settings that determine the order of prompts."""
-        return prompts_digest(self._path, template=self._template, shuffle=self._shuffle, seed=self.seed)
+    def __len__(self) -> int:
+        """Return the number of prompts in a pass, which is that of the rows unless sources have weights."""
+        return sum(share.in_pass for share in self._shares)
 
     @property
     def num_too_long(self) -> int:
@@ -90,23 +105,23 @@ class PromptFile:
         """Description of the rows skipped so far, for status; empty while there are none."""
         if not self._too_long:
             return ""
-        return f"{self.num_too_long} of {len(self)} prompts left out so far: longer than {self._max_tokens} tokens (data.max_prompt_tokens)"
+        return (
+            f"{self.num_too_long} of {len(self._rows)} prompts left out so far: "
+            f"longer than {self._max_tokens} tokens (data.max_prompt_tokens)"
+        )
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the row numbers of one pass, [len]: sorted by the raw output of Philox with key (seed, epoch), which is stable."""
+        """Return the row numbers of one pass, [len]; those of further sources begin behind those of the ones before."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if not self._shuffle:
-            return np.arange(len(self), dtype=np.int64)
-        key = np.array([self.seed & (2**64 - 1), epoch], np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(len(self)), kind="stable")
+        return order_of(self._shares, shuffle=self._shuffle, seed=self.seed, epoch=epoch)
 
     def at(self, epoch: int, offset: int) -> Drawn:
         """Return the prompt at a position. Raises PromptError when it is too long."""
         drawn = self._look(epoch, offset)
         if len(drawn.tokens) > self._max_tokens:
-            raise PromptError(_where(self._path, drawn.row.number), f"<= {self._max_tokens} tokens", len(drawn.tokens))
+            raise PromptError(drawn.row.where, f"<= {self._max_tokens} tokens", len(drawn.tokens))
         return drawn
 
     def after(self, epoch: int, offset: int) -> Drawn:
@@ -114,7 +129,8 @@ class PromptFile:
 
         Raises PromptError when all prompts are too long.
         """
-        for _ in range(2 * len(self)):  # the rest of this pass and all of the next, whose order is another
+        # The rest of this pass and all of the next, whose order is another; more where a pass has only some of the rows.
+        for _ in range((1 + max(share.passes for share in self._shares)) * len(self)):
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
             drawn = self._look(epoch, offset)
@@ -122,36 +138,91 @@ class PromptFile:
                 return drawn
             self._skipped(drawn)
             offset += 1
-        raise PromptError(str(self._path), f"a prompt of <= {self._max_tokens} tokens", f"{len(self)} longer ones")
+        raise PromptError(self._place, f"a prompt of <= {self._max_tokens} tokens", f"{len(self._rows)} longer ones")
 
     def _look(self, epoch: int, offset: int) -> Drawn:
-        row = templated(self._rows[int(self.order(epoch)[offset])], self._template)
+        row = self._rows[int(self.order(epoch)[offset])]
         tokens = np.asarray(self._tokenize(row.prompt), np.int32)
         if not len(tokens):
-            raise PromptError(_where(self._path, row.number), "a prompt of at least one token", repr(row.prompt))
+            raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
         return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens)
 
     def _skipped(self, drawn: Drawn) -> None:
-        if drawn.row.number not in self._too_long:
-            self._too_long.add(drawn.row.number)
-            where = _where(self._path, drawn.row.number)
+        if drawn.row.where not in self._too_long:
+            self._too_long.add(drawn.row.where)
             log.warning(
-                "prompt skipped where=%s tokens=%d max=%d skipped=%d", where, len(drawn.tokens), self._max_tokens, self.num_too_long
+                "prompt skipped where=%s tokens=%d max=%d skipped=%d",
+                drawn.row.where,
+                len(drawn.tokens),
+                self._max_tokens,
+                self.num_too_long,
             )
 
 
-def prompts_digest(path: Path, *, template: str, shuffle: bool, seed: int) -> str:
-    """Return a digest of a file's content and of all settings that determine the order of prompts."""
-    digest = hashlib.sha256(repr((template, shuffle, seed)).encode())
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
+    """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
+
+    That of one whole file is as in the releases that had nothing else: checkpoints have it.
+    """
+    files = [data_files(source.path) for source in sources]
+    if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir():
+        digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
+        _add_content(digest, files[0][0])
+        return digest.hexdigest()[:16]
+    told = [(one.template, one.system_prompt, one.start, one.stop, one.weight) for one in sources]
+    digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
+    for file in (file for of_source in files for file in [*of_source, None]):
+        content = hashlib.sha256()
+        if file is not None:
+            _add_content(content, file)
+        digest.update(content.digest())
     return digest.hexdigest()[:16]
 
 
-def read_rows(path: Path, keys: tuple[str, str, str]) -> Iterator[Row]:
-    """Iterate over the rows of a prompt file in its order, reading lazily. Raises PromptError."""
-    return (row_of(path, number, values, keys) for number, values in enumerate(_read(path)))
+def _add_content(digest: "hashlib._Hash", path: Path) -> None:
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Iterate over the rows of a source in the order of its file, reading lazily. Raises PromptError for the first bad row."""
+    for row in scan_rows(source):
+        if isinstance(row, PromptError):
+            raise row
+        yield row
+
+
+def scan_rows(source: Source) -> Iterator[Row | PromptError]:
+    """Iterate over the rows of a source as they are used, with the error in the place of each bad one.
+
+    Raises PromptError when the rest of the file cannot be read.
+    """
+    found = enumerate(read_values(source.path))
+    if (source.start or 0) < 0 or (source.stop or 0) < 0:  # from the end, which is not known before
+        chosen: Iterator[tuple[int, object]] = iter(list(found)[source.start : source.stop])
+    else:
+        chosen = islice(found, source.start, source.stop)
+    for number, values in chosen:
+        yield values if isinstance(values, PromptError) else _scanned(source, number, values)
+
+
+def _scanned(source: Source, number: int, values: Any) -> Row | PromptError:
+    try:
+        return used(row_of(source.path, number, values, source.keys), source)
+    except PromptError as error:
+        return error
+
+
+def used(row: Row, source: Source) -> Row:
+    """Return the row with the template and the system prompt of its source."""
+    row = templated(row, source.template)
+    if not source.system_prompt:
+        return row
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    if messages[0]["role"] == "system":
+        return row
+    return replace(row, prompt=[{"role": "system", "content": source.system_prompt}, *messages])
 
 
 def templated(row: Row, template: str) -> Row:
@@ -173,8 +244,11 @@ def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31
 
 
-def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokenize:
-    """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template."""
+def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: Mapping[str, Any] | None = None) -> Tokenize:
+    """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template.
+
+    ``template_args``: further variables of the template, such as ``enable_thinking``.
+    """
     from transformers import AutoTokenizer  # slow to import, and used only here
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -184,90 +258,25 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokeniz
         if isinstance(prompt, str) and not apply_chat_template:
             return list(tokenizer.encode(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        said = template_args or {}
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **said))
 
     return tokenize
 
 
-def _where(path: Path, number: int) -> str:
-    return f"{path}:{number + 1}"
-
-
-def _read(path: Path) -> Iterator[JsonMapping]:
-    """Yield the rows of the file in its order. Raises PromptError."""
-    if not path.is_file():
-        raise PromptError(str(path), "a file of prompts", "no such file")
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
-    else:
-        raise PromptError(str(path), "a .jsonl or .parquet file", f"suffix {path.suffix!r}")
-
-
-def _read_jsonl(path: Path) -> Iterator[JsonMapping]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise PromptError(_where(path, number), "a JSON map", f"{error.doc.strip()[:80]!r} ({error.msg})") from error
-            except (UnicodeDecodeError, RecursionError) as error:
-                raise PromptError(_where(path, number), "a JSON map in UTF-8", f"{line.strip()[:80]!r} ({error})") from error
-            if not isinstance(values, dict):
-                raise PromptError(_where(path, number), "a JSON map", _kind(values))
-            yield values
-
-
-def _read_parquet(path: Path) -> Iterator[JsonMapping]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise PromptError(str(path), "a parquet file", str(error)) from error
-
-
-def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str) -> Any:
-    """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
-
-    A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which the lookup fails.
-    """
-    level, rest, path = values, key, ""
-    while rest not in level:
-        head, _, rest = rest.partition(".")
-        below = level.get(head)
-        if not rest or not isinstance(below, Mapping):
-            inside = f" in {path!r}" if path else ""
-            got = f"keys {sorted(level)}{inside}" if head not in level or not rest else f"{_kind(below)} in {_joined(path, head)!r}"
-            raise PromptError(where, f"key {key!r} ({setting})", got)
-        level, path = below, _joined(path, head)
-    return level[rest]
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _kind(value: object) -> str:
-    """Return the name of a value's type in JSON and YAML."""
-    names = {dict: "a map", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
 def row_of(path: Path, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
     """Return the row for one line's values. Raises PromptError."""
-    where = _where(path, number)
+    where = where_of(path, number)
     prompt, label, metadata = (
         value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None
         for name, key in zip(("prompt", "label", "metadata"), keys, strict=True)
     )
     if keys[2] and not isinstance(metadata, dict):
-        raise PromptError(where, f"a map in {keys[2]!r}", _kind(metadata))
-    return Row(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {})
+        raise PromptError(where, f"a map in {keys[2]!r}", kind_of(metadata))
+    found = Row(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
+    for key, value in zip(keys, (found.prompt, label, metadata), strict=True):
+        refuse_unsendable(value, where=where, key=key)
+    return found
 
 
 def _prompt(where: str, key: str, value: Any) -> Prompt:

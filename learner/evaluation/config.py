@@ -49,7 +49,7 @@ class EvalSet:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
         names = ("prompt_key", "label_key", "metadata_key", "template")
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return dataclasses.replace(training, path=self.path, shuffle=False, max_prompt_tokens=0, **own)
+        return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, **own)
 
     def __post_init__(self) -> None:
         if not self.path:

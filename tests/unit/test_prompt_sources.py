@@ -1,0 +1,214 @@
+"""Sources of prompts: slices, weights, Arrow directories, and rows that no task can carry."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+
+from bus.wire.messages import Prompt
+from learner.config import DataConfig
+from learner.data.prompts import PromptFile, read_rows, scan_rows
+from learner.data.source import Source
+from learner.errors import PromptError
+
+
+def letters(prompt: Prompt) -> Sequence[int]:
+    return [ord(letter) for letter in str(prompt)]
+
+
+def write(path: Path, count: int, word: str = "question") -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{word} {number}", "label": number}) + "\n" for number in range(count)))
+    return path
+
+
+def save_arrow(directory: Path, parts: Sequence[Sequence[dict[str, Any]]]) -> Path:
+    """Write what ``Dataset.save_to_disk`` of datasets 4 writes: Arrow streams and state.json."""
+    directory.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
+    for name, rows in zip(names, parts, strict=True):
+        table = pyarrow.Table.from_pylist(list(rows))
+        with pyarrow.OSFile(str(directory / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    return directory
+
+
+def opened(data: DataConfig, max_tokens: int = 1000) -> PromptFile:
+    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed)
+
+
+def drawn(prompts: PromptFile, count: int, epoch: int = 0, offset: int = 0) -> list[tuple[int, int, Prompt, object]]:
+    found = []
+    for _ in range(count):
+        one = prompts.after(epoch, offset)
+        found.append((one.epoch, one.offset, one.row.prompt, one.row.label))
+        epoch, offset = one.epoch, one.offset + 1
+    return found
+
+
+def test_one_whole_file_has_the_sequence_and_digest_of_former_releases(tmp_path: Path) -> None:
+    path = write(tmp_path / "prompts.jsonl", 500)
+    prompts = opened(DataConfig(path=str(path), template="{prompt}?", seed=7), max_tokens=11)
+    sequence = "".join(f"{epoch} {offset} {prompt} {label}\n" for epoch, offset, prompt, label in drawn(prompts, 250))
+    # Both were computed with the release before there were sources.
+    assert (hashlib.sha256(sequence.encode()).hexdigest()[:16], prompts.digest) == ("c8089eda4dfa305b", "43280a028fd2a086")
+
+
+@pytest.mark.parametrize(
+    ("part", "want"),
+    [("[2:4]", [2, 3]), ("[:2]", [0, 1]), ("[8:]", [8, 9]), ("[-2:]", [8, 9]), ("[:-8]", [0, 1]), ("[5:99]", [5, 6, 7, 8, 9])],
+)
+def test_a_slice_is_that_of_python(tmp_path: Path, part: str, want: list[int]) -> None:
+    path = write(tmp_path / "prompts.jsonl", 10)
+    rows = list(read_rows(Source.at(f"{path}@{part}")))
+    assert [row.label for row in rows] == want
+    assert rows[0].where == f"{path}:{want[0] + 1}"  # the line of the file, not of the slice
+
+
+def test_slices_and_weights_are_part_of_the_digest(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "prompts.jsonl", 10))
+    configs = [
+        DataConfig(path=path),
+        DataConfig(path=f"{path}@[0:9]"),
+        DataConfig(path=f"{path}@[1:10]"),
+        DataConfig(path=path, system_prompt="be brief"),
+        DataConfig(sources={"a": {"path": path, "weight": 2}}),
+        DataConfig(sources={"a": {"path": path}, "b": {"path": path}}),
+    ]
+    assert len({opened(config).digest for config in configs}) == len(configs)
+
+
+def test_a_pass_has_each_row_as_often_as_its_weight(tmp_path: Path) -> None:
+    paths = {name: str(write(tmp_path / f"{name}.jsonl", 10, name)) for name in "abc"}
+    data = DataConfig(sources={name: {"path": paths[name], "weight": weight} for name, weight in (("a", 1), ("b", 2.5), ("c", 0.3))})
+    prompts = opened(data)
+    assert len(prompts) == 10 + 25 + 3
+    passes = [Counter(prompt for _, _, prompt, _ in drawn(prompts, 38, epoch)) for epoch in range(10)]
+    for counts in passes:
+        assert Counter(str(prompt)[0] for prompt in counts.elements()) == {"a": 10, "b": 25, "c": 3}
+        assert all(counts[f"a {number}"] == 1 and counts[f"b {number}"] in (2, 3) for number in range(10))
+    # Ten passes go three times through the 10 rows of c, none before the others: every row has come as often.
+    assert {sum(counts[f"c {number}"] for counts in passes) for number in range(10)} == {3}
+    assert {sum(counts[f"b {number}"] for counts in passes[:2]) for number in range(10)} == {5}
+
+
+def test_the_order_of_several_sources_is_a_function_of_seed_and_position(tmp_path: Path) -> None:
+    sources = {name: {"path": str(write(tmp_path / f"{name}.jsonl", 7, name)), "weight": 0.5 + len(name)} for name in ("a", "bb")}
+    data = DataConfig(sources=sources, seed=3)
+    whole = drawn(opened(data), 100)
+    for start in (0, 1, 17, 60):  # a learner that was killed goes on from the position in its checkpoint, in a new process
+        epoch, offset, _, _ = whole[start]
+        assert drawn(opened(data), 100 - start, epoch, offset) == whole[start:]
+    assert drawn(opened(DataConfig(sources=sources, seed=4)), 100) != whole
+
+
+def test_a_source_has_keys_template_and_system_prompt_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", 1)
+    (tmp_path / "b.jsonl").write_text('{"q": {"text": "2+2"}, "gold": 4}\n')
+    other = {
+        "path": f"{tmp_path}/b.jsonl",
+        "prompt_key": "q.text",
+        "label_key": "gold",
+        "system_prompt": "be brief",
+        "template": "Q: {prompt}",
+    }
+    prompts = opened(DataConfig(sources={"a": {"path": f"{tmp_path}/a.jsonl"}, "b": other}, shuffle=False))
+    assert prompts.at(0, 0).row.prompt == "question 0"
+    assert prompts.at(0, 1).row.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Q: 2+2"}]
+    assert prompts.at(0, 1).row.label == 4
+
+
+def test_a_system_message_of_the_row_stays(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": own, "label": 0}) + "\n")
+    assert opened(DataConfig(path=f"{tmp_path}/a.jsonl", system_prompt="other")).at(0, 0).row.prompt == own
+
+
+def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(5)]
+    path = save_arrow(tmp_path / "set" / "train", [rows[:2], rows[2:]])
+    found = list(read_rows(Source.at(f"{path}@[1:4]", keys=("prompt", "reward_model.ground_truth", ""))))
+    assert [(row.prompt, row.label) for row in found] == [(row["prompt"], str(n)) for n, row in list(enumerate(rows))[1:4]]
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(PromptError, match=r"want the directory of one split, got .* name one of them: .*/set/train"):
+        list(read_rows(Source.at(str(tmp_path / "set"))))
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "gone.arrow", 3])
+def test_a_directory_names_no_files_outside_it(tmp_path: Path, name: object) -> None:
+    path = save_arrow(tmp_path / "set", [[{"prompt": "a", "label": 1}]])
+    (tmp_path / "secret.arrow").write_bytes(b"x")
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(PromptError, match="want names of files beside it"):
+        list(read_rows(Source.at(str(path))))
+
+
+def test_broken_directories_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"got a directory without state\.json"):
+        list(read_rows(Source.at(str(tmp_path))))
+    path = save_arrow(tmp_path / "set", [[{"prompt": "a", "label": 1}]])
+    (path / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
+    with pytest.raises(PromptError, match="want an Arrow file of datasets"):
+        list(read_rows(Source.at(str(path))))
+    (path / "state.json").write_text("[]")
+    with pytest.raises(PromptError, match="want a map with _data_files"):
+        list(read_rows(Source.at(str(path))))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "label": NaN}', r":2: want a JSON map, got .*NaN is not JSON; write null"),
+        ('{"prompt": "a", "label": 1e999}', r":2: want finite numbers in 'label', got inf"),
+        ('{"prompt": "a", "label": {"x": ["\\ud800"]}}', r":2: want Unicode text in 'label\.x', got half of a surrogate pair"),
+        ('{"prompt": "\\udc00", "label": 1}', r":2: want Unicode text in 'prompt'"),
+        (
+            '{"prompt": "a", "label": 123456789012345678901}',
+            r":2: want whole numbers of 64 bits in 'label', got 21 digits; write it as text",
+        ),
+        ("[" * 100_000, r":2: want a JSON map"),
+    ],
+)
+def test_rows_that_a_task_cannot_carry_are_refused_with_their_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "good", "label": 1}}\n{line}\n{{"prompt": "good", "label": 2}}\n')
+    with pytest.raises(PromptError, match=message):
+        list(read_rows(Source.at(str(path))))
+    found = list(scan_rows(Source.at(str(path))))
+    assert [isinstance(one, PromptError) for one in found] == [False, True, False]
+
+
+def test_a_long_row_is_skipped_for_its_tokens_and_harms_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": 1}) + "\n" for prompt in ("x" * 2_000_000, "short")))
+    assert opened(DataConfig(path=str(path), shuffle=False), max_tokens=20).after(0, 0).row.prompt == "short"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": "a.jsonl@[1:x]"}, r"want a slice path@\[a:b\] of whole numbers"),
+        ({"path": "a.jsonl", "sources": {"a": {"path": "b.jsonl"}}}, "want either this or path, got both"),
+        ({"sources": {"a": {"path": "b.jsonl", "wieght": 2}}}, r"sources\.a\.wieght: no such setting; did you mean weight\?"),
+        ({"sources": {"a": {"path": "b.jsonl", "weight": 0}}}, r"sources\.a\.weight: want > 0, got 0"),
+        ({"sources": {"a": {"path": "b.jsonl", "weight": "2"}}}, r"sources\.a\.weight: want a number"),
+        ({"sources": {"a": "b.jsonl"}}, r"sources\.a: want a map with at least path"),
+        ({"sources": {"a": {"weight": 1}}}, r"sources\.a\.path: want a file"),
+        ({"sources": {"a b": {"path": "b.jsonl"}}}, "sources: want names"),
+        ({"chat_template_args": {"tokenize": False}}, r"chat_template_args: want variables of the model's template, got \['tokenize'\]"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_file_is_read(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+def test_a_weight_that_leaves_no_row_is_refused(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", 10))
+    with pytest.raises(PromptError, match="want a weight with at least one of its 10 prompts in a pass"):
+        opened(DataConfig(sources={"a": {"path": path, "weight": 0.01}}))
