@@ -86,7 +86,13 @@ def test_the_algorithms_are_not_all_the_same(trained: Callable[[str], list[Resul
     assert same == SAME
 
 
-SAME = [["decoupled", "kpop", "tis"], ["kl k1+", "kl k3", "kl k3+", "kl low_var_kl"], ["naive", "none"]]
+SAME = [
+    ["decoupled", "kpop", "tis"],
+    ["dppo_kl", "dppo_tv", "ipo"],
+    ["gmpo", "gspo"],
+    ["kl k1+", "kl k3", "kl k3+", "kl low_var_kl"],
+    ["naive", "none"],
+]
 """Cases that are one algorithm here: one optimizer step per version, ratios within the bounds."""
 
 
