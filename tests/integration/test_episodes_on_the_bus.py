@@ -99,8 +99,8 @@ async def test_episodes_are_trained_and_settled_once(open_bus: BusOpener) -> Non
         again.apply(recorded[1], recorded[0])
         repeated = build_batches(recorded[1], [samples[int(seq)] for seq in recorded[1].seqs], token_limits=limits)
         assert [batch.max_new_tokens for batch in repeated] == [64, 64]
-        for one, other in zip(batches, repeated, strict=True):
-            for row, same in zip(one.micro_batches, other.micro_batches, strict=True):
+        for batch, other in zip(batches, repeated, strict=True):
+            for row, same in zip(batch.micro_batches, other.micro_batches, strict=True):
                 for name in ("tokens_T", "sample_T", "sequence_T", "turn_T", "lag_T", "rollout_log_probs_T"):
                     assert getattr(row, name).tobytes() == getattr(same, name).tobytes(), name
         assert (again.chain, again.cursor(), again.accounting()) == (source.chain, source.cursor(), source.accounting())
