@@ -262,11 +262,12 @@ class TaskQueue:
 
 
 def _decode(message: Message | Delivered) -> Task | Fence:
-    """Return the record in a message. Raises WireError, also for a task on the subject of another kind."""
+    """Return the record in a message. Raises WireError, also for a task on the subject of another kind or rollout."""
     if not message.subject.endswith(".fence"):
         task = decode_task(message.data, message.seq)
-        if not message.subject.endswith(f".{task.kind}"):
-            raise WireError("kind", f"that of the subject {message.subject}", task.kind.value)
+        place = f"{task.kind}-{task.rollout}" if task.rollout else task.kind.value
+        if not message.subject.endswith(f".{place}"):
+            raise WireError("kind, rollout" if task.rollout else "kind", f"that of the subject {message.subject}", place)
         return task
     record = decode_record(message.data)
     if not isinstance(record, Fence):

@@ -45,6 +45,9 @@ def facts(line: Headline, sample: Sample) -> Text:
     text.append("" if line.lag is None else f" lag {line.lag}", style="dim" if not line.lag else "yellow")
     text.append(f"  reward {sample.score:.3f}{_parts(sample)}", style=f"bold {reward_colour(sample.score)}")
     text.append(f"  {sample.response_length} tokens  ")
+    if sample.turns is not None or len(sample.sequences) > 1:
+        turns = "" if sample.turns is None else f"{len(sample.turns.at)} turns in "
+        text.append(f"{turns}{len(sample.sizes)} sequence{'s' * (len(sample.sizes) > 1)}  ", style="cyan")
     text.append(sample.status.value, style="green" if sample.status == "completed" else "yellow")
     text.append(f" ({plain(sample.finish_reason)})" if sample.finish_reason else "", style="dim")
     text.append(f"  {plain(sample.actor)}", style="dim")

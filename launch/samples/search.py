@@ -178,6 +178,8 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         "response_length": sample.response_length,
         "rollout_log_probs": [round(float(value), 6) for value in sample.rollout_log_probs],
         "spans": [[span.version, span.num_tokens] for span in sample.spans],
+        **({"rollout": sample.rollout} if sample.rollout else {}),
+        **({"sequences": [list(size) for size in sample.sequences]} if len(sample.sequences) > 1 else {}),
         "actor": sample.actor,
         "engine": sample.engine,
         "finish_reason": sample.finish_reason,

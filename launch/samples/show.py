@@ -37,6 +37,8 @@ class Token:
     """Number of its span, from 0."""
     sampled: bool
     """False if the environment inserted it (``loss_mask`` 0)."""
+    sequence: int = 0
+    """Number of its token sequence, from 0."""
 
     @property
     def probability(self) -> float:
@@ -61,13 +63,19 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
 
 def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     """Return the response token by token."""
-    ids = sample.tokens[len(sample.tokens) - sample.response_length :].tolist()
+    ids: list[int] = []
+    sequences: list[int] = []
+    right = 0
+    for number, size in enumerate(sample.sizes):
+        right += size.num_tokens
+        ids += sample.tokens[max(0, right - size.response_length) : max(0, right)].tolist()  # sizes of an invalid sample may be anything
+        sequences += [number] * (len(ids) - len(sequences))
     spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(min(span.num_tokens, len(ids)))]
     spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
     return [
-        Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled))
-        for id, text, logprob, (span, version), sampled in zip(
-            ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, strict=False
+        Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled), sequence=sequence)
+        for id, text, logprob, (span, version), sampled, sequence in zip(
+            ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
         )
     ]
 
@@ -119,6 +127,7 @@ def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: Sample
                 "probability": token.probability,
                 "version": token.version,
                 "sampled": token.sampled,
+                **({"sequence": token.sequence} if len(sample.sequences) > 1 else {}),
             }
             for token in tokens
         ],
@@ -157,9 +166,14 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability, every second span underlined and each new one marked."""
+    """Return the response with a background for each token's probability, every second span underlined and each new one marked.
+
+    A rule stands between the sequences of an episode, whose contexts are not shown.
+    """
     text = Text()
     for place, token in enumerate(tokens):
+        if place and token.sequence != tokens[place - 1].sequence:
+            text.append(f"\n──── sequence {token.sequence + 1} ────\n", style="dim")
         if tokens[-1].span and (place == 0 or token.span != tokens[place - 1].span):
             text.append(f"⟨v{token.version}⟩", style="bold blue")
         style = shade(token.probability) if token.sampled else "dim italic"

@@ -173,7 +173,7 @@ async def test_our_sample_has_the_documented_form(open_bus: BusOpener) -> None:
     }
 
 
-EPISODE = {
+EPISODE: dict[str, Any] = {
     "schema": 2,
     "rollout": "calc",
     "tokens": i4(1, 2, 3, 4, 50, 51, 90, 91, 52, 53, 1, 2, 8, 9, 54, 55),
@@ -194,7 +194,7 @@ def test_a_foreign_episode_is_read() -> None:
     assert sample.turns is not None
     assert (sample.turns.at.tolist(), sample.turns.tokens.tolist(), sample.turns.id) == ([0, 4, 6], [2, 2, 2], ("t-0", "t-1", "t-2"))
     assert (sample.turns.seconds.tolist(), sample.turns.rewards) == (pytest.approx([0.8, 0.9, 0.7]), ((1, 0.5),))
-    one = {"sequences": [[16, 8]], "schema": 1}
+    one: dict[str, Any] = {"sequences": [[16, 8]], "schema": 1}
     assert decode_sample(msgpack.packb(foreign_sample("r", 41, **{**EPISODE, **one}))).sizes == ((16, 8),)
 
 

@@ -53,7 +53,8 @@ def cut(turns: Sequence[Turn], borders: Sequence[bool], index: int, of: Any) -> 
     tokens: list[int] = []
     sizes: list[SequenceSize] = []
     region: list[tuple[int, float, int, int]] = []
-    at, spans = [], []
+    at: list[int] = []
+    spans: list[Span] = []
     path, begin = list(of.prompt_tokens.tolist()), 0
     for number, (ids, log_probs, version) in enumerate(turns):
         if number and borders[number]:
