@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewards.parts import read_parts
+from rewards.part_settings import read_parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.children.limits import Limits
 from rewards.children.pool import opened
-from rewards.parts import opened_parts, read_parts
+from rewards.part_settings import read_parts
+from rewards.parts import opened_parts
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""

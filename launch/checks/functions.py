@@ -13,7 +13,7 @@ from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
-from rewards.parts import read_parts
+from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import COMPARING, SEVERAL, TABLE, load
 

@@ -69,11 +69,10 @@ async def run_feeder(
         **asdict(staleness),
     )
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
-    world_size = learner.data_parallel * learner.tensor_parallel
     server = FeedServer(
         places.listen,
         keys=places.keys,
-        world_size=world_size,
+        world_size=learner.data_parallel * learner.tensor_parallel,
         data_parallel=learner.data_parallel,
         rank_silence_s=places.rank_silence_s,
     )

@@ -15,7 +15,8 @@ from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
-from rewards.parts import opened_parts, read_parts
+from rewards.part_settings import read_parts
+from rewards.parts import opened_parts
 from rewards.port import RewardRequest
 from tests.check_kit import write_run
 
