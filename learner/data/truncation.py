@@ -15,7 +15,8 @@ def without_truncated(batch: StepBatch) -> StepBatch:
     """
     trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
     rows = tuple(_masked(row, batch) for row in batch.micro_batches)
-    return replace(batch, micro_batches=rows, trainable_N=trainable_N, num_tokens=int(trainable_N.sum()))
+    turn_tokens_C = np.where(batch.truncated_N[batch.turn_samples_C], 0, batch.turn_tokens_C).astype(batch.turn_tokens_C.dtype)
+    return replace(batch, micro_batches=rows, trainable_N=trainable_N, turn_tokens_C=turn_tokens_C, num_tokens=int(trainable_N.sum()))
 
 
 def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
@@ -25,4 +26,5 @@ def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
         loss_mask_T=kept_T,
         rollout_log_probs_T=np.where(kept_T, row.rollout_log_probs_T, np.float32(0)),
         lag_T=np.where(kept_T, row.lag_T, -1).astype(row.lag_T.dtype),
+        turn_T=np.where(kept_T, row.turn_T, -1).astype(row.turn_T.dtype),
     )

@@ -123,7 +123,8 @@ def trainable(batches: Sequence[StepBatch]) -> dict[int, list[tuple[int, float, 
 
 def denominators(batch: StepBatch, minibatch: int = 0) -> Denominators:
     trained = torch.from_numpy(np.where(batch.minibatches_N == minibatch, batch.trainable_N, 0)).long()
-    return Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum()), trainable_N=trained, constant=8.0)
+    groups = torch.from_numpy(batch.groups_N).long()
+    return Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum()), trainable_N=trained, constant=8.0, groups_N=groups)
 
 
 def total(batches: Sequence[StepBatch], mode: str, minibatches: int) -> list[float]:
@@ -151,6 +152,11 @@ def by_loop(told: Sequence[Sequence[Turn]], mode: str, groups: Sequence[int]) ->
         return sum(map(sum, losses)) / sum(map(len, losses))
     if mode == "seq_mean_token_mean":
         return sum(sum(each) / len(each) for each in losses) / len(losses)
+    if mode == "prompt_mean":  # a group's three episodes stand one behind the other
+        each_group = [losses[first : first + 3] for first in range(0, len(losses), 3)]
+        return sum(sum(map(sum, one)) / sum(map(len, one)) for one in each_group) / len(each_group)
+    if mode == "token_sum":
+        return sum(map(sum, losses))
     return sum(map(sum, losses)) / len(losses) / (8.0 if mode == "constant" else 1.0)
 
 
