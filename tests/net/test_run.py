@@ -229,8 +229,9 @@ async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
                 status = await read_status(bus)
             seconds = time.monotonic() - begin
             print(f"an address that nobody reaches: named by status after {seconds:.1f} s: {row['unreachable']}", file=sys.stderr)
-            assert row["unreachable"][0].startswith("unreachable from learner learner: ")
             assert seconds < NAMED_S
+            while not any(text.startswith("unreachable from learner learner: ") for text in one_of(status, "wrong")["unreachable"]):
+                status = await read_status(bus)  # whoever called it first, the router or the learner, is named first
             assert (one_of(status, "engine-gpu-0")["verified"], one_of(status, "engine-gpu-0")["unreachable"]) == (True, [])
             await row_of(bus, "engine", "wrong", lambda row: "cure: engine: --advertise ADDRESS" in row.trouble)
             assert "unreachable from learner learner" in engine.log
