@@ -24,6 +24,14 @@ class DataConfig:
     """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
     """Column with a map that travels with the sample and reaches the reward; empty = none."""
+    reward: str = ""
+    """Name of the reward of all rows that name none: ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to it."""
+    reward_key: str = ""
+    """Column with the name of a row's reward, or null; empty = none."""
+    sampling_key: str = ""
+    """Column with a row's own max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty = none."""
+    tools_key: str = ""
+    """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -36,6 +44,14 @@ class DataConfig:
     """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
     """Shuffle the prompts anew for each pass; false = the order of the file."""
+    skip_easy: float = 0.0
+    """Leave a prompt out of the next passes when this share of its samples or more passed; 0 = never (docs/data.md)."""
+    skip_hard: float = -1.0
+    """Leave a prompt out of the next passes when this share of its samples or fewer passed; negative = never."""
+    skip_passes: int = 3
+    """Passes for which such a prompt is left out; then it is asked again."""
+    passes_at: float = 1.0
+    """A sample passes with at least this score, for ``skip_easy`` and ``skip_hard``."""
     seed: int = 0
     """Seed of the order of prompts; derived from ``seed`` of the run."""
 
@@ -49,6 +65,12 @@ class DataConfig:
             raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
         for source in self.chosen:
             Source.at(source.path)
+        if not 0 <= self.skip_easy <= 1:
+            raise ValueError(f"skip_easy: want 0..1, got {self.skip_easy!r}")
+        if not self.skip_hard < 1 or (self.skip_easy and self.skip_hard >= self.skip_easy):
+            raise ValueError(f"skip_hard: want < 1, and < skip_easy if that is set, got {self.skip_hard!r}")
+        if self.skip_passes < 1:
+            raise ValueError(f"skip_passes: want >= 1, got {self.skip_passes}")
 
     @property
     def chosen(self) -> tuple[SourceConfig, ...]:
@@ -60,13 +82,24 @@ class DataConfig:
         """The sources with their own settings or those of this section. Raises ValueError."""
         return [self._source(one) for one in self.chosen]
 
+    @property
+    def names_rewards(self) -> bool:
+        """Whether rows or sources may name a reward."""
+        return any(one.reward or one.reward_key for one in self.used)
+
+    @property
+    def limits_rows(self) -> bool:
+        """Whether rows may have limits of sampling of their own."""
+        return any(one.sampling_key for one in self.used)
+
     def _source(self, one: SourceConfig) -> Source:
         def own(name: str) -> str:
             value: str | None = getattr(one, name)
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        return Source.at(one.path, weight=one.weight, keys=keys, template=own("template"), system_prompt=own("system_prompt"))
+        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key")
+        return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +182,8 @@ class LearnerConfig:
 
     steps: int = 100
     """Batches of the run: each makes a new version."""
+    num_epochs: int = 0
+    """Passes over the prompts after which the run ends, if ``steps`` does not end it before; 0 = any number (docs/data.md)."""
     groups_per_step: int = 32
     """Groups (prompts) in the batch of one step."""
     group_size: int = 8
@@ -257,8 +292,9 @@ class LearnerConfig:
             )
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
+        for name in ("checkpoint_every", "num_epochs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
         self._refuse_unknown()
 
@@ -274,6 +310,10 @@ class LearnerConfig:
             return
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
+        if self.algorithm.kl.reward_by == "token":
+            raise ValueError(
+                "credit: want episode with algorithm.kl.reward_by: token, which gives each token its own advantage, got 'turn'"
+            )
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
 

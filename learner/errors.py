@@ -1,5 +1,7 @@
 """The error tree of the learner."""
 
+from collections.abc import Mapping
+
 from bus import exit_codes
 
 NEW_RUN = "begin a new run with the model of a checkpoint (tidemill up CONFIG --from-checkpoint CHECKPOINT --set directory=NEW)"
@@ -101,6 +103,23 @@ class RunLost(LearnerError):
             f"{self.newest}: want the bus's records of run {self.run} up to this checkpoint, got a bus with no row run/checkpoint "
             f"and no plan of it: its store was emptied, or it is another bus. Put the bus's store back; or {onward}; "
             "or throw the checkpoints away (tidemill up CONFIG --fresh)"
+        )
+
+
+class NothingTrained(LearnerError):
+    """All prompts of the run's passes are settled, and no group of them could be trained."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, num_epochs: int, dropped: Mapping[str, int]) -> None:
+        super().__init__(num_epochs, dropped)
+        self.num_epochs, self.dropped = num_epochs, dropped
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
+        return (
+            f"learner.num_epochs: want a group to train in {self.num_epochs} pass{'es' * (self.num_epochs > 1)} over the prompts, "
+            f"got none (tasks: {reasons or 'none'}); look at the data, the rewards and `tidemill dead`"
         )
 
 

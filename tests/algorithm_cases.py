@@ -16,6 +16,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "geo_mask, loose": ({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, 1),
     "kl uncorrected": ({"kl": KLConfig(coef=0.1, estimator="k2", corrected=False)}, 1),
     "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
+    "kl in the reward of tokens": ({"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")}, 1),
     "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
     "whitened": ({"whiten": True}, 1),
     "overlong": ({"overlong_buffer": 6, "overlong_penalty": 0.5}, 1),
@@ -27,6 +28,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "self-normalised": ({"self_normalise": True, "weight_high": 1.2}, 2),
     "self-normalised sequences": ({"weight": "sequence", "self_normalise": True}, 1),
     "rejections": ({"reject": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}, 1),
+    "top entropy": ({"top_entropy": 0.2}, 2),
     "ess_lr": ({"ess_lr": True}, 2),
 }
 """Cases by name: (settings, minibatches)."""

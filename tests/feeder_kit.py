@@ -20,7 +20,7 @@ from learner.data.prompts import PromptFile
 from learner.errors import LearnerError
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Start
+from learner.feed.feed_messages import End, Last, Start
 from learner.feed.feeder import ModelFacts, run_feeder
 from learner.feed.places import FeederPlaces
 from tests.data_kit import sample
@@ -116,6 +116,11 @@ class World:
             publishing = asyncio.run_coroutine_threadsafe(self.publish(step, start.epoch, initial=initial), loop)
             client.published(publishing.result(10), step)
 
+        def checkpoint(step: int, state: bytes) -> None:
+            path = disk.staging(self.root, step=step, epoch=start.epoch)
+            (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
+            client.checkpointed(step, str(disk.commit(path, state)))
+
         with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
             start = client.hello()
             if rank == 0 and start.head_version < 0:
@@ -127,6 +132,14 @@ class World:
                 if isinstance(batch, End):
                     assert step == start.steps + 1
                     return start
+                if isinstance(batch, Last):
+                    assert batch.step == step - 1
+                    if rank == 0 and batch.state:
+                        checkpoint(batch.step, batch.state)
+                    if stop("last", batch.step):
+                        return start
+                    assert isinstance(client.next(step), End)
+                    return start
                 self.digests.setdefault(step * 10 + rank, set()).add(digest(batch))
                 self.batches.append(batch)
                 if stop("batch", step):
@@ -137,9 +150,7 @@ class World:
                 if stop("done", step):
                     return start
                 if batch.state:
-                    path = disk.staging(self.root, step=step, epoch=start.epoch)
-                    (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
-                    client.checkpointed(step, str(disk.commit(path, batch.state)))
+                    checkpoint(step, batch.state)
                 if stop("checkpoint", step):
                     return start
                 if not batch.recorded or step == start.recorded_until:

@@ -41,7 +41,7 @@ def make_samples(
                     rollout_log_probs=(-np.log(vocab) + generator.normal(0, 0.3, length)).clip(max=0).astype(np.float32),
                     loss_mask=np.ones(length, np.uint8),
                     spans=(Span(version=max(0, step - 2), num_tokens=old), Span(version=step - 1, num_tokens=length - old)),
-                    reward=float(generator.integers(0, 3)),
+                    reward={"score": (score := float(generator.integers(0, 3))), "right": score, "even": float(index % 2 == 0)},
                     status=Status.COMPLETED,
                     sampling=Sampling(temperature=temperature, max_new_tokens=12),
                 )

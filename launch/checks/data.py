@@ -8,11 +8,13 @@ from operator import itemgetter
 
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
-from launch.checks.tokens import CannotRender, Tokenize
+from launch.checks.rows import refuse_unfit
+from launch.checks.tokens import CannotRender
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
 from learner.config import DataConfig
-from learner.data.prompts import Row, read_rows, refuse_template, row_of, used
+from learner.data.mixing import Share
+from learner.data.prompts import Row, Tokenize, read_rows, refuse_template, row_in, row_tokens
 from learner.data.source import Source
 from learner.errors import PromptError
 
@@ -46,6 +48,8 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
         rows, complete = _read(config.data)
+        vocab_size = None if model is None else model.vocab_size
+        refuse_unfit(rows, config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=vocab_size)
     except PromptError as error:
         where = report.at(error.where) if error.where.startswith("data.") else error.where
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
@@ -57,6 +61,8 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         longest = _check_lengths(report, limit, rows, tokenize)
     if len(report.errors) == before:
         report.good("data", f"{_place(config.data)}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
+        if complete and config.learner.num_epochs:
+            _check_passes(report, config, _in_pass(config.data))
     return Prompts(first=rows[0], longest=longest if complete else 0)
 
 
@@ -68,6 +74,8 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
         try:
             refuse_template(data.template)
             rows, complete = _read(data)
+            new, vocab_size = one.max_new_tokens or config.sampling.max_new_tokens, None if model is None else model.vocab_size
+            refuse_unfit(rows, config, max_new_tokens=new, vocab_size=vocab_size)
         except PromptError as error:
             cure = f"fix the file, or the keys of {setting} ({data.path})"
             report.error(
@@ -76,7 +84,7 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             continue
         first = first or Prompts(first=rows[0])
         if model is not None and tokenize is not None:
-            limit = model.context - (one.max_new_tokens or config.sampling.max_new_tokens)
+            limit = model.context - new
             if limit <= 0:
                 want = f"< {model.context}, the model's context"
                 cure = "lower it"
@@ -90,6 +98,33 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
     return first
 
 
+def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
+    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a pass."""
+    learner = config.learner
+    steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
+    if steps >= learner.steps:
+        report.good("data", f"learner.steps ends the run before learner.num_epochs, whose passes have prompts for {steps} steps")
+        return
+    report.good(
+        "data", f"{learner.num_epochs} pass{'es' * (learner.num_epochs > 1)} of {in_pass} prompts: the run ends after at most {steps} steps"
+    )
+    if learner.optimizer.lr_decay != "constant":
+        report.warning(
+            "data",
+            report.at("learner.num_epochs"),
+            want=f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which ends at learner.steps",
+            got=learner.steps,
+            cure="lower learner.steps, or the rate is still high when the run ends",
+        )
+
+
+def _in_pass(data: DataConfig) -> int:
+    """Return the prompts of a pass. Raises PromptError."""
+    sizes = [sum(1 for _ in read_rows(source)) for source in data.used]
+    shares = [Share(first=0, size=size, weight=source.weight, name="") for source, size in zip(data.used, sizes, strict=True)]
+    return sum(share.in_pass for share in shares)
+
+
 def _place(data: DataConfig) -> str:
     return " + ".join(map(str, data.used))
 
@@ -98,7 +133,8 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     """Check the prompts that ``prepare`` will write; they are known before the file exists. Raises PromptError."""
     assert config.prepare is not None
     (source,) = config.data.used
-    row = used(row_of(source.path, 0, next(prompts(config.prepare)), source.keys), source)
+    row = row_in(source, 0, next(prompts(config.prepare)))
+    refuse_unfit([row], config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=None)
     tokens = 0
     if config.prepare.kind == "digits":  # a token a character
         longest = "0" * config.prepare.max_digits + "="
@@ -145,7 +181,7 @@ def _check_lengths(report: Report, limit: int, rows: list[Row], tokenize: Tokeni
         row = rows[number]
         place = row.where
         try:
-            length = len(tokenize(row.prompt))
+            length = len(row_tokens(row, tokenize))
             if not length:
                 raise CannotRender(f"no tokens from {row.prompt!r}")
         except CannotRender as error:

@@ -24,6 +24,8 @@ ANSWER_S = 0.5
 STORE_SHARE = 0.75
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
+MORE_FOR_BEST = 3
+"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and those of the version that is evaluated and of the next."""
 CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
 GPU = Path("/dev/nvidiactl")
@@ -151,11 +153,12 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
         return
     free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
-    kept = CHECKPOINT_BYTES * parameters * (config.learner.keep_checkpoints + 1) + 4 * parameters if trains else 0
+    checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0)
+    kept = CHECKPOINT_BYTES * parameters * (checkpoints + 1) + 4 * parameters if trains else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes
     got = f"{_gb(free)} free on {there}"
     if kept > free:
-        want = f"{_gb(kept)} for {config.learner.keep_checkpoints} checkpoints, one being written, and the model"
+        want = f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and the model"
         cure = "set directory to a larger disk, or lower learner.keep_checkpoints"
         report.error("disk", report.at("directory"), want=want, got=got, cure=cure)
     elif stored > STORE_SHARE * free and not (config.root / "bus").exists():  # a stream that exists has its room already

@@ -1,17 +1,18 @@
 """Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.errors import BadRequest
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
+from learner.data.prompts import Tokenize
 
-Tokenize = Callable[[Prompt], Sequence[int]]
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
@@ -67,16 +68,28 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTem
     return template
 
 
+def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], said: JsonObject) -> str | None:
+    """Return the messages as text without tools; None where the template wants some."""
+    try:
+        return template.render(messages, **said)
+    except BadRequest:
+        return None
+
+
 def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
-    def tokenize(prompt: Prompt) -> Sequence[int]:
+    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = ()) -> Sequence[int]:
         """Return the tokens of a prompt. Raises CannotRender."""
         try:
-            if isinstance(prompt, str) and not config.data.apply_chat_template:
+            if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
                 return text.encode(prompt)
             if template is None:
-                raise CannotRender(f"chat messages, and {directory} has no chat template")
+                raise CannotRender(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return text.encode(template.render(messages, **config.data.chat_template_args), add_special=False)
+            said = config.data.chat_template_args
+            rendered = template.render(messages, **{**said, **({"tools": list(tools)} if tools else {})})
+            if tools and rendered == _rendered_without(template, messages, said):
+                raise CannotRender(f"tools, and the chat template of {directory} does not render any")
+            return text.encode(rendered, add_special=False)
         except (CannotRender, BadRequest) as error:
             raise CannotRender(str(error)) from None
         except Exception as error:  # the tokenizers library raises nothing more special

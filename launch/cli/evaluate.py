@@ -51,6 +51,8 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         "prepare=null",
         f"model.path={model}",
         "eval.every=1",
+        'eval.best=""',  # one version has no other to be compared with, and DATA replaces the sets
+        "eval.stop_after=0",
         f"eval.max_open_tasks={OPEN_TASKS}",
         "learner.colocated=false",
         "engine.colocated=false",

@@ -22,7 +22,10 @@ from learner.data.datasource import read_state
 from learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
-ALONE = ("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false", "eval.every=0")
+ALONE = (
+    *("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false"),
+    *("eval.every=0", "eval.best=''", "eval.stop_after=0"),
+)
 """Settings of a learner without engines and actors, on a bus of its own; no reward is required of old samples."""
 
 

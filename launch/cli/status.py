@@ -104,6 +104,10 @@ class RunStatus(TypedDict):
     reward: float | None
     evaluations: list[JsonObject]
     """Newest scores of each evaluation set."""
+    best: Value | None
+    """Best version with a checkpoint, by ``eval.best``."""
+    end: Value | None
+    """End before ``learner.steps``: step and reason."""
     lag_mean: float | None
     lag_max: float | None
     head: Value | None
@@ -140,6 +144,8 @@ async def read_status(bus: Bus) -> RunStatus:
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "reward": metrics.get("data/reward_mean"),
         "evaluations": [evaluated.line_of(record) for record in plans.evaluated.values()],
+        "best": (await bus.rows("run").read(subjects.BEST_KEY))[0],
+        "end": (await bus.rows("run").read(subjects.END_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "head": head if head and "version" in head else None,
@@ -281,6 +287,10 @@ def print_status(console: Console, status: RunStatus) -> None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
     for line in status["evaluations"]:
         console.print(f"evaluation {evaluated.in_words(line)}", markup=False)
+    if status["best"]:
+        console.print(f"best checkpoint {evaluated.best_in_words(status['best'])}", markup=False)
+    if status["end"]:
+        console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:
         console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
     tasks, samples = status["tasks"], status["samples"]

@@ -40,6 +40,11 @@ def in_words(line: JsonMapping) -> str:
     return f"{line['set']} {line['mean']:.3f} [{line['mean_low']:.3f}, {line['mean_high']:.3f}] (version {line['version']})"
 
 
+def best_in_words(row: JsonMapping) -> str:
+    """Return the row ``run/best`` in words."""
+    return f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']}): {row.get('directory', '')}"
+
+
 def newest_in_words(evaluated: Iterable[Evaluated]) -> list[str]:
     """Return the newest scores of each set, in words."""
     return [in_words(line_of(record)) for record in newest(evaluated).values()]

@@ -422,6 +422,7 @@ async def run_feeder(
     """
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
+    from learner.data.curriculum import CurriculumRules
     from learner.feed import feeder
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
@@ -448,7 +449,7 @@ async def run_feeder(
     )
     await feeder.run_feeder(
         places,
-        open_prompts(config.data, config.model.path, max_context - config.sampling.max_new_tokens),
+        open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
         model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
         learner=config.learner,
         staleness=config.staleness,
@@ -456,6 +457,12 @@ async def run_feeder(
         push_every=config.weights.push_every,
         draining=draining,
         evaluation=eval_plan(config, sampling, max_context),
+        curriculum=CurriculumRules(
+            skip_easy=config.data.skip_easy,
+            skip_hard=config.data.skip_hard,
+            skip_passes=config.data.skip_passes,
+            passes_at=config.data.passes_at,
+        ),
     )
 
 
@@ -474,7 +481,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
         sets.append(
             EvalPrompts(
                 name=name,
-                prompts=open_prompts(one.data(config.data), config.model.path, max_context - longest),
+                prompts=open_prompts(config, one.data(config.data), max_context, longest),
                 sampling=dataclasses.replace(sampling, temperature=temperature, top_p=one.top_p, top_k=one.top_k, max_new_tokens=longest),
                 samples=one.samples,
                 passes_at=one.passes_at,
@@ -484,6 +491,8 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     return EvalPlan(
         sets=sets,
         every=chosen.every,
+        best=chosen.best,
+        stop_after=chosen.stop_after,
         at_start=chosen.at_start,
         at_end=chosen.at_end,
         last_step=config.learner.steps,
@@ -494,22 +503,26 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     )
 
 
-def open_prompts(data: "DataConfig", model: str, max_tokens: int) -> "PromptFile":
-    """Open prompts with the model's tokenizer; ``max_tokens`` where the settings give no limit. Raises PromptError."""
+def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":
+    """Open prompts with the model's tokenizer; ``max_new_tokens``: the longest response to them. Raises PromptError."""
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from launch.checks.rows import refuse_unfit
     from learner.data.prompts import PromptFile, model_tokenizer
 
     with importing():
-        tokenize = model_tokenizer(model, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
-    return PromptFile(
+        tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
+    prompts = PromptFile(
         data.used,
         tokenize=tokenize,
-        max_tokens=data.max_prompt_tokens or max_tokens,
+        max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
     )
+    # All rows: ``check`` reads some of a large file.
+    refuse_unfit(prompts.rows, config, max_new_tokens=max_new_tokens, vocab_size=model_shape(Path(config.model.path))[0])
+    return prompts
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:

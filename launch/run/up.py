@@ -29,6 +29,7 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import VersionRow
+from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
 from launch.run import audit_progress, desired, evaluated, process, roles, summary, view
@@ -177,6 +178,8 @@ class Up:
         self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
+        self._ended_by = ""
+        """Reason of an end before ``learner.steps``."""
 
     def _event(self, text: str) -> None:
         self._watch.event(text) if self._watch is not None else log.warning("%s", text)
@@ -307,8 +310,13 @@ class Up:
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
-        row = await bus.rows("run").get(CHECKPOINT_KEY)
-        return row is not None and int(row[0]["step"]) >= self._config.learner.steps
+        rows = bus.rows("run")
+        checkpoint, end = await rows.get(CHECKPOINT_KEY), await rows.get(END_KEY)
+        step = 0 if checkpoint is None else int(checkpoint[0]["step"])
+        if end is not None and end[0]["step"] == step:
+            self._ended_by = end[0]["reason"]
+            return True
+        return step >= self._config.learner.steps
 
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
@@ -362,13 +370,24 @@ class Up:
         )
         result = summary.summarize(accounting, lines, versions, observed)
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
-        result |= {"evaluations": evaluations, "promises_broken": broken, "config_digest": self._config.digest()}
+        best, _ = await bus.rows("run").read(BEST_KEY)
+        result |= {
+            "ended_by": self._ended_by or "learner.steps",
+            "best": best,
+            "evaluations": evaluations,
+            "promises_broken": broken,
+            "config_digest": self._config.digest(),
+        }
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
         picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
         self._report(result, broken, picture)
+        if best is not None:
+            self._print(f"  best checkpoint {evaluated.best_in_words(best)}")
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
+        if self._ended_by:
+            self._print(f"  ended after step {result['steps']}: {self._ended_by}")
         self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
         for words in evaluated.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
             self._print(f"  evaluation {words}")

@@ -149,10 +149,17 @@ class RunConfig:
             del parts["learner"][name]
         for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without
             del parts["learner"][name]
-        if not self.learner.distributed_optimizer:  # so the digests of former runs stay
-            del parts["learner"]["distributed_optimizer"]
+        for name in ("distributed_optimizer", "num_epochs"):  # so the digests of former runs stay
+            if not parts["learner"][name]:
+                del parts["learner"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
+        for name in ("reward", "reward_key", "sampling_key", "tools_key"):  # so the digests of former runs stay
+            if not parts["data"][name]:
+                del parts["data"][name]
+        if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
+            for name in ("skip_easy", "skip_hard", "skip_passes", "passes_at"):
+                del parts["data"][name]
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
         if self.actor.reward_parts:  # so the digests of former runs stay
             parts["reward"] = self.actor.reward_parts
@@ -167,6 +174,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_sharing(config)
     _refuse_stale(config)
     _refuse_rewards(config)
+    _refuse_columns(config)
     try:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
@@ -209,6 +217,23 @@ def _refuse_stale(config: RunConfig) -> None:
         )
 
 
+def _refuse_columns(config: RunConfig) -> None:
+    """Raise ValueError for columns of the prompts that other settings would pass over, or that would mislead them."""
+    algorithm = config.learner.algorithm
+    held_out = [one.data(config.data) for one in config.eval.parsed.values()]
+    if config.actor.reward and any(data.names_rewards for data in (config.data, *held_out)):
+        raise ValueError(
+            f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: {config.actor.reward}, which scores all "
+            "rows; remove one of them"
+        )
+    constant = algorithm.aggregation == "constant" and not algorithm.loss_constant
+    if config.data.limits_rows and (algorithm.overlong_buffer or constant):
+        raise ValueError(
+            f"data.sampling_key: want none with learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
+            "one sampling.max_new_tokens of all rows; remove one of them"
+        )
+
+
 def _refuse_rewards(config: RunConfig) -> None:
     """Raise ValueError for rewards from which nothing is learnt, and for terms that would outweigh them."""
     algorithm = config.learner.algorithm
@@ -217,6 +242,14 @@ def _refuse_rewards(config: RunConfig) -> None:
             "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
             "group would be dropped; turn it off, or raise learner.group_size"
         )
+    parts = config.actor.reward_parts
+    if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:
+        raise ValueError(
+            "learner.algorithm.advantage: gdpo wants several rewards: set actor.reward_parts, or learner.algorithm.gdpo_weights with the "
+            "names that the reward returns"
+        )
+    if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
+        raise ValueError(f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}")
     if algorithm.distill_coef and not algorithm.kl.reference:
         raise ValueError(
             f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "

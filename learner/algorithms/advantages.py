@@ -217,10 +217,13 @@ def pass_at_k(
 def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
     """Return ``sum_k weight_k grpo(reward_k)`` for K rewards of every sample, [N]: each reward is normalised by itself within its group.
 
-    The scale of a reward has no influence, and samples whose sums are equal but whose parts differ keep different advantages. The method
-    whitens the result over the step (``whitened``). Source: GDPO 2601.05242.
+    The scale of a reward has no influence, and samples whose sums are equal but whose parts differ keep different advantages. NaN: the
+    sample has no such reward, which is then 0 for it and not in the statistics of its group. The method whitens the result over the step
+    (``whitened``; over tokens here, over samples there). Source: GDPO 2601.05242.
     """
-    parts_KN = torch.stack([grpo(rewards_N, groups_N) for rewards_N in rewards_NK.unbind(1)])
+    parts_KN = torch.stack(
+        [grpo(rewards_N, groups_N, valid_N=~rewards_N.isnan(), members="leave_out") for rewards_N in rewards_NK.unbind(1)]
+    )
     return (weights_K.to(parts_KN.dtype)[:, None] * parts_KN).sum(0)
 
 
@@ -244,8 +247,11 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "opo": Estimator(opo),
     "maxrl": Estimator(maxrl),
     "pass_at_k": Estimator(pass_at_k),
+    "gdpo": Estimator(grpo, whiten=True),
 }
-"""Estimators by the name in ``AlgorithmConfig.advantage``. Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
+"""Estimators by the name in ``AlgorithmConfig.advantage``; ``gdpo`` of a reward without parts, which is then the only part.
+
+Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
 
 
 def _counted(valid_N: Tensor | None, members: str) -> Tensor | None:

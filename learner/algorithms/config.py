@@ -4,19 +4,22 @@
 the result. Formulas, sources and recommendations: ``docs/algorithms.md``.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k")
+OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k", "gdpo")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
 ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp")
 CREDITS = ("episode", "turn")
 OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that know turns (``learner/algorithms/credit.py``)."""
-BOUNDED = ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
+BY_COVARIANCE = ("clip_cov", "kl_cov")
+"""Losses that treat tokens of large covariance (advantage, log-prob) apart."""
+BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
 """Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
-ANCHORED = (*BOUNDED, "topr", "sapo", "vespo", "dro")
+ANCHORED = (*BOUNDED, "kl_cov", "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
 LOSSES = (*ANCHORED, "reinforce", "sft")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
@@ -51,6 +54,8 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
     "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
+    "clip_cov": _PPO | _TIS | {"loss": "clip_cov"},
+    "kl_cov": _PLAIN | _NONE | {"loss": "kl_cov", "anchor": "rollout"},
     "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
     "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
     "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
@@ -128,6 +133,8 @@ class KLConfig:
     """Multiply the estimate by pi_theta / mu, with the gradient through the ratio: exact on stale data too."""
     reward_coef: float = 0.0
     """Coefficient of the summed k1 of a sample, subtracted from its reward; 0 = none."""
+    reward_by: str = "sample"
+    """sample (its sum, before the advantages) | token (REINFORCE++: each token's advantage loses the sum from it to the end)."""
     target: float = 0.0
     """> 0: the coefficients adapt so that the mean divergence per token stays there."""
     horizon: float = 10_000.0
@@ -140,6 +147,10 @@ class KLConfig:
             raise ValueError(f"estimator: want {' | '.join(KL_ESTIMATORS)}, got {self.estimator!r}")
         if min(self.coef, self.reward_coef, self.target) < 0 or self.horizon <= 0:
             raise ValueError("coef, reward_coef, target: want >= 0; horizon: want > 0")
+        if self.reward_by not in ("sample", "token"):
+            raise ValueError(f"reward_by: want sample | token, got {self.reward_by!r}")
+        if self.reward_by != "sample" and not self.reward_coef:
+            raise ValueError(f"reward_by: not used without reward_coef; want reward_coef > 0, or sample, got {self.reward_by!r}")
         if self.target and not (self.coef or self.reward_coef):
             raise ValueError("target: want coef or reward_coef > 0 as well: there is nothing to adapt")
         if self.estimator == "k1" and self.coef and not self.corrected:
@@ -172,15 +183,18 @@ class AlgorithmConfig:
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
-    m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft."""
+    m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo |
+    dro | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
     advantage: str = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
-    pass_at_k, or module:function."""
+    pass_at_k | gdpo, or module:function."""
     pass_k: int = 2
     """k of ``pass_at_k``; at most the samples of a group."""
+    gdpo_weights: dict[str, Any] = field(default_factory=dict)
+    """Weight of each reward part in ``gdpo``, by name; parts without one are ignored. Empty = 1 for every part."""
     whiten: bool | None = None
     """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
     overlong_buffer: int = 0
@@ -193,8 +207,8 @@ class AlgorithmConfig:
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
     loss: str | None = None
-    """ppo | reinforce | cispo | gspo | gspo_token | gmpo | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro | sft, or
-    module:function."""
+    """ppo | reinforce | cispo | gspo | gspo_token | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro |
+    sft, or module:function."""
     anchor: str | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
@@ -214,6 +228,14 @@ class AlgorithmConfig:
     """Coefficient of the squared log-ratio (dppo_tv, dppo_kl, ipo)."""
     dppo_ratio_cap: float = 0.0
     """Largest ratio that multiplies the gradient (dppo_tv, dppo_kl, ipo); 0 = none, else >= 1."""
+    cov_share: float = 0.0002
+    """Share of the tokens, at least one, whose gradient clip_cov drops (drawn) or which kl_cov holds back (largest covariance)."""
+    clip_cov_low: float = 1.0
+    """clip_cov draws from tokens with a covariance (A - mean A) (log pi - mean log pi) of clip_cov_low .. clip_cov_high."""
+    clip_cov_high: float = 5.0
+    """Upper bound of that covariance; see ``clip_cov_low``."""
+    kl_cov_coef: float = 1.0
+    """Coefficient of the absolute log-ratio of kl_cov's tokens."""
     dro_tau: float = 0.1
     """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
 
@@ -245,6 +267,9 @@ class AlgorithmConfig:
     m2_keep_high: float | None = None
     """Upper bound of that range; see ``m2_keep_low``."""
 
+    top_entropy: float = 1.0
+    """Share of the trainable tokens, those of the highest entropy, that the policy loss trains; 1 = all."""
+
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
     constant (sum / (samples x loss_constant): Dr. GRPO)."""
@@ -264,6 +289,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
+        _refuse_foreign_range(self)
         for name, value in {**_DEFAULTS, **PRESETS[self.correction]}.items():
             # The dataclass is frozen, and a preset is filled in before anything can read it.
             if getattr(self, name) is None:
@@ -288,7 +314,8 @@ class AlgorithmConfig:
     @property
     def coupled(self) -> bool:
         """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
-        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef)
+        chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE
+        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or chooses)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -303,11 +330,16 @@ _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
+    *("clip_cov_low", "kl_cov_coef"),
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
 _OF_LOSS: Mapping[str, tuple[str, ...]] = {
     "dppo_penalty": _DPPO,
     "dppo_ratio_cap": _DPPO,
+    "cov_share": BY_COVARIANCE,
+    "clip_cov_low": ("clip_cov",),
+    "clip_cov_high": ("clip_cov",),
+    "kl_cov_coef": ("kl_cov",),
     "dro_tau": ("dro",),
     "sapo_tau_positive": ("sapo",),
     "sapo_tau_negative": ("sapo",),
@@ -315,6 +347,41 @@ _OF_LOSS: Mapping[str, tuple[str, ...]] = {
 """Settings that only some of the built-in losses use. A loss by import path may use any."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
+
+
+_RANGES: Mapping[str, str] = {
+    "ppo": "of a token's ratio",
+    "clip_cov": "of a token's ratio",
+    "gspo": "of the mean log-ratio of a response",
+    "gspo_token": "of the mean log-ratio of a response",
+    "gmpo": "of a token's log-ratio",
+    "cispo": "of a weight",
+    "dppo_tv": "of a probability",
+    "ipo": "of a probability",
+    "dppo_kl": "of a binary KL",
+}
+"""What clip_low and clip_high bound, by loss."""
+
+
+def _refuse_foreign_range(config: AlgorithmConfig) -> None:
+    """Raise ValueError if the preset would fill in a clip range that it has for another kind of loss, or for another anchor."""
+    if config.clip_low is not None and config.clip_high is not None:
+        return
+    preset = PRESETS[config.correction]
+    own, loss = str(preset["loss"]), config.loss or str(preset["loss"])
+    if own not in _RANGES or loss not in _RANGES:
+        return
+    got = f"{preset['clip_low']}, {preset['clip_high']}"
+    if _RANGES[own] != _RANGES[loss]:
+        raise ValueError(
+            f"clip_low, clip_high: want both set with loss: {loss} on correction: {config.correction}, "
+            f"whose range {got} is {_RANGES[own]}, not {_RANGES[loss]}; or take correction: {loss}"
+        )
+    if loss in ("gspo", "gspo_token") and config.anchor == "rollout":
+        raise ValueError(
+            f"clip_low, clip_high: want both set with loss: {loss} and anchor: rollout: against mu, noise alone is larger than {got}; "
+            "or leave anchor: proximal"
+        )
 
 
 def _refuse(config: AlgorithmConfig) -> None:
@@ -332,8 +399,18 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in ("sapo_tau_positive", "sapo_tau_negative"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
+    for name, weight in config.gdpo_weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or not weight:
+            raise ValueError(f"gdpo_weights.{name}: want a number other than 0, got {weight!r}")
     if config.pass_k < 1:
         raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
+    for name in ("cov_share", "top_entropy"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
+        if getattr(config, name) > 1:
+            raise ValueError(f"{name}: want <= 1 (a share of the tokens), got {getattr(config, name)!r}")
+    if not config.clip_cov_low < config.clip_cov_high:
+        raise ValueError(f"clip_cov_low: want < clip_cov_high = {config.clip_cov_high!r}, got {config.clip_cov_low!r}")
     if config.dro_tau <= 0:
         raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
     if 0 < config.dppo_ratio_cap < 1:
@@ -360,6 +437,13 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
             raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {want}, or {defaults[name]} here, got {got!r}")
     if config.pass_k != defaults["pass_k"] and config.advantage != "pass_at_k":
         raise ValueError(f"pass_k: not used by advantage {config.advantage}; want advantage: pass_at_k, or 2, got {config.pass_k!r}")
+    if config.advantage != "gdpo" and config.gdpo_weights:
+        raise ValueError(f"gdpo_weights: not used by advantage {config.advantage}; want advantage: gdpo, got {config.gdpo_weights!r}")
+    if config.advantage == "gdpo" and (config.overlong_buffer or config.kl.reward_coef):
+        raise ValueError(
+            "advantage: gdpo takes the parts of the reward, to which overlong_buffer and kl.reward_coef are not added; "
+            "want 0 for both (the reward overlong can be a part; kl.coef is in the loss)"
+        )
     if config.ess_lr_base != 1 and not config.ess_lr:
         raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
     if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):
@@ -371,6 +455,9 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
         )
+    if config.kl.reference and not config.needs_reference:
+        want = "kl.coef, kl.reward_coef or distill_coef > 0 as well, or no reference"
+        raise ValueError(f"kl.reference: nothing compares with it; want {want}, got {config.kl.reference!r}")
     if config.loss != "sft":
         return
     for name in _OF_ADVANTAGES:
@@ -424,9 +511,19 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.proximal == "loglinear" and config.anchor != "proximal":
         raise ValueError(f"proximal: loglinear has no effect with anchor: {config.anchor}; want anchor: proximal")
     if config.proximal == "loglinear" and config.coupled:
-        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit and kl.reward_coef need")
+        raise ValueError(
+            "proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef, top_entropy, clip_cov and kl_cov "
+            "need; want proximal: recompute"
+        )
+    if config.kl.reward_by == "token" and config.advantage not in OF_TURNS:
+        raise ValueError(
+            f"kl.reward_by: token needs an advantage in units of the reward: want advantage: {' | '.join(OF_TURNS)}, "
+            f"or kl.reward_by: sample, got advantage {config.advantage}"
+        )
     if config.opsm_threshold and config.loss == "sft":
         raise ValueError("opsm_threshold: sft has no advantages")
+    if config.top_entropy < 1 and config.loss == "sft":
+        raise ValueError(f"top_entropy: sft trains every token; want 1, or another loss, got {config.top_entropy!r}")
     if config.overlong_penalty and not config.overlong_buffer and config.overlong_penalty != 1.0:
         raise ValueError("overlong_penalty: want overlong_buffer > 0 as well")
 

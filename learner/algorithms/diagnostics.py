@@ -135,6 +135,7 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
         **_fresh(row, (oldest_N[row.sequence_M] == 0).double()),
         **_trust_region(row, loss, tokens.advantages_T[row.at_M]),
         **_rejections(loss, row.at_M),
+        **({} if loss.left_out_T is None else {"left_out": loss.left_out_T[row.at_M].double()}),
         **_weighting(loss, row.at_M),
     }
     # One reduction for all columns: there are more than thirty.
@@ -354,6 +355,8 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
             "offpolicy/tis_clipped_high": mean["too_high"],
             "offpolicy/tis_clipped_low": mean["too_low"],
         }
+    if "left_out" in total:
+        metrics["train/low_entropy_share"] = mean["left_out"]
     if "rejected" in total:
         metrics |= {
             "offpolicy/rejected_tokens": mean["rejected"],

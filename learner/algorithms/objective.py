@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.algorithms import policy_losses, rejection
-from learner.algorithms.advantages import ADVANTAGES, pass_at_k, whitened
+from learner.algorithms import policy_losses, rejection, token_choice
+from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import ANCHORED, AlgorithmConfig
+from learner.algorithms.config import ANCHORED, BY_COVARIANCE, AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
 from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
@@ -30,6 +30,7 @@ from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.shaping import distillation_advantages, overlong_penalty
 from learner.algorithms.supervised import sft_loss
+from learner.algorithms.token_returns import divergences_to_go, later_sums, sums_and_owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,10 @@ class Coupled:
     """(sum of the weights, their number): the weights are divided by their mean; None = they are not."""
     m2_cut: float = math.inf
     """Tokens with a squared log-ratio of at least this are rejected."""
+    entropy_floor: float = -math.inf
+    """Tokens with a smaller entropy are left out."""
+    covariance: token_choice.CovarianceCut | None = None
+    """Choice of the tokens of clip_cov and kl_cov; None = another loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,10 @@ class Tokens:
     """Index of the token's sequence in the step, 0..M-1; -1 in padding; None = every sample is one sequence."""
     num_sequences: int = 0
     """M, with ``sequence_T``."""
+    old_entropy_T: Tensor | None = None
+    """Entropies of the distributions of ``old_T``."""
+    chosen_T: Tensor | None = None
+    """Tokens chosen by covariance; None = none are."""
 
     @property
     def by_sequence(self) -> tuple[Tensor, int]:
@@ -80,6 +89,15 @@ class Turns:
     rewards_C: Tensor
     trainable_C: Tensor
     """Trainable tokens, after the gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """Parts of the rewards of a step."""
+
+    names: tuple[str, ...]
+    values_NK: Tensor
+    """NaN = the sample has no such part."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
@@ -138,8 +156,22 @@ def _sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
     return PolicyLoss(loss_T=sft_loss(log_probs_T, tokens.mask_T), clipped_T=torch.zeros_like(tokens.mask_T))
 
 
+def _clip_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    assert config.clip_low is not None and config.clip_high is not None
+    clip = policy_losses.Clip(low=config.clip_low, high=config.clip_high)
+    place = (tokens.advantages_T, tokens.mask_T)
+    return token_choice.clip_cov(log_probs_T, anchor_T, *place, clip=clip, chosen_T=tokens.chosen_T)
+
+
+def _kl_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    place = (tokens.advantages_T, tokens.mask_T)
+    return token_choice.kl_cov(log_probs_T, anchor_T, *place, coef=config.kl_cov_coef, chosen_T=tokens.chosen_T)
+
+
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
-    **{name: _shaped(name) for name in ANCHORED},
+    **{name: _shaped(name) for name in ANCHORED if name not in BY_COVARIANCE},
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
     "reinforce": _reinforce,
     "sft": _sft,
 }
@@ -158,6 +190,8 @@ class Objective:
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
+        self.by_token = config.kl.reward_by == "token"
+        """True: the advantages of samples are completed, and whitened, by ``with_divergences``."""
 
     def needs_old(self, *, minibatches: int, published_every: int) -> bool:
         """Return whether log-probs are needed before the first backward pass.
@@ -194,12 +228,51 @@ class Objective:
         distilled_T = distillation_advantages(log_probs_T, tokens.reference_T, tokens.mask_T)
         return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill_coef * distilled_T)
 
-    def advantages(self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor) -> Tensor:
-        """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens."""
+    def advantages(
+        self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor, *, parts: RewardParts | None = None
+    ) -> Tensor:
+        """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens.
+
+        ``parts``: None or without names = the rewards have no parts. Raises ValueError if no sample has a part that the config weighs.
+        """
         # opo weighs by the length of the score, so tokens of tools do not count; a function of one's own gets all tokens of the response.
         own = self._estimator is None
-        advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N if own else trainable_N)
-        return whitened(advantages_N, trainable_N) if self._whiten else advantages_N
+        if self.config.advantage == "gdpo" and (self.config.gdpo_weights or (parts and parts.names)):
+            advantages_N = self._of_parts(parts, groups_N)
+        else:
+            advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N if own else trainable_N)
+        return whitened(advantages_N, trainable_N) if self._whiten and not self.by_token else advantages_N
+
+    def _of_parts(self, parts: RewardParts | None, groups_N: Tensor) -> Tensor:
+        names = parts.names if parts else ()
+        # ``a.b`` is a part of ``a``, which contains it.
+        weights = self.config.gdpo_weights or {name: 1.0 for name in names if name.partition(".")[0] == name}
+        found = [name for name in names if name in weights]
+        if parts is None or not found:
+            raise ValueError(
+                f"algorithm.gdpo_weights: want parts of the reward, got {sorted(weights)}; the samples of the step have {names}"
+            )
+        values_NK = parts.values_NK[:, [names.index(name) for name in found]]
+        return gdpo(values_NK, groups_N, torch.tensor([float(weights[name]) for name in found], dtype=values_NK.dtype))
+
+    def with_divergences(self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tokens]:
+        """Return the rows with the divergence from each token to the end of its episode taken off its advantage, then whitened.
+
+        ``rows``: all rows of this rank in the step, with ``old_T``, ``reference_T`` and the advantages of the samples. Collective.
+        """
+        gaps = [torch.where(row.mask_T, _old(row) - _reference(row), 0.0) for row in rows]
+        parts = [sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence) for gap_T, row in zip(gaps, rows, strict=True)]
+        sums_M, owners_M = summed(torch.stack(parts).sum(0)).unbind()
+        later_M = later_sums(sums_M, owners_M)
+        scale = kl_scale * self.config.kl.reward_coef
+        values = [
+            row.advantages_T.double() - scale * divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
+            for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+        if self._whiten:
+            moments = summed(torch.stack([masked_moments(v_T, row.mask_T) for v_T, row in zip(values, rows, strict=True)]).sum(0))
+            values = [whitened(value_T, row.mask_T, moments) for value_T, row in zip(values, rows, strict=True)]
+        return [replace(row, advantages_T=value_T.to(row.advantages_T.dtype)) for value_T, row in zip(values, rows, strict=True)]
 
     def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
         """Return one advantage per turn, whitened over the trainable tokens of the step if the config whitens."""
@@ -214,8 +287,9 @@ class Objective:
 
         ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors, concatenated.
         """
-        config, sums, cut = self.config, None, math.inf
-        rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit else rows
+        config, sums, cut, floor, covariance = self.config, None, math.inf, -math.inf, None
+        by_covariance = config.loss in BY_COVARIANCE
+        rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit or by_covariance else rows
         if config.self_normalise:
             level = str(config.weight)
             parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, *row.by_sequence, level=level) for row in rows]
@@ -224,7 +298,30 @@ class Objective:
             counted = [(self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T) for row in rows]
             squares = [delta_T[counted_T].double().square() for counted_T, delta_T in counted]
             cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
-        return Coupled(weight_sums=sums, m2_cut=cut)
+        if config.top_entropy < 1:
+            floor = token_choice.top_cut(gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy)
+        if by_covariance:
+            covariance = self._covariance_cut(rows, summed=summed, gathered=gathered)
+        return Coupled(weight_sums=sums, m2_cut=cut, entropy_floor=floor, covariance=covariance)
+
+    def _covariance_cut(
+        self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]
+    ) -> token_choice.CovarianceCut:
+        """Return the choice of kl_cov (the largest covariances) or of clip_cov (a draw from those within its bounds). Collective."""
+        config = self.config
+        parts = [token_choice.covariance_sums(_old(row), row.advantages_T, row.mask_T) for row in rows]
+        sums = summed(torch.stack(parts).sum(0))
+        means = sums[1:] / sums[0].clamp(min=1)
+        values = [token_choice.covariances(_old(row), row.advantages_T, row.mask_T, means) for row in rows]
+        if config.loss == "kl_cov":
+            lowest = token_choice.top_cut(
+                gathered(torch.cat([v_T[row.mask_T] for v_T, row in zip(values, rows, strict=True)])), config.cov_share
+            )
+            return token_choice.CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
+        cut = token_choice.CovarianceCut(means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf)
+        drawn = [_draws(row)[token_choice.chosen(v_T, _draws(row), row.mask_T, cut)] for v_T, row in zip(values, rows, strict=True)]
+        last = token_choice.last_draw(gathered(torch.cat(drawn)), max(1, int(config.cov_share * float(sums[0]))))
+        return replace(cut, last_draw=last)
 
     def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
         """Return a mask of the tokens whose second moment is limited."""
@@ -269,6 +366,9 @@ class Objective:
         start_T = log_probs_T.detach() if tokens.old_T is None else tokens.old_T
         compared_T = self._compared(log_probs_T, tokens, start_T)
         anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
+        if coupled.covariance is not None:
+            value_T = token_choice.covariances(_old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means)
+            tokens = replace(tokens, chosen_T=token_choice.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance))
         made = self._loss(log_probs_T, anchor_T, tokens, self.config)
         loss_T, weights = made.loss_T, None
         if self.config.weight != "none":
@@ -277,7 +377,11 @@ class Objective:
                 weights = self_normalised(weights, tokens.mask_T, coupled.weight_sums)
             loss_T = weights.weight_T * loss_T
         rejected = self._rejected(tokens, log_probs_T.detach(), compared_T, coupled)
-        loss = TokenLoss(loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected)
+        left_out_T: Tensor | None = None
+        if self.config.top_entropy < 1:
+            left_out_T = token_choice.low_entropy(_old_entropy(tokens), tokens.mask_T, coupled.entropy_floor)
+            loss_T = torch.where(left_out_T, 0.0, loss_T)
+        loss = TokenLoss(loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected, left_out_T=left_out_T)
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 
     def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
@@ -336,3 +440,17 @@ def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
 def _old(tokens: Tokens) -> Tensor:
     assert tokens.old_T is not None, "coupled corrections need old_T"
     return tokens.old_T
+
+
+def _reference(tokens: Tokens) -> Tensor:
+    assert tokens.reference_T is not None, "a divergence needs reference_T"
+    return tokens.reference_T
+
+
+def _old_entropy(tokens: Tokens) -> Tensor:
+    assert tokens.old_entropy_T is not None, "top_entropy needs old_entropy_T"
+    return tokens.old_entropy_T
+
+
+def _draws(tokens: Tokens) -> Tensor:
+    return token_choice.draws(tokens.rollout_T, tokens.mask_T, *tokens.by_sequence)

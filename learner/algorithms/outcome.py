@@ -21,6 +21,8 @@ class TokenLoss:
     """Importance weights that multiplied the loss; None = the config has none."""
     rejected: Mapping[str, Tensor] = field(default_factory=dict)
     """Rejected tokens (bool, [T]) by the name of the rule."""
+    left_out_T: Tensor | None = None
+    """Tokens without policy loss because of their low entropy; None = the config trains all."""
 
     @property
     def rejected_T(self) -> Tensor:

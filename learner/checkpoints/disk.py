@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,9 +173,10 @@ def set_aside_file(path: Path, name: str) -> None:
     (path / name).rename(target)
 
 
-def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
-    """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns those kept, newest first.
+def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] = ()) -> Sequence[Checkpoint]:
+    """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns these, newest first.
 
+    ``spared``: names of further ones before it that are not removed; the streams are not kept for them.
     Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never committed to the run and
     are removed too. Checkpoints that this epoch has written since ``latest`` are kept.
     """
@@ -183,7 +184,8 @@ def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
     kept = [latest, *before[: keep - 1]]
     for one in listed(root):
         newer = one.step > latest.step and one.epoch >= latest.epoch
-        if not newer and one.path not in {other.path for other in kept}:
+        stays = one in before and one.path.name in spared
+        if not newer and not stays and one.path not in {other.path for other in kept}:
             _remove(one.path)
             log.info("checkpoint removed path=%s", one.path)
     for path in root.glob("step-*.tmp"):

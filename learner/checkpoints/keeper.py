@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 ROWS = "holder"
 """Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
 CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest"}`` of the latest checkpoint."""
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept"}`` of the latest checkpoint."""
 INTERVAL_S = 1.0
 """Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 
@@ -123,13 +123,13 @@ class Keeper:
             self._client.close()
             self._client = PeerClient(peers)
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
-        latest = None if row is None else _latest(self._root, row[0])
+        latest, spared = (None, ()) if row is None else (_latest(self._root, row[0]), tuple(row[0].get("kept", ())))
         names = {name for one in others.values() for name in one.held} | {one.path.name for one in disk.listed(self._root)}
         self._trouble = ""
-        for name in kept_names(names, latest, keep=self._ring.keep):
+        for name in kept_names(names, latest, keep=self._ring.keep, spared=spared):
             await asyncio.to_thread(self._copy, name)
         if latest is not None and self._ring.node != 0:  # the feeder does it on node 0, where it needs the oldest one's state
-            await asyncio.to_thread(disk.prune, self._root, keep=self._ring.keep, latest=latest)
+            await asyncio.to_thread(disk.prune, self._root, keep=self._ring.keep, latest=latest, spared=spared)
         await self._tell()
 
     def _copy(self, name: str) -> None:
@@ -172,7 +172,7 @@ class Keeper:
                 disk.set_aside_file(one.path, difference.file)
 
 
-def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int) -> list[str]:
+def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()) -> list[str]:
     """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer ones of its epoch."""
     found = []
     for name in names:
@@ -186,7 +186,8 @@ def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int) 
     newer = [one for one in found if one.step > latest.step and one.epoch >= latest.epoch]
     before = [one for one in found if (one.step, one.epoch) < (latest.step, latest.epoch)]
     mine = [one for one in found if (one.step, one.epoch) == (latest.step, latest.epoch)]
-    return [one.path.name for one in [*newer, *mine, *before[: keep - 1]]]
+    before = [*before[: keep - 1], *(one for one in before[keep - 1 :] if one.path.name in spared)]
+    return [one.path.name for one in [*newer, *mine, *before]]
 
 
 def _latest(root: Path, row: JsonMapping) -> Checkpoint | None:

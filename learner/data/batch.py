@@ -6,7 +6,7 @@ ranks, M = their token sequences, C = their turns. L = tokens of one sample, R =
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -88,15 +88,19 @@ class StepBatch:
     """Reward of each turn's own; 0 = none."""
     turn_tokens_C: NDArray[np.int32]
     """Trainable tokens of each turn, after the gate."""
+    part_names: tuple[str, ...] = ()
+    """Names of the parts that the rewards of the step have, K in all; empty if every reward is one number."""
+    parts_NK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Parts of the rewards, [N x K] in one dimension, sample by sample; NaN = the sample has no such part."""
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
 
 _ROWS = (
     *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
-    *("turn_samples_C", "turn_rewards_C", "turn_tokens_C"),
+    *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
 )
-_TOKENS = tuple(field.name for field in fields(MicroBatch))
+_TOKENS = tuple(one.name for one in fields(MicroBatch))
 _DTYPES: Mapping[str, str] = {
     "tokens_T": "<i8",
     "targets_T": "<i8",
@@ -119,6 +123,7 @@ _DTYPES: Mapping[str, str] = {
     "turn_samples_C": "<i4",
     "turn_rewards_C": "<f4",
     "turn_tokens_C": "<i4",
+    "parts_NK": "<f4",
 }
 
 
@@ -155,6 +160,7 @@ def build_batches(
     rows["unended_N"] = np.array([_unended(sample, eos_ids) for sample in samples], np.bool_)
     rows["sampled_N"] = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int32)
     rows |= _trained(plan, samples, aligned, turns)
+    part_names, rows["parts_NK"] = _parts(samples)
     limits = token_limits or {}
     num_tokens = int(rows["trainable_N"].sum())
     return tuple(
@@ -168,11 +174,20 @@ def build_batches(
             temperature=samples[0].sampling.temperature,
             max_new_tokens=max(limits.get(sample.task, sample.sampling.max_new_tokens) for sample in samples),
             num_sequences=len(aligned),
+            part_names=part_names,
             state=state,
             **rows,
         )
         for rank in range(plan.data_parallel)
     )
+
+
+def _parts(samples: Sequence[Sample]) -> tuple[tuple[str, ...], NDArray[np.float32]]:
+    """Return the names of all parts of the rewards, in order, and their values, [N x K]; ``score`` is none of them."""
+    found = [sample.reward if isinstance(sample.reward, dict) else {} for sample in samples]
+    names = tuple(sorted({name for reward in found for name in reward} - {"score"}))
+    with np.errstate(over="ignore"):  # as for the rewards
+        return names, np.array([reward.get(name, np.nan) for reward in found for name in names], np.float32)
 
 
 def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
@@ -331,6 +346,7 @@ def encode(batch: StepBatch) -> list[Frame]:
         "temperature": batch.temperature,
         "max_new_tokens": batch.max_new_tokens,
         "num_sequences": batch.num_sequences,
+        "part_names": batch.part_names,
         "num_micro_batches": len(batch.micro_batches),
     }
     frames: list[Frame] = [msgpack.packb(header), batch.state]
@@ -349,6 +365,8 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         raise FeedError(f"batch {header['step']}", f"{wanted} frames", len(frames))
     state, rest = bytes(frames[0]), list(frames[1:])
     rows = {name: _array(name, rest.pop(0)) for name in _ROWS}
+    if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
+        raise FeedError(f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"]))
     groups = [rest[at : at + len(_TOKENS)] for at in range(0, len(rest), len(_TOKENS))]
     return StepBatch(
         step=header["step"],
@@ -359,6 +377,7 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         temperature=header["temperature"],
         max_new_tokens=header["max_new_tokens"],
         num_sequences=header["num_sequences"],
+        part_names=tuple(header["part_names"]),
         micro_batches=tuple(_micro_batch(header["step"], group) for group in groups),
         state=state,
         **rows,

@@ -107,6 +107,16 @@ class DataSource:
         """Return the next task to issue; None while the staleness budget or the rest of the run admits none."""
         return self._admission.wanted(num_open=len(self._groups), step=self.step)
 
+    def passed(self, epoch: int) -> None:
+        """Register that passes before ``epoch`` have no further prompt."""
+        self._admission.passed(epoch)
+        self.changes += 1
+
+    @property
+    def exhausted(self) -> bool:
+        """True once all prompts of ``rules.num_epochs`` passes are issued and settled, and no dead one is to be requeued."""
+        return self._admission.exhausted and not self._groups and self.settlement() is None
+
     def issued(self, task: Task, now: float) -> None:
         """Register a task of the stream TASKS (just issued, or read at a restart). Call it in the order of ids.
 
@@ -318,9 +328,7 @@ class DataSource:
         if settle := self.settlement():
             return settle
         ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
-        # So many groups had equal rewards that waiting for a full step might never end: a single group is enough then.
-        wanted = 1 if self.refilled_enough else self.rules.groups_per_step
-        if len(ready) < wanted:
+        if len(ready) < (wanted := self._wanted_groups()):
             return self._waits(now, wanted - len(ready))
         chosen = ready[: self.rules.groups_per_step]
         in_flight = (group for group in self._groups.values() if not self._ready(group))
@@ -330,6 +338,15 @@ class DataSource:
             if left > 0:
                 return self._waits_for_old(now, old, left)
         return make_plan(chosen, self._steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+
+    def _wanted_groups(self) -> int:
+        """Return the number of complete groups with which the next step is planned."""
+        # So many groups had equal rewards that waiting for a full step might never end: a single group is enough then.
+        if self.refilled_enough:
+            return 1
+        # Of the last prompts there may be fewer than a step has: no others come, so the step takes them once all are complete.
+        left = max(1, len(self._groups)) if self._admission.exhausted else self.rules.groups_per_step
+        return min(left, self.rules.groups_per_step)
 
     @property
     def refilled_enough(self) -> bool:
@@ -426,6 +443,12 @@ class DataSource:
             raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
         return [self._groups[int(task)] for task in record.tasks]
 
+    def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:
+        """Return the groups whose scores a record settles, trained or filtered, with these. Call it before ``apply``."""
+        if not isinstance(record, Plan) and not (isinstance(record, Settle) and record.reason == "filtered"):
+            return []
+        return [(group.task, [sample.score for sample in group.rows]) for group in self._open(record)]
+
     def token_limits(self, plan: Plan) -> dict[int, int]:
         """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before ``apply``."""
         tasks = [group.task for id in plan.tasks if (group := self._groups.get(int(id))) is not None]
@@ -481,10 +504,11 @@ class DataSource:
 
     # ---- persist
 
-    def snapshot(self, evaluation: JsonObject | None = None) -> bytes:
+    def snapshot(self, evaluation: JsonObject | None = None, **more: object) -> bytes:
         """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart reads them again.
 
-        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES.
+        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES. ``more``: other states
+        that belong to it, by name.
         """
         cursor = self.cursor()
         return msgpack.packb(
@@ -502,6 +526,7 @@ class DataSource:
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
                 "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
                 "evaluation": evaluation,
+                **more,
             }
         )
 

@@ -84,7 +84,7 @@ def _read_parquet(path: Path) -> Iterator[JsonMapping]:
 
 
 def _arrow_files(path: Path) -> list[Path]:
-    """Return the files of a directory of ``Dataset.save_to_disk``: ``state.json`` lists them (datasets 2 to 4)."""
+    """Return the files of a directory of ``Dataset.save_to_disk``: ``state.json`` lists them (datasets 2 to 5)."""
     state, splits = path / "state.json", path / "dataset_dict.json"
     if splits.is_file():
         found = ", ".join(sorted(str(one.parent) for one in path.glob("*/state.json"))) or "none"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
+from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
 from learner.data.source import Source
@@ -21,8 +22,8 @@ from learner.errors import PromptError
 
 log = logging.getLogger(__name__)
 
-Tokenize = Callable[[Prompt], Sequence[int]]
-"""Function from a prompt to the model's input ids, template and special tokens included."""
+Tokenize = Callable[..., Sequence[int]]
+"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class Row:
     prompt: Prompt
     label: object = None
     metadata: JsonObject = field(default_factory=dict)
+    sampling: RowSampling = field(default_factory=RowSampling)
+    tools: Sequence[JsonObject] = ()
     where: str = ""
     """Its place for messages: file and line."""
 
@@ -96,6 +99,11 @@ class PromptFile:
         return sum(share.in_pass for share in self._shares)
 
     @property
+    def rows(self) -> Sequence[Row]:
+        """All rows of all sources, used or not."""
+        return self._rows
+
+    @property
     def num_too_long(self) -> int:
         """Number of distinct rows skipped so far because they have more than ``max_tokens`` tokens."""
         return len(self._too_long)
@@ -142,7 +150,7 @@ class PromptFile:
 
     def _look(self, epoch: int, offset: int) -> Drawn:
         row = self._rows[int(self.order(epoch)[offset])]
-        tokens = np.asarray(self._tokenize(row.prompt), np.int32)
+        tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
         return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens)
@@ -159,6 +167,11 @@ class PromptFile:
             )
 
 
+def row_tokens(row: Row, tokenize: Tokenize) -> Sequence[int]:
+    """Return the input ids of a row's prompt and tools."""
+    return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
+
+
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
     """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
 
@@ -169,7 +182,10 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
         digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
         _add_content(digest, files[0][0])
         return digest.hexdigest()[:16]
-    told = [(one.template, one.system_prompt, one.start, one.stop, one.weight) for one in sources]
+    told: list[tuple[object, ...]] = [(one.template, one.system_prompt, one.start, one.stop, one.weight) for one in sources]
+    own = [(one.reward, one.reward_key, one.sampling_key, one.tools_key) for one in sources]
+    if any(map(any, own)):
+        told += own  # only then: checkpoints of earlier releases have the digest without
     digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
     for file in (file for of_source in files for file in [*of_source, None]):
         content = hashlib.sha256()
@@ -209,12 +225,25 @@ def scan_rows(source: Source) -> Iterator[Row | PromptError]:
 
 def _scanned(source: Source, number: int, values: Any) -> Row | PromptError:
     try:
-        return used(row_of(source.path, number, values, source.keys), source)
+        return row_in(source, number, values)
     except PromptError as error:
         return error
 
 
-def used(row: Row, source: Source) -> Row:
+def row_in(source: Source, number: int, values: Mapping[str, object]) -> Row:
+    """Return the row of a source for one line's values, as it is used. Raises PromptError."""
+    row = row_of(source.path, number, values, source.keys)
+    reward = reward_in(values, source.reward_key, where=row.where) or source.reward
+    tools = tools_in(values, source.tools_key, where=row.where)
+    own: JsonObject = ({REWARD: reward} if reward else {}) | ({TOOLS: tools} if tools else {})
+    for key, value in own.items():
+        if row.metadata.get(key, value) != value:
+            raise PromptError(row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata")
+    sampling = sampling_in(values, source.sampling_key, where=row.where)
+    return _worded(replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools), source)
+
+
+def _worded(row: Row, source: Source) -> Row:
     """Return the row with the template and the system prompt of its source."""
     row = templated(row, source.template)
     if not source.system_prompt:
@@ -253,12 +282,12 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def tokenize(prompt: Prompt) -> Sequence[int]:
-        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it."""
-        if isinstance(prompt, str) and not apply_chat_template:
+    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = ()) -> Sequence[int]:
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
+        if isinstance(prompt, str) and not apply_chat_template and not tools:
             return list(tokenizer.encode(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = template_args or {}
+        said = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **said))
 
     return tokenize

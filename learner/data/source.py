@@ -31,6 +31,14 @@ class Source:
     """Those of prompt, label and metadata, in the form of ``formats.value_at``; an empty label or metadata key is not read."""
     template: str = ""
     system_prompt: str = ""
+    reward: str = ""
+    """Name of the reward of rows that name none, in their metadata; empty = none."""
+    reward_key: str = ""
+    """Column with that name; empty = none."""
+    sampling_key: str = ""
+    """Column with limits of sampling; empty = none."""
+    tools_key: str = ""
+    """Column with tools for the chat template; empty = none."""
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
@@ -63,6 +71,10 @@ class SourceConfig:
     metadata_key: str | None = None
     template: str | None = None
     system_prompt: str | None = None
+    reward: str | None = None
+    reward_key: str | None = None
+    sampling_key: str | None = None
+    tools_key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:

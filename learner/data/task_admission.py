@@ -65,6 +65,8 @@ class Admission:
             return None
         version, issue_step = self.head
         if not self._pending_reissues:
+            if self._passes_done:
+                return None
             epoch, offset = self._position
             return TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
         again = self._pending_reissues[0]
@@ -76,6 +78,19 @@ class Admission:
             reissue_of=again.root,
             reissues=again.count,
         )
+
+    @property
+    def _passes_done(self) -> bool:
+        return 0 < self._rules.num_epochs <= self._position[0]
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether no prompt is left to issue: all passes of ``rules.num_epochs`` are issued, and no reissue is pending."""
+        return self._passes_done and not self._pending_reissues
+
+    def passed(self, epoch: int) -> None:
+        """Continue with pass ``epoch``: the one before has no further prompt."""
+        self._position = max(self._position, (epoch, 0))
 
     def issued(self, task: Task) -> None:
         """Register an issued task: it advances the position of new prompts, or completes a pending reissue."""

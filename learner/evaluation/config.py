@@ -44,10 +44,18 @@ class EvalSet:
     """As ``data.metadata_key``, which is the default."""
     template: str | None = None
     """As ``data.template``, which is the default."""
+    reward: str | None = None
+    """As ``data.reward``, which is the default: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to."""
+    reward_key: str | None = None
+    """As ``data.reward_key``, which is the default."""
+    sampling_key: str | None = None
+    """As ``data.sampling_key``, which is the default."""
+    tools_key: str | None = None
+    """As ``data.tools_key``, which is the default."""
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
-        names = ("prompt_key", "label_key", "metadata_key", "template")
+        names = ("prompt_key", "label_key", "metadata_key", "template", "reward", "reward_key", "sampling_key", "tools_key")
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, **own)
 
@@ -82,6 +90,10 @@ class EvalConfig:
     """Evaluate the last version, too; the run ends after it."""
     sets: dict[str, typing.Any] = field(default_factory=dict)
     """Held-out sets by name: a map with the file's path, and settings that differ from training (docs/evaluation.md)."""
+    best: str = ""
+    """SET/METRIC (``mean`` or ``pass_at_<k>``): every version that is evaluated gets a checkpoint, and that of the best is kept."""
+    stop_after: int = 0
+    """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: int = 8
     """Most evaluation prompts that are out at a time; bounds what evaluation takes from the engines."""
     stall_s: float = 600.0
@@ -99,6 +111,24 @@ class EvalConfig:
         parsed = self.parsed
         if self.every and not parsed:
             raise ValueError("sets: want at least one held-out set with every > 0, got none")
+        self._refuse_best(parsed)
+
+    def _refuse_best(self, parsed: Mapping[str, EvalSet]) -> None:
+        if self.stop_after < 0:
+            raise ValueError(f"stop_after: want >= 0, got {self.stop_after}")
+        if self.stop_after and not self.best:
+            raise ValueError(f"stop_after: want best: SET/METRIC with it, the score that is to rise, got {self.stop_after} alone")
+        if not self.best:
+            return
+        if not self.every:
+            raise ValueError(f"best: want every > 0 with it, got {self.best!r} and no evaluation")
+        name, _, metric = self.best.partition("/")
+        if name not in parsed:
+            raise ValueError(f"best: want SET/METRIC with a set of {', '.join(parsed)}, got {self.best!r}")
+        samples = parsed[name].samples
+        known = ["mean", *(f"pass_at_{k}" for k in range(1, samples + 1) if k == samples or not k & (k - 1))]
+        if metric not in known:
+            raise ValueError(f"best: want SET/METRIC with a metric of {', '.join(known)}, got {self.best!r}")
 
     @property
     def parsed(self) -> dict[str, EvalSet]:

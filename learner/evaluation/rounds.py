@@ -103,8 +103,17 @@ class Rounds:
         self.skipped += self._next is not None
         self._next = (version, step)
 
+    def ends_after(self, step: int) -> None:
+        """Register that the run ends after an earlier step than the last of its settings: the version of this one is due at the end."""
+        self._last_step = step
+
     def _begin(self, version: int, step: int) -> None:
         self._open, self._newest = _Round(version=version, step=step), max(self._newest, version)
+
+    @property
+    def pending_steps(self) -> set[int]:
+        """Steps of the versions of the open round and of the one that waits."""
+        return ({self._open.step} if self._open is not None else set()) | ({self._next[1]} if self._next is not None else set())
 
     @property
     def idle(self) -> bool:

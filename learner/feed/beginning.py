@@ -35,6 +35,7 @@ async def evaluations_of(
     if resumed.evaluation is not None:
         rounds.load(resumed.evaluation)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
+    await evaluations.read_scores()
     for task in resumed.eval_tasks:
         evaluations.issued(task)
     if resumed.source.head is not None:

@@ -17,6 +17,7 @@ from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Evaluated, Sample, Task
 from learner.data.groups import mismatch
+from learner.evaluation.best import BestScore
 from learner.evaluation.prompts import EvalPrompts
 from learner.evaluation.rounds import Place, Result, Rounds
 
@@ -34,6 +35,10 @@ class EvalPlan:
 
     sets: Sequence[EvalPrompts] = ()
     every: int = 0
+    best: str = ""
+    """SET/METRIC of the best checkpoint; empty = none is chosen."""
+    stop_after: int = 0
+    """Evaluations without a better one after which the run ends; 0 = never."""
     at_start: bool = True
     at_end: bool = True
     last_step: int = 0
@@ -62,6 +67,10 @@ class Evaluations:
         """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its id."""
         self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
         self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
+        self.best = BestScore(plan.best, stop_after=plan.stop_after)
+        """The scores of the run so far; the records of PLAN are read into it (``read_scores``) before the run goes on."""
+        self.on_scores: Callable[[], Awaitable[None]] | None = None
+        """Called when a version has a score for ``best``."""
         self._tasks: dict[int, Task] = {}
         """The tasks that are out."""
         self._early: list[Sample] = []
@@ -82,6 +91,33 @@ class Evaluations:
         if self._rounds.skipped != skipped:
             log.warning("a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every)
         self._changed.wake()
+
+    async def read_scores(self) -> None:
+        """Read the scores that earlier starts have recorded, if any are needed."""
+        if self._plan.best:
+            async for _, record in self._bus.plans.scan():
+                if isinstance(record, Evaluated):
+                    self.best.note(record.dataset, record.version, record.step, record.metrics)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether scores may end the run."""
+        return self._plan.stop_after > 0
+
+    @property
+    def pending_steps(self) -> set[int]:
+        """Steps of the versions that are being evaluated or will be next."""
+        return self._rounds.pending_steps
+
+    def due(self, version: int, step: int) -> bool:
+        """Return whether a version will be evaluated, if there is time."""
+        return self._rounds.due(version, step)
+
+    def ends_after(self, step: int, head: tuple[int, int] | None) -> None:
+        """Register that the run ends after ``step``. ``head``: version and step of the newest published weights."""
+        self._rounds.ends_after(step)
+        if head is not None:
+            self.published(*head)
 
     def issued(self, task: Task) -> None:
         """Register a task of kind eval: just issued, or read at a restart."""
@@ -168,4 +204,7 @@ class Evaluations:
     async def _record(self, result: Result) -> None:
         record = Evaluated(epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics)
         await self._bus.plans.append(record)
+        scored = self._plan.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
+        if scored and self.on_scores is not None:
+            await self.on_scores()
         log.info("evaluated version=%d set=%s %s", result.version, result.set, " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()))

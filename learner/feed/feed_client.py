@@ -17,7 +17,7 @@ from learner.data.batch import Frame, StepBatch, decode
 from learner.errors import FeederFailed, FeederLost, FeedError
 from learner.feed.feed_gate import admit_by
 from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Start, pack, unpack
+from learner.feed.feed_messages import End, Last, Start, pack, unpack
 
 
 class FeedClient:
@@ -73,12 +73,16 @@ class FeedClient:
         header, _ = self._receive("start", wanted=("start",))
         return Start(**{key: value for key, value in header.items() if key != "type"})
 
-    def next(self, step: int) -> StepBatch | End:
-        """Return the batch of ``step`` for this data-parallel rank, or the end of the run. Raises as ``hello``."""
+    def next(self, step: int) -> StepBatch | Last | End:
+        """Return the batch of ``step`` for this data-parallel rank, or that there is none. Raises as ``hello``."""
         self._send("next", step=step, dp_rank=self._dp_rank)
-        header, frames = self._receive(f"batch {step}", wanted=("batch", "end"))
+        header, frames = self._receive(f"batch {step}", wanted=("batch", "last", "end"))
         if header["type"] == "end":
             return End()
+        if header["type"] == "last":
+            if header["step"] != step - 1:
+                raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
+            return Last(step=header["step"], state=header["state"])
         batch = decode(header, frames)
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))

@@ -1,7 +1,8 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
 rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the reason
-of the wait), end, error. Both ways, over a connection of their own: alive (``feed_liveness.py``). Knows no socket.
+of the wait), last (the step before was the last), end, error. Both ways, over a connection of their own: alive (``feed_liveness.py``).
+Knows no socket.
 """
 
 import reprlib
@@ -52,6 +53,15 @@ class Start:
     """URLs of the nodes that serve its files, by node (as text)."""
     peer_key: str = field(default="", repr=False)
     """Bearer key of these servers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Last:
+    """Answer to the request for ``step + 1``: ``step`` was the last one, before the last of ``Start``. A request for the end follows."""
+
+    step: int
+    state: bytes
+    """State of the data for its checkpoint; empty = the checkpoint is made already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

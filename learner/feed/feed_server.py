@@ -20,7 +20,7 @@ from learner.data.batch import Frame
 from learner.errors import FeedError, RankFailed, RankSilent
 from learner.feed.feed_gate import Gate
 from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import Start, pack, unpack_from_rank
+from learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class _Rank:
     waits: int | None = None
     """The step that the rank waits for; None = it is working."""
     since_s: float = field(default_factory=time.monotonic)
+    has_last: bool = False
+    """True once the rank has received the number of the last step."""
     gone: bool = False
     """True once the rank has received the end of the run, or has signed off."""
 
@@ -89,13 +91,15 @@ class FeedServer:
         self._ranks: dict[bytes, _Rank] = {}
         self._ready: dict[int, Sequence[Frames]] = {}
         self._start: Start | None = None
+        self._last: Last | None = None
         self._end_after: int | None = None
 
     async def close(self) -> None:
         """Send queued messages (for at most a second) and release the port."""
         self._gate.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # blocks while messages are being sent
+        # Blocks while messages are being sent. Shielded, because a thread that is cancelled before it begins would leave the context open.
+        await asyncio.shield(asyncio.to_thread(self._context.term))
 
     async def run(self) -> None:
         """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed when one fails."""
@@ -141,6 +145,11 @@ class FeedServer:
     async def offer(self, step: int, batches: Sequence[Frames]) -> None:
         """Make the frames of a step, by data-parallel rank, available to the ranks."""
         self._ready[step] = batches
+        await self._serve()
+
+    async def last(self, last: Last) -> None:
+        """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or will be offered."""
+        self._last = last
         await self._serve()
 
     async def end_after(self, step: int) -> None:
@@ -242,6 +251,9 @@ class FeedServer:
                 frames = self._ready[rank.waits][rank.dp_rank]
                 rank.waits = None
                 await self._send(identity, *frames)
+            elif rank.waits is not None and self._last is not None and not rank.has_last and rank.waits > self._last.step:
+                rank.waits, rank.has_last, rank.asked = None, True, self._last.step  # it makes the same request once more, for the end
+                await self._send(identity, pack("last", **asdict(self._last)))
             elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
                 rank.waits, rank.gone = None, True
                 await self._send(identity, pack("end"))

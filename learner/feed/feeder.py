@@ -1,7 +1,7 @@
 """The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bus import exit_codes
@@ -10,6 +10,7 @@ from bus.streams.bus import connect
 from bus.system.coroutines import first_error
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
+from learner.data.curriculum import CurriculumRules
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.feed.evaluations import EvalPlan
@@ -33,7 +34,7 @@ class ModelFacts:
     """As ``DataRules.model``."""
 
 
-_OF_THE_LEARNER = ("steps", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
 """Settings of the learner that the data depends on."""
 
 
@@ -48,6 +49,7 @@ async def run_feeder(
     push_every: int,
     draining: asyncio.Event,
     evaluation: EvalPlan | None = None,
+    curriculum: CurriculumRules | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
@@ -69,6 +71,8 @@ async def run_feeder(
         **asdict(staleness),
     )
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
+    if curriculum is not None:
+        feeder_rules = replace(feeder_rules, curriculum=curriculum)
     server = FeedServer(
         places.listen,
         keys=places.keys,

@@ -29,13 +29,16 @@ from bus.system.coroutines import first_of
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner.data.batch import build_batches, encode
+from learner.data.curriculum import Curriculum
 from learner.data.datasource import Waits
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
 from learner.feed.beginning import evaluations_of, initial_weights, own_epoch, peers_of
+from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
+from learner.feed.early_end import EarlyEnd
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
@@ -128,6 +131,8 @@ class Feeder:
             self._row.copies = Copies(self._bus, self._rules.root, num_nodes=self._rules.num_nodes, copies=self._rules.copies)
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._row.copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
+        self._curriculum = Curriculum(self._rules.curriculum)
+        self._curriculum.load(resumed.curriculum)
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
@@ -136,8 +141,13 @@ class Feeder:
             self._source.published(head.version, head.step)
         self._lost = LostTasks(self._bus, self._source, self._decide.wake)
         self._senders = Senders(await refused_before(self._bus))
-        self._outcomes = self._make_outcomes(resumed)
         self._evaluations = await evaluations_of(resumed, self._bus, self._eval_plan, epoch=self._epoch, store=self._store_task)
+        self._best = BestCheckpoint(self._bus, self._rules.root, self._evaluations, epoch=self._epoch, head=self._source.head)
+        self._evaluations.on_scores = self._best.note
+        self._outcomes = self._make_outcomes(resumed)
+        self._early_end = EarlyEnd(self._bus, self._source, self._evaluations, self._data_rules, epoch=self._epoch)
+        await self._early_end.begin()
+        await self._best.begin()
         self._connect()
         version, step = self._source.head or (-1, -1)
         await self._server.start(
@@ -170,6 +180,7 @@ class Feeder:
         self._row.parts = Parts(
             source=self._source,
             prompts=self._prompts,
+            curriculum=self._curriculum,
             senders=self._senders,
             intake=self._intake,
             evaluations=self._evaluations,
@@ -183,7 +194,7 @@ class Feeder:
             resumed,
             epoch=self._epoch,
             steps=self._data_rules.steps,
-            kept=KeptCheckpoints(self._rules.root, self._rules.keep_checkpoints, self._row.copies),
+            kept=KeptCheckpoints(self._rules.root, self._rules.keep_checkpoints, self._row.copies, self._best),
             on_published=self._published,
         )
 
@@ -192,9 +203,10 @@ class Feeder:
         _, drained = await first_of(self._outcomes.finished.wait(), self._drained(draining))
         if drained.cancelled():  # the run has finished: ``first_of`` cancels the other wait
             self._row.phase, self._row.text = "ending", "the ranks to leave"
-            if not await self._server.end_run(self._data_rules.steps, within_s=END_S):
+            if not await self._server.end_run(self._outcomes.steps, within_s=END_S):
                 log.warning("not every rank requested the end of the run within %.0f s", END_S)
             self._row.text = "the last evaluation"
+            await self._server.outcomes.join()  # the last version may have been reported after the last checkpoint
             await first_of(self._evaluations.over(), draining.wait())
 
     async def _drained(self, draining: asyncio.Event) -> None:
@@ -214,11 +226,15 @@ class Feeder:
         while True:
             # Before the task is chosen: a pause after it would issue a task at a version that may have changed meanwhile.
             await asyncio.sleep(self._senders.pause_s)
-            wanted = self._source.wanted()
+            wanted = None if self._early_end.ended else self._source.wanted()
             if wanted is None:
                 await self._admit.wait(LOOK_AGAIN_S)
                 continue
-            await self._store_task(task_of(wanted, self._prompts, self._rules, self._data_rules, epoch=self._epoch))
+            task = task_of(wanted, self._prompts, self._rules, self._data_rules, self._curriculum, epoch=self._epoch)
+            if task is None:
+                self._source.passed(self._data_rules.num_epochs)
+            else:
+                await self._store_task(task)
             self._decide.wake()
 
     async def _store_task(self, task: Task) -> Task:
@@ -272,6 +288,9 @@ class Feeder:
 
     async def _feed(self) -> None:
         while self._source.step < self._data_rules.steps:
+            if self._replayed.is_set() and (reason := self._early_end.reason()):
+                await self._early_end.end(reason, self._server, self._outcomes)
+                break
             record, seq = self._next_record()
             if record is None:
                 await self._decide.wait(BEAT_S)  # at most a second: a deadline of the DataSource may have passed
@@ -281,7 +300,7 @@ class Feeder:
                 # In the log before it is applied: a kill in between is repeated from the log, and nothing is trained that is not in it.
                 seq = await self._bus.plans.append(record)
             await self._take(record, seq, recorded=recorded)
-        self._row.text = f"rank 0 to finish step {self._data_rules.steps}"
+        self._row.text = f"rank 0 to finish step {self._source.step}"
 
     def _next_record(self) -> tuple[Plan | Settle | Requeue | None, int | None]:
         """Return the next record, and its sequence if it is in the log already; (None, None) while there is none."""
@@ -314,6 +333,8 @@ class Feeder:
             return
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
+        for task, scores in self._source.scored(record):
+            self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
         self._intake.keep_only(self._source.buffered())
@@ -324,7 +345,9 @@ class Feeder:
             if left_out := self._source.accounting().given_up - given_up:
                 log.warning("prompts given up count=%d issued_again=%d", left_out, self._data_rules.max_reissues)
             return
-        state = await self._snapshot() if self._wants_checkpoint(record.step, recorded) else b""
+        wants = self._wants_checkpoint(record.step, recorded)
+        snapshot = await self._snapshot() if wants or self._early_end.possible else b""
+        state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
         build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
         batches = await asyncio.to_thread(build)
@@ -336,11 +359,15 @@ class Feeder:
 
     async def _snapshot(self) -> bytes:
         async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state
-            return self._source.snapshot(self._evaluations.dump())
+            more = {"curriculum": self._curriculum.dump()} if self._rules.curriculum.active else {}
+            return self._source.snapshot(self._evaluations.dump(), **more)
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._rules.checkpoint_every
         if step == self._data_rules.steps or (every and step % every == 0):
+            return True
+        push_every = self._data_rules.push_every
+        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=push_every):
             return True
         early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
         return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)

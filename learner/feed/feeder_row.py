@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from bus.liveness.heartbeats import HeartbeatPublisher
+from learner.data.curriculum import Curriculum
 from learner.data.datasource import DataSource
 from learner.data.prompts import PromptFile
 from learner.data.senders import Senders
@@ -27,6 +28,7 @@ class Parts:
 
     source: DataSource
     prompts: PromptFile
+    curriculum: Curriculum
     senders: Senders
     intake: Intake
     evaluations: Evaluations
@@ -77,6 +79,7 @@ class FeederRow:
             "tasks_dead": accounting.settled.get("dead", 0),
             "failed": accounting.dropped.get("failed", 0),
             "prompts_too_long": parts.prompts.num_too_long,
+            "prompts_left_out": len(parts.curriculum),
             "behind": parts.intake.behind,
         }
         load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}

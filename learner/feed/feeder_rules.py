@@ -1,9 +1,10 @@
 """Settings of the feeder's process, beyond the rules of the DataSource."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.wire.messages import Sampling
+from learner.data.curriculum import CurriculumRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,5 +31,7 @@ class FeederRules:
     """Tokens that end a response; empty = not known."""
     from_checkpoint: Path | None = None
     """Checkpoint with the initial weights of the run; None = those of the model directory."""
+    curriculum: CurriculumRules = field(default_factory=CurriculumRules)
+    """Prompts that are left out for their pass rate."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""

@@ -3,16 +3,23 @@
 from dataclasses import replace
 
 from bus.wire.messages import Task
-from learner.data.prompts import PromptFile, sampler_seed
+from learner.data.curriculum import Curriculum
+from learner.data.prompts import Drawn, PromptFile, sampler_seed
 from learner.data.rules import DataRules
 from learner.data.task_admission import TaskDemand
 from learner.feed.feeder_rules import FeederRules
 
 
-def task_of(wanted: TaskDemand, prompts: PromptFile, rules: FeederRules, data_rules: DataRules, *, epoch: int) -> Task:
-    """Return the task, without an id. Raises PromptError."""
-    find = prompts.after if wanted.reissue_of is None else prompts.at
-    drawn = find(wanted.prompt_epoch, wanted.offset)
+def task_of(
+    wanted: TaskDemand, prompts: PromptFile, rules: FeederRules, data_rules: DataRules, curriculum: Curriculum, *, epoch: int
+) -> Task | None:
+    """Return the task, without an id; None for a new prompt when all passes of the run are issued. Raises PromptError."""
+    if wanted.reissue_of is None:
+        drawn = next_prompt(prompts, wanted.prompt_epoch, wanted.offset, curriculum, num_epochs=data_rules.num_epochs)
+    else:
+        drawn = prompts.at(wanted.prompt_epoch, wanted.offset)
+    if drawn is None:
+        return None
     seed = sampler_seed(data_rules.seed, drawn.epoch, drawn.offset, wanted.reissues)
     return Task(
         run=rules.run,
@@ -22,7 +29,7 @@ def task_of(wanted: TaskDemand, prompts: PromptFile, rules: FeederRules, data_ru
         label=drawn.row.label,
         metadata=drawn.row.metadata,
         group_size=rules.group_size,
-        sampling=replace(rules.sampling, seed=seed),
+        sampling=replace(drawn.row.sampling.of(rules.sampling), seed=seed),
         prompt_epoch=drawn.epoch,
         offset=drawn.offset,
         reissue_of=wanted.reissue_of,
@@ -30,3 +37,22 @@ def task_of(wanted: TaskDemand, prompts: PromptFile, rules: FeederRules, data_ru
         min_version=wanted.min_version,
         issue_step=wanted.issue_step,
     )
+
+
+def next_prompt(prompts: PromptFile, epoch: int, offset: int, curriculum: Curriculum, *, num_epochs: int = 0) -> Drawn | None:
+    """Return the first prompt at or after a position that is not too long and not left out; None if its pass is not of the run.
+
+    Raises PromptError when all prompts are too long. It ends, because no prompt is left out for ever.
+    """
+    while True:
+        if offset >= len(prompts):
+            epoch, offset = epoch + 1, 0
+        if 0 < num_epochs <= epoch:
+            return None
+        if curriculum.skips(int(prompts.order(epoch)[offset]), epoch):  # before it is tokenized
+            offset += 1
+            continue
+        drawn = prompts.after(epoch, offset)
+        if (drawn.epoch, drawn.offset) == (epoch, offset):
+            return drawn
+        epoch, offset = drawn.epoch, drawn.offset  # those before are too long

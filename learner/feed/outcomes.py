@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from learner.checkpoints.disk import Checkpoint
 from learner.data.batch import StepBatch
 from learner.data.datasource import read_state
 from learner.errors import FeedError
+from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies, manifest_digest
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
@@ -40,6 +41,8 @@ class KeptCheckpoints:
     number: int
     copies: Copies | None = None
     """As of ``resume``."""
+    best: BestCheckpoint | None = None
+    """Checkpoints that are kept for their score; None = none are."""
 
 
 class Outcomes:
@@ -58,10 +61,12 @@ class Outcomes:
     ) -> None:
         """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
         step = resumed.source.step
-        self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, kept.root
+        self._bus, self._server, self._epoch, self._root = bus, server, epoch, kept.root
+        self.steps = steps
+        """Last step of the run."""
         self._keep, self._earlier, self._on_published = kept.number, resumed.done, on_published
         self._done = step
-        self._copies = kept.copies
+        self._copies, self._best = kept.copies, kept.best
         self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
         """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
@@ -70,8 +75,7 @@ class Outcomes:
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
         self.finished = asyncio.Event()
-        if step >= steps:
-            self.finished.set()
+        self._note_finished()
 
     def planned(self, plan: Plan, facts: dict[str, float]) -> None:
         """Register the plan of a batch; call it before the batch is offered."""
@@ -146,14 +150,26 @@ class Outcomes:
 
     async def _make_latest(self, one: Checkpoint, state: JsonMapping, row: Value) -> None:
         """Write the row of the latest checkpoint, then trim. Raises Fenced."""
+        spared = [] if self._best is None else await self._best.spared()
+        row = row | {"kept": spared} if spared else row
         await self._bus.retry(lambda: self._commit(row))
         log.info("checkpoint committed step=%d path=%s", one.step, one.path)
         self.checkpoint_step = one.step
         try:
-            await self._trim(one, state)
+            await self._trim(one, state, spared)
+            if self._best is not None:
+                await self._best.note()
         except BusUnavailable as error:
             log.warning("streams not trimmed, the next checkpoint will error=%s", error)
-        if one.step == self._steps:
+        self._note_finished()
+
+    def ends_after(self, step: int) -> None:
+        """Finish with the checkpoint of an earlier step than the last of the settings."""
+        self.steps = step
+        self._note_finished()
+
+    def _note_finished(self) -> None:
+        if self.checkpoint_step >= self.steps:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
@@ -171,10 +187,10 @@ class Outcomes:
         """Raises Fenced."""
         _refuse_newer(await current_epoch(self._bus), self._epoch)
 
-    async def _trim(self, latest: Checkpoint, state: JsonMapping) -> None:
+    async def _trim(self, latest: Checkpoint, state: JsonMapping, spared: Collection[str]) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
-        kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest)
+        kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest, spared=spared)
         oldest = read_state(await asyncio.to_thread(disk.read_state, kept[-1].path))
         history = self._bus.config.history_samples
         if self.fullness >= GIVE_UP_HISTORY_FULL:

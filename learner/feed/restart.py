@@ -39,6 +39,8 @@ class Resumed:
     """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
     evaluation: JsonObject | None = None
     """State of the evaluation in the checkpoint; None = there is none."""
+    curriculum: Sequence[Sequence[int]] = ()
+    """State of the curriculum in the checkpoint."""
     eval_tasks: list[Task] = field(default_factory=list)
     """Evaluation tasks that were not settled at the checkpoint, or were issued after it."""
 
@@ -51,14 +53,14 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: 
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     checkpoint = None if row is None else await _loaded(root, row[0], copies)
-    evaluation: JsonObject | None = None
+    state: JsonObject = {}
     if checkpoint is None:
         # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
         data = await asyncio.to_thread(disk.read_state, checkpoint)
-        source, evaluation = DataSource.restore(rules, data, epoch=epoch), read_state(data).get("evaluation")
+        source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
     versions, eval_tasks = await _register_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
@@ -74,7 +76,8 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: 
         recorded_until=max(steps, default=source.step),
         done=done,
         versions=versions,
-        evaluation=evaluation,
+        evaluation=state.get("evaluation"),
+        curriculum=state.get("curriculum", ()),
         eval_tasks=eval_tasks,
     )
 

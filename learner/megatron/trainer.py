@@ -25,7 +25,7 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
-from learner.algorithms.objective import Coupled, Objective, Tokens, Turns, sequence_weight_sums
+from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens, Turns, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
@@ -63,6 +63,7 @@ class _Step:
     sampled_N: Tensor
     trainable_N: Tensor
     turns: Turns
+    parts: RewardParts
     minibatches_N: Tensor
     constant: float
     max_new_tokens: int
@@ -163,7 +164,7 @@ class Trainer:
         """
         self._policy.memory.want("log-probs")
         with megatron_device():
-            return self._forward_only(self._rows(batch), batch.temperature)
+            return [log_probs_T for log_probs_T, _ in self._forward_only(self._rows(batch), batch.temperature)]
 
     # ---- parts of a step
 
@@ -179,6 +180,9 @@ class Trainer:
                 samples_C=_tensor(batch.turn_samples_C).long(),
                 rewards_C=_tensor(batch.turn_rewards_C).double(),
                 trainable_C=_tensor(batch.turn_tokens_C).long(),
+            ),
+            parts=RewardParts(
+                names=batch.part_names, values_NK=_tensor(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
             ),
             minibatches_N=_tensor(batch.minibatches_N),
             constant=self._algorithm.loss_constant or float(batch.max_new_tokens),
@@ -221,26 +225,33 @@ class Trainer:
                 if self._proximal is not None:
                     others.take(self._proximal)
                 old = self._forward_only(rows, temperature)
-                rows = [replace(row, seen=replace(row.seen, old_T=old_T)) for row, old_T in zip(rows, old, strict=True)]
+                rows = [
+                    replace(row, seen=replace(row.seen, old_T=a_T, old_entropy_T=b_T)) for row, (a_T, b_T) in zip(rows, old, strict=True)
+                ]
             if self._reference is not None:
                 others.take(self._reference)
                 reference = self._forward_only(rows, temperature)
-                rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, each_T in zip(rows, reference, strict=True)]
+                rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, (each_T, _) in zip(rows, reference, strict=True)]
         return rows
 
     def _with_advantages(self, rows: list[_Row], step: _Step) -> list[_Row]:
         algorithm, objective = self._algorithm, self._objective
-        kl_N = self._divergences(rows, len(step.rewards_N)) if algorithm.kl.reward_coef else None
+        by_sample = algorithm.kl.reward_coef and not objective.by_token
+        kl_N = self._divergences(rows, len(step.rewards_N)) if by_sample else None
         rewards_N = objective.shaped_rewards(
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
         if self._turn_gamma is None:
-            advantages = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
+            advantages = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N, parts=step.parts)
         else:
             advantages = objective.turn_advantages(rewards_N, step.groups_N, step.turns, gamma=self._turn_gamma)
         advantages = advantages.float().to(self._policy.parallel.device)
         places = (row.seen.sample_T if self._turn_gamma is None else row.turn_T for row in rows)
-        return [replace(row, seen=self._advised(row.seen, advantages, place_T)) for row, place_T in zip(rows, places, strict=True)]
+        rows = [replace(row, seen=self._advised(row.seen, advantages, place_T)) for row, place_T in zip(rows, places, strict=True)]
+        if not objective.by_token:
+            return rows
+        seen = objective.with_divergences([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
+        return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
 
     def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
         """Return the inputs with the advantage of each token: ``place_T`` is its index in ``advantages``, -1 = none."""
@@ -328,15 +339,15 @@ class Trainer:
 
     # ---- through the model
 
-    def _forward_only(self, rows: list[_Row], temperature: float) -> list[Tensor]:
-        """Return the log-probs of each row's targets without gradient."""
+    def _forward_only(self, rows: list[_Row], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """Return (log-probs of the targets, entropies) of each row, without gradient."""
 
         def collect(row: _Row, hidden_TH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            """Return a loss that is not used, and the log-probs."""
-            log_probs_T, _ = self._log_probs(row, hidden_TH, temperature)
-            return log_probs_T.sum(), {"log_probs_T": log_probs_T}
+            """Return a loss that is not used, and both."""
+            log_probs_T, entropy_T = self._log_probs(row, hidden_TH, temperature)
+            return log_probs_T.sum(), {"log_probs_T": log_probs_T, "entropy_T": entropy_T}
 
-        return [part["log_probs_T"] for part in self._run(rows, collect, forward_only=True)]
+        return [(part["log_probs_T"], part["entropy_T"]) for part in self._run(rows, collect, forward_only=True)]
 
     def _run(self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False) -> list[Any]:
         """Run every row through the model, forward and (unless ``forward_only``) backward.

@@ -60,6 +60,8 @@ class Pushes:
         self._report: PushReport | None = None
         self.step = -1
         """Step of the current weights. The code that changes the weights sets it."""
+        self.published_step = -1
+        """Step of the weights that this start has last published, or begun to publish."""
         self._waited_s = 0.0
 
     @contextmanager
@@ -103,13 +105,16 @@ class Pushes:
                 self.publish()
         elif start.initial is not None:  # not publish_initial: engines load version 0 from the model directory, which has other weights
             self.publish()
-        elif self._publisher is not None:
-            row = self._publisher.publish_initial(self._places.model_dir)
-            self._feed.published(row.version, row.step)
+        else:
+            self.published_step = start.step
+            if self._publisher is not None:
+                row = self._publisher.publish_initial(self._places.model_dir)
+                self._feed.published(row.version, row.step)
 
     def publish(self) -> None:
         """Make the current weights the next version, after the previous push has ended. Raises as ``open``."""
         self.collect(wait=True)
+        self.published_step = self.step
         if not self._takes_part:
             return
         if self._publisher is None:

@@ -31,7 +31,7 @@ from learner.data.batch import StepBatch
 from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_liveness import Heartbeats
-from learner.feed.feed_messages import End, Start
+from learner.feed.feed_messages import End, Last, Start
 from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
 from learner.megatron import parallel, state
@@ -235,8 +235,9 @@ class Rank:
             with self.pushes.open(start):
                 try:
                     self._turns.give()
-                    if self._take_steps(start):
-                        self._end(start)
+                    last = self._take_steps(start)
+                    if last is not None:
+                        self._end(last)
                     else:
                         self.checkpoints.collect(wait=True)
                 finally:
@@ -254,16 +255,26 @@ class Rank:
             self._proximal.refresh()
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
-    def _take_steps(self, start: Start) -> bool:
-        """Take all steps. Returns False when drained before the last one."""
+    def _take_steps(self, start: Start) -> int | None:
+        """Take all steps. Returns the last one; None when drained before it."""
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
             if batch is None:
                 log.info("drained rank=%d after step=%d", self._here.rank, step - 1)
-                return False
+                return None
             with self._turns.mine():
+                if isinstance(batch, Last):
+                    self._make_last(batch, start)
+                    return batch.step
                 self._step(batch, start)
-        return True
+        return start.steps
+
+    def _make_last(self, last: Last, start: Start) -> None:
+        """Publish and checkpoint the weights of a step that was not known to be the last, unless that is done."""
+        if self.pushes.published_step != last.step:
+            self.pushes.publish()
+        if last.state:
+            self.checkpoints.begin(last.step, start.epoch, last.state, numbers={"kl_scale": self._trainer.kl_scale})
 
     def _step(self, batch: StepBatch, start: Start) -> None:
         trained = self._trainer.train(batch)
@@ -306,7 +317,7 @@ class Rank:
         levels = [alarm.level for alarm in alarms]
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
-    def _end(self, start: Start) -> None:
+    def _end(self, last: int) -> None:
         """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
         self.pushes.collect(wait=True)
         with self._turns.mine():
@@ -315,12 +326,12 @@ class Rank:
         if self._here.rank == 0:
             log.info("trained model=%s", self._places.final_dir)
         with self._waiting():
-            answer = self._feed.next(start.steps + 1)
-        assert isinstance(answer, End), f"the feeder has a step after the last, {start.steps}"
+            answer = self._feed.next(last + 1)
+        assert isinstance(answer, End), f"the feeder has a step after the last, {last}"
 
-    def _next(self, step: int) -> StepBatch | None:
+    def _next(self, step: int) -> StepBatch | Last | None:
         """Return the batch of ``step``; None on all ranks when any rank has received SIGTERM."""
-        batch: StepBatch | End | None = None
+        batch: StepBatch | Last | End | None = None
         self.collect()
         if not self._terminated:
             try:

@@ -27,6 +27,7 @@ NAMES = {
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
     "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",
+    "evaluation": "evaluation beside training, against training without it (about 2 minutes)",
     "loop": "the whole loop, against its slower half",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }

@@ -28,3 +28,22 @@ def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat
     assert tokenize is not None and not report.errors
     for prompt in PROMPTS:
         assert list(tokenize(prompt)) == list(theirs(prompt)), prompt
+
+
+def test_tools_are_rendered_as_by_the_learner_with_text_and_with_messages(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", FAMILIES[0], tied=False)
+    (model / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {model}}}\n")
+    config, report = load(file).config, Report()
+    found = check_model(report, config, made=False)
+    assert found is not None
+    tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model))
+    assert tokenize is not None and not report.errors
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"b": "<é>", "a": 1}}}]
+    for prompt in PROMPTS:
+        ids = list(theirs(prompt, tools=tools))
+        assert ids == list(tokenize(prompt, tools=tools)), prompt
+        assert len(ids) > len(theirs(prompt)) + 10, "the tools are there"

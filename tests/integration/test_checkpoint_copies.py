@@ -169,13 +169,24 @@ async def test_a_node_removes_what_the_run_does_not_keep(open_bus: BusOpener, ro
         assert [one.step for one in disk.listed(roots[1])] == [4, 3], "those of the other node are not copied again"
 
 
+async def test_a_node_keeps_what_the_run_keeps_for_its_score(open_bus: BusOpener, roots: list[Path]) -> None:
+    async with open_bus() as bus, keepers(bus, roots) as both:
+        for step in (1, 2, 3, 4):
+            write(roots, step)
+        await bus.rows("run").put("checkpoint", ROW | {"epoch": 1, "kept": ["step-1-epoch-1"]})
+        await both[1].look()
+        assert [one.step for one in disk.listed(roots[1])] == [4, 3, 1]
+
+
 def test_kept_are_those_that_pruning_keeps(tmp_path: Path) -> None:
     names = [f"step-{step}-epoch-{epoch}" for step in range(1, 7) for epoch in (1, 2)]
     for name in names:
         (tmp_path / name).mkdir()
     latest = disk.named(tmp_path / "step-4-epoch-2")
-    wanted = kept_names([*names, "strange", "../step-1-epoch-1/x"], latest, keep=3)
-    disk.prune(tmp_path, keep=3, latest=latest)
+    spared = ["step-1-epoch-2", "step-4-epoch-2", "step-6-epoch-1"]
+    wanted = kept_names([*names, "strange", "../step-1-epoch-1/x"], latest, keep=3, spared=spared)
+    disk.prune(tmp_path, keep=3, latest=latest, spared=spared)
+    assert "step-1-epoch-2" in wanted
     assert wanted == [one.path.name for one in disk.listed(tmp_path)]
 
 

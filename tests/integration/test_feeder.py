@@ -73,11 +73,14 @@ async def finish(world: World) -> None:
         await feeding
 
 
-async def check_history(world: World) -> list[Plan]:
-    """Assert that every step is planned once and done, no sample is in two plans, and a batch is the same each time it is served."""
+async def check_history(world: World, *, steps: int = 0) -> list[Plan]:
+    """Assert that every step is planned once and done, no sample is in two plans, and a batch is the same each time it is served.
+
+    ``steps``: those of a run that has ended early.
+    """
     records = await world.records()
     plans = [record for record in records if isinstance(record, Plan)]
-    assert [plan.step for plan in plans] == list(range(1, world.learner.steps + 1))
+    assert [plan.step for plan in plans] == list(range(1, (steps or world.learner.steps) + 1))
     assert {record.step for record in records if isinstance(record, Done)} == {plan.step for plan in plans}
     seqs = [int(seq) for record in records if isinstance(record, Plan | Settle) for seq in record.seqs]
     assert len(seqs) == len(set(seqs))

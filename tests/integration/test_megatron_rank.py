@@ -241,6 +241,22 @@ async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_take
         assert head is not None and head.step == 10
 
 
+async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_exported(open_learner: OpenLearner, tmp_path: Path) -> None:
+    """Step 3 of one pass over seven prompts is no multiple of ``push_every`` and of ``checkpoint_every``."""
+    async with open_learner(
+        data_parallel=2, num_epochs=1, groups_per_step=3, steps=100, checkpoint_every=2, weights={"push_every": 2}
+    ) as learner:
+        await learner.finish()
+        assert sorted(await learner.digests()) == [1, 2, 3]
+        head = await VersionRegistry(learner.world.bus).head()
+        assert head is not None and head.step == 3
+        assert [one.step for one in listed(learner.world.root)] == [3, 2]
+        await learner.finish()  # it is over: nothing is trained again
+        assert {step: len(digests) for step, digests in (await learner.digests()).items()} == {1: 1, 2: 1, 3: 1}
+    final, checkpointed = load_file(tmp_path / "final" / "model.safetensors"), listed(tmp_path / "checkpoints")[0]
+    assert final and checkpointed.step == 3
+
+
 async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
     """SIGTERM to both ranks: they leave together, with code 0, before the next step."""
     async with open_learner(data_parallel=2, steps=200, checkpoint_every=50) as learner:

@@ -116,7 +116,8 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
         return member.reward - (math.fsum(other.length * other.reward for other in group) / tokens if tokens else mean)
     if kind == "maxrl":
         return (member.reward - mean) / mean if mean > 1e-6 * statistics.stdev(rewards) else 0.0
-    divisor = {"grpo": statistics.stdev(rewards) + 1e-6, "batch_std": scale + 1e-6}.get(kind, 1.0)
+    deviation = statistics.stdev(rewards) + 1e-6
+    divisor = {"grpo": deviation, "gdpo": deviation, "batch_std": scale + 1e-6}.get(kind, 1.0)
     return (member.reward - mean) / divisor
 
 
@@ -350,7 +351,7 @@ def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_see
 
 def test_the_table_is_what_the_config_offers() -> None:
     assert set(ADVANTAGES) == set(config.ADVANTAGES)
-    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {"reinforce_pp", "reinforce_pp_baseline"}
+    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {"reinforce_pp", "reinforce_pp_baseline", "gdpo"}
 
 
 # ---- whitening
@@ -464,6 +465,14 @@ def test_gdpo_normalises_every_reward_by_itself(rows: list[tuple[int, int, int]]
             if len(set(values)) > 1:
                 wanted += weights[part] * (own[part] - statistics.fmean(values)) / statistics.stdev(values)
         assert got[place] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_gdpo_leaves_members_out_of_parts_that_they_lack() -> None:
+    """The first part is of three members only: their statistics are of the three, and it adds nothing to the fourth."""
+    nan = math.nan
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [nan, 3.0], [nan, 7.0]], dtype=torch.float64)
+    got = gdpo(rewards, torch.tensor([0, 0, 0, 0, 1]), torch.tensor([2.0, 0.5])).tolist()
+    assert got == pytest.approx([-0.25 * 3**0.5, -2 - 0.25 * 3**0.5, 2 + 0.25 * 3**0.5, 0.25 * 3**0.5, 0.0], abs=1e-5)
 
 
 def test_gdpo_tells_samples_with_equal_sums_apart() -> None:

@@ -1,5 +1,6 @@
 """Presets expand to their documented parts, every part can be changed, and contradictions are refused with the reason."""
 
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from learner.algorithms.objective import Objective
 from learner.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
+
+PARTS = """actor.reward="" actor.reward_parts={"right":{"reward":"exact"},"form":{"reward":"format","weight":0.2}}"""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -33,6 +36,12 @@ def test_the_expansion_is_printed_with_where_it_came_from() -> None:
     assert shown["weight_low: 0.5"] == "preset icepop"
     assert shown["weight_high: 4.0"] == "--set"
     assert shown["entropy_coef: 0.0"] == "default"
+
+
+def test_parts_of_the_reward_have_weights() -> None:
+    for weights in ("", ' learner.algorithm.gdpo_weights={"right":1,"form.open":0.5}'):
+        config = load(DIGITS, f"{PARTS} learner.algorithm.advantage=gdpo{weights}".split()).config
+        assert config.learner.algorithm.gdpo_weights == ({"right": 1, "form.open": 0.5} if weights else {})
 
 
 def test_a_list_of_rules_is_a_setting() -> None:
@@ -107,6 +116,33 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"veto": 1.5}, "veto: want < 1"),
         ({"veto": 1.0}, "veto: want < 1"),
         ({"entropy_coef": -0.1}, "entropy_coef: want >= 0"),
+        ({"kl": KLConfig(reward_coef=0.1, reward_by="token")}, "kl.reward_by: token needs an advantage in units of the reward"),
+        (
+            {"loss": "gspo"},
+            "clip_low, clip_high: want both set with loss: gspo on correction: decoupled, whose range 0.2, 0.28 is of a token's ratio",
+        ),
+        ({"loss": "gspo", "clip_high": 4e-4}, "want both set with loss: gspo"),
+        ({"correction": "bypass", "loss": "dppo_kl"}, "not of a binary KL; or take correction: dppo_kl"),
+        ({"correction": "cispo", "loss": "ppo"}, "not of a token's ratio"),
+        ({"correction": "gspo", "anchor": "rollout", "weight": "none"}, "anchor: rollout: against mu, noise alone is larger"),
+        ({"kl": KLConfig(reference="/some/model")}, "kl.reference: nothing compares with it"),
+        ({"gdpo_weights": {"right": 1.0}}, "gdpo_weights: not used by advantage grpo"),
+        ({"advantage": "gdpo", "gdpo_weights": {"right": 0}}, "gdpo_weights.right: want a number other than 0"),
+        ({"advantage": "gdpo", "gdpo_weights": {"right": "high"}}, "gdpo_weights.right: want a number"),
+        ({"advantage": "gdpo", "gdpo_weights": {"right": math.nan}}, "gdpo_weights.right: want a number"),
+        ({"advantage": "gdpo", "overlong_buffer": 4}, "gdpo takes the parts of the reward"),
+        ({"advantage": "gdpo", "kl": KLConfig(reward_coef=0.1)}, "gdpo takes the parts of the reward"),
+        ({"top_entropy": 0.0}, "top_entropy: want > 0"),
+        ({"top_entropy": 1.5}, "top_entropy: want <= 1"),
+        ({"correction": "sft", "top_entropy": 0.2}, "top_entropy: sft trains every token"),
+        ({"correction": "a3po", "top_entropy": 0.2}, "saves the forward pass"),
+        ({"correction": "a3po", "loss": "clip_cov"}, "saves the forward pass"),
+        ({"correction": "kl_cov", "cov_share": 0.0}, "cov_share: want > 0"),
+        ({"cov_share": 0.1}, "cov_share: not used by loss ppo; want loss: clip_cov | kl_cov"),
+        ({"correction": "clip_cov", "clip_cov_low": 5.0}, "clip_cov_low: want < clip_cov_high"),
+        ({"correction": "kl_cov", "clip_cov_low": 2.0}, "clip_cov_low: not used by loss kl_cov"),
+        ({"correction": "clip_cov", "kl_cov_coef": 2.0}, "kl_cov_coef: not used by loss clip_cov"),
+        ({"correction": "clip_cov", "clip_low": 0.0}, "needs its trust region"),
         ({"correction": "sapo", "sapo_tau_positive": 0.0}, "sapo_tau_positive: want > 0"),
         ({"correction": "sapo", "sapo_tau_negative": -1.0}, "sapo_tau_negative: want > 0"),
         ({"sapo_tau_positive": 2.0}, "sapo_tau_positive: not used by loss ppo; want loss: sapo"),
@@ -127,7 +163,41 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ("learner.group_size=1", "learner.group_size: want >= 2"),
+        ("learner.group_size=1 learner.algorithm.advantage=opo", "learner.group_size: want >= 2"),
+        ("learner.group_size=1 learner.algorithm.advantage=reinforce staleness.filter_zero_variance=true", "every group would be dropped"),
+        ("learner.algorithm.veto=1.5", "learner.algorithm.veto: want < 1"),
+        ("learner.algorithm.correction=sapo learner.algorithm.sapo_tau_positive=0", "sapo_tau_positive: want > 0"),
+        ("learner.algorithm.overlong_buffer=100", "overlong_buffer: want <= sampling.max_new_tokens = 6"),
+        ("learner.algorithm.kl.reference=/no/such/dir", "kl.reference: nothing compares with it"),
+        ("learner.algorithm.distill_coef=1", "distill_coef: want learner.algorithm.kl.reference"),
+        ("learner.algorithm.loss=gspo", "clip_low, clip_high: want both set"),
+        ("learner.algorithm.correction=gspo learner.algorithm.anchor=rollout learner.algorithm.weight=none", "noise alone is larger"),
+        ("learner.algorithm.dppo_penalty=0.1", "dppo_penalty: not used by loss ppo"),
+        ("learner.algorithm.loss_constant=5", "loss_constant: not used by aggregation"),
+        ("learner.algorithm.sapo_tau_negative=2", "sapo_tau_negative: not used by loss ppo"),
+        ("learner.algorithm.correction=sft learner.algorithm.advantage=rloo", "advantage: sft has no advantages"),
+        ("learner.algorithm.correction=sft learner.algorithm.kl.reward_coef=0.1", "kl.reward_coef: sft uses no reward"),
+        ("learner.algorithm.advantage=gdpo", "advantage: gdpo wants several rewards"),
+        (
+            f"{PARTS} learner.algorithm.advantage=gdpo learner.algorithm.gdpo_weights.rigth=1",
+            "want names of actor.reward_parts (right, form), got rigth",
+        ),
+        ("learner.algorithm.entropy_coef=-0.1", "entropy_coef: want >= 0"),
+    ],
+)
+def test_a_run_that_would_train_on_nothing_is_refused_when_its_file_is_read(settings: str, reason: str) -> None:
+    """The misconfigurations that a review found accepted. Import paths, and a reference that is used: test_checks."""
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        load(DIGITS, settings.split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
         ({"estimator": "k9"}, "estimator: want k1"),
+        ({"reward_coef": 0.1, "reward_by": "word"}, r"reward_by: want sample \| token"),
+        ({"reward_by": "token"}, "reward_by: not used without reward_coef"),
         ({"coef": -1.0}, "want >= 0"),
         ({"target": 0.1}, "nothing to adapt"),
         ({"coef": 0.1, "estimator": "k1", "corrected": False}, "no gradient"),
@@ -179,6 +249,11 @@ def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
     AlgorithmConfig(aggregation="constant", loss_constant=100.0)
     AlgorithmConfig(loss="package.module:mine", dppo_penalty=0.1, sapo_tau_negative=2.0)
     AlgorithmConfig(veto=0.999)
+    assert AlgorithmConfig(correction="decoupled", loss="gspo", clip_low=3e-4, clip_high=4e-4).clip_high == 4e-4
+    assert AlgorithmConfig(correction="gspo", anchor="rollout", weight="none", clip_low=0.1, clip_high=0.1).clip_low == 0.1
+    assert AlgorithmConfig(correction="gspo", loss="gspo_token").clip_high == 4e-4
+    assert AlgorithmConfig(correction="dppo_tv", loss="ipo").clip_low == 0.2
+    assert AlgorithmConfig(distill_coef=1.0, kl=KLConfig(reference="/some/model")).needs_reference
     assert AlgorithmConfig(correction="sft", kl=KLConfig(coef=0.1)).kl.coef == 0.1
 
 

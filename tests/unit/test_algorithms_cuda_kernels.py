@@ -67,6 +67,7 @@ def _tokens(*, with_old: bool, with_reference: bool) -> tuple[Tensor, Tensor, To
         advantages_T=torch.zeros(28),
         old_T=rollout_T + 0.5 * draw[2] if with_old else None,
         reference_T=rollout_T + 0.2 * draw[3] if with_reference else None,
+        old_entropy_T=draw[0].abs() if with_old else None,
     )
     return log_probs_T, draw[4].abs().requires_grad_(), seen
 
@@ -80,11 +81,13 @@ def test_no_algorithm_uses_one(name: str) -> None:
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     lengths_N, trainable_N = torch.full((4,), 6), torch.full((4,), 5)
     with RaisingOnCuda() as found:
-        kl_N = torch.rand(4, dtype=torch.float64) if config.kl.reward_coef else None
+        kl_N = torch.rand(4, dtype=torch.float64) if config.kl.reward_coef and not objective.by_token else None
         rewards_N = objective.shaped_rewards(rewards_N, lengths_N, max_tokens=8, kl_N=kl_N)
         advantages_N = objective.advantages(rewards_N, groups_N, lengths_N, trainable_N).float()
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
         seen = objective.advised(replace(seen, advantages_T=advantages_T), log_probs_T)
+        if objective.by_token:
+            (seen,) = objective.with_divergences([seen], kl_scale=1.0, summed=lambda values: values)
         coupled = objective.coupled([seen], summed=lambda values: values, gathered=lambda values_M: values_M)
         denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0, groups_N=groups_N)
         total, loss, _ = objective.total(log_probs_T, entropy_T, seen, denominators, coupled)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Objective, Tokens
+from learner.algorithms.objective import Objective, RewardParts, Tokens
 
 N, EACH = 4, 6
 
@@ -86,6 +86,45 @@ def test_distillation_follows_the_policy_as_it_is_now() -> None:
     wanted_T = tokens.advantages_T + torch.where(tokens.mask_T, 0.5 * (tokens.reference_T - log_probs_T.detach()), 0.0)
     torch.testing.assert_close(got_T, wanted_T, atol=1e-12, rtol=0)
     assert Objective(AlgorithmConfig()).advised(tokens, log_probs_T) is tokens
+
+
+def parts(**columns: list[float]) -> RewardParts:
+    names = tuple(sorted(columns))
+    return RewardParts(names=names, values_NK=torch.tensor([columns[name] for name in names], dtype=torch.float64).T)
+
+
+def weighed(given: RewardParts | None, **weights: float) -> list[float]:
+    """Return the advantages of two groups of two, not whitened; the scores are all equal."""
+    objective = Objective(AlgorithmConfig(advantage="gdpo", gdpo_weights=weights, whiten=False))
+    place = (torch.ones(4, dtype=torch.float64), torch.tensor([1, 1, 2, 2]), torch.full((4,), 9), torch.full((4,), 9))
+    return objective.advantages(*place, parts=given).tolist()
+
+
+def test_gdpo_weighs_the_parts_by_name() -> None:
+    """Half of the square root of 2 = a difference between two samples by its standard deviation."""
+    half, nan = 0.5**0.5, math.nan
+    given = parts(form=[0.0, 8.0, 1.0, 1.0], right=[1.0, 0.0, nan, nan], **{"right.speed": [5.0, 6.0, 7.0, 9.0]})
+    assert weighed(given) == pytest.approx([0.0, 0.0, 0.0, 0.0], abs=1e-5), "form and right, which contains right.speed"
+    assert weighed(given, form=3.0, right=1.0) == pytest.approx([-2 * half, 2 * half, 0.0, 0.0], abs=1e-5)
+    assert weighed(given, right=-1.0) == pytest.approx([-half, half, 0.0, 0.0], abs=1e-5)
+    assert weighed(given, form=1.0, **{"right.speed": 1.0}) == pytest.approx([-2 * half, 2 * half, -half, half], abs=1e-5)
+    assert weighed(given, form=1.0, later=1.0) == pytest.approx([-half, half, 0.0, 0.0], abs=1e-5), "no task of this step has it"
+
+
+def test_gdpo_of_parts_that_no_sample_has_ends_the_run() -> None:
+    for some in (None, parts(form=[0.0, 1.0, 0.0, 1.0])):
+        with pytest.raises(ValueError, match=r"gdpo_weights: want parts of the reward, got \['rigth'\]"):
+            weighed(some, rigth=1.0)
+
+
+def test_gdpo_is_whitened_and_of_one_part_it_is_grpo() -> None:
+    rewards_N, groups_N = torch.tensor([1.0, 0.0, 5.0, 2.0, 0.0], dtype=torch.float64), torch.tensor([1, 1, 2, 2, 2])
+    place = (groups_N, torch.full((5,), 9), torch.tensor([9, 1, 3, 3, 3]))
+    one_N = Objective(AlgorithmConfig(advantage="gdpo")).advantages(torch.zeros(5), *place, parts=parts(only=rewards_N.tolist()))
+    for some in (None, RewardParts(names=(), values_NK=torch.zeros(5, 0))):
+        alone_N = Objective(AlgorithmConfig(advantage="gdpo")).advantages(rewards_N, *place, parts=some)
+        torch.testing.assert_close(alone_N, one_N)
+    torch.testing.assert_close(one_N, Objective(AlgorithmConfig(whiten=True)).advantages(rewards_N, *place))
 
 
 def test_opo_weighs_by_trainable_tokens() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main as cli
+from tests.check_kit import write_model, write_prompts
 
 
 def test_all_bad_rows_are_named_up_to_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +27,25 @@ def test_a_configuration_names_its_files(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "a.jsonl: 1 prompts, 0 errors" in out
     assert "none.jsonl: want a file of prompts, got no such file" in out
+
+
+def test_rows_are_shown_as_the_model_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "model", chat_template=False)
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %} <eos>"
+    )
+    row = {"prompt": [{"role": "user", "content": "what is one"}], "label": "1", "tools": [{"name": "plus"}], "r": "sums"}
+    file = write_prompts(
+        tmp_path / "prompts.jsonl", row, row | {"tools": None}, {"prompt": "the answer", "label": "1", "tools": None, "r": None}
+    )
+    words = ["data", "check", str(file), "--preview", "3", "--set", "data.tools_key=tools", "--set", "data.reward_key=r"]
+    assert cli.main([*words, "--set", f"model.path={tmp_path}/model"]) == 0
+    one, two, three, _ = capsys.readouterr().out.splitlines()
+    assert one.endswith("metadata {'reward': 'sums', 'tools': [{'name': 'plus'}]} 5 tokens 'plus what is one <eos>'")
+    assert two.endswith("metadata {'reward': 'sums'} 4 tokens 'what is one <eos>'")
+    assert three.endswith("prompt 'the answer' label '1' 2 tokens 'the answer'")
+    assert cli.main(words) == 0
+    assert "tokens" not in capsys.readouterr().out, "no model, no tokens"
+    assert cli.main([*words, "--set", f"model.path={tmp_path}/none"]) == 0
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert cli.main([*words, "--set", f"model.path={tmp_path}/model"]) == 78

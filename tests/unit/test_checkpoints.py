@@ -132,6 +132,15 @@ def test_prune_keeps_the_newest_up_to_the_latest(tmp_path: Path) -> None:
     ]
 
 
+def test_prune_spares_what_is_kept_for_its_score(tmp_path: Path) -> None:
+    for step, epoch in ((2, 1), (4, 1), (5, 1), (9, 1), (6, 2), (7, 2)):
+        write(tmp_path, step, epoch)
+    spared = ["step-2-epoch-1", "step-9-epoch-1", "step-7-epoch-2"]
+    kept = disk.prune(tmp_path, keep=2, latest=disk.named(tmp_path / "step-7-epoch-2"), spared=spared)
+    assert [one.step for one in kept] == [7, 6], "the streams are trimmed to the oldest of these"
+    assert [one.step for one in disk.listed(tmp_path)] == [7, 6, 2], "step 9 was never committed"
+
+
 def test_a_strange_name_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step-20-epoch-1"):
         disk.named(tmp_path / "final")

@@ -69,6 +69,13 @@ def test_the_disk_has_room_for_checkpoints_and_samples(
     assert [text in one.text for one in found if one.topic == "disk"] == [True], report.findings
 
 
+def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))  # type: ignore[attr-defined]
+    held = f"eval.sets={{held: {{path: {tmp_path}/prompts.jsonl}}}}"
+    (error,) = [one.text for one in checked(tmp_path, "eval.every=5", held, "eval.best=held/mean").errors if one.topic == "disk"]
+    assert "for 5 checkpoints" in error
+
+
 def test_a_stream_that_exists_has_its_room(tmp_path: Path) -> None:
     (tmp_path / "run" / "bus").mkdir(parents=True)
     assert "disk" not in [error.topic for error in checked(tmp_path, f"bus.samples_max_bytes={10**18}").errors]
@@ -84,6 +91,17 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
         in warning.text
     )
     assert "these are skipped" in warning.text
+
+
+def test_the_steps_of_the_passes_are_shown(tmp_path: Path) -> None:
+    passes = ("learner.num_epochs=3", "learner.groups_per_step=8")
+    assert checked(tmp_path, *passes).on("data")[1:] == ["3 passes of 20 prompts: the run ends after at most 8 steps"]
+    weighted = "data.sources={a: {path: %s, weight: 0.5}}" % (tmp_path / "prompts.jsonl")
+    assert "passes of 10 prompts" in checked(tmp_path, *passes, "data.path=''", weighted).on("data")[1]
+    assert "after at most 4 steps" in checked(tmp_path, *passes, "data.path=''", weighted).on("data")[1]
+    assert "learner.steps ends the run before" in checked(tmp_path, *passes, "learner.steps=8").on("data")[1]
+    (warning,) = checked(tmp_path, *passes, "learner.optimizer.lr_decay=cosine").warnings
+    assert "want learner.steps: 8 with learner.optimizer.lr_decay: cosine" in warning.text
 
 
 @pytest.mark.parametrize(("length", "fits"), [(240, True), (241, False)])
@@ -129,12 +147,22 @@ def test_an_old_sglang_is_found_without_starting_it(tmp_path: Path, release: str
     assert supported or told in found[0]
 
 
+def clip_range(low: float, high: float) -> tuple[str, str]:
+    return f"learner.algorithm.clip_low={low}", f"learner.algorithm.clip_high={high}"
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (["learner.algorithm.loss=gspo"], ["learner.algorithm.clip_high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"]),
         (
-            ["learner.algorithm.correction=gspo", "learner.algorithm.anchor=rollout", "learner.algorithm.weight=none"],
+            ["learner.algorithm.loss=gspo", *clip_range(0.2, 0.28)],
+            ["learner.algorithm.clip_high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"],
+        ),
+        (
+            [
+                *("learner.algorithm.correction=gspo", "learner.algorithm.anchor=rollout", "learner.algorithm.weight=none"),
+                *clip_range(3e-4, 4e-4),
+            ],
             ["anchored at the proximal"],
         ),
         (["learner.algorithm.correction=gspo"], []),

@@ -620,3 +620,72 @@ def test_a_dead_task_without_a_prompt_position_cannot_be_requeued() -> None:
     pond.take_settle()
     pond.source.requeue(letter(first, root=-1))
     assert isinstance(pond.source.plan(pond.now), Waits)
+
+
+def test_the_last_step_of_the_passes_takes_the_prompts_that_are_left() -> None:
+    pond = Pond(num_epochs=1, groups_per_step=2)
+    tasks = pond.issue(1, 2, 3)
+    assert not pond.source.exhausted
+    pond.source.passed(1)
+    assert pond.source.wanted() is None
+    pond.complete(tasks[0])
+    assert pond.waits().missing == 1, "one more of three is needed for a full step"
+    pond.complete(tasks[1])
+    assert len(pond.take_plan().tasks) == 2
+    assert pond.waits().missing == 1
+    assert not pond.source.exhausted, "a task is open"
+    pond.complete(tasks[2])
+    assert len(pond.take_plan().tasks) == 1
+    assert pond.source.exhausted
+
+
+def test_prompts_that_are_issued_again_are_part_of_the_passes() -> None:
+    pond = Pond(num_epochs=1, groups_per_step=1)
+    one, two = pond.issue(1, 2)
+    pond.source.passed(1)
+    pond.source.dead(two.id)
+    pond.source.lost(one.id)
+    reasons = [pond.take_settle().reason, pond.take_settle().reason]
+    assert sorted(reasons) == ["dead", "lost"]
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert wanted.reissue_of == one.id
+    assert not pond.source.exhausted
+    (again,) = pond.issue(3, reissue_of=one.id, reissues=1, offset=0)
+    pond.complete(again)
+    pond.take_plan()
+    assert pond.source.exhausted
+    pond.source.requeue(Dead(task=two.id, reason="", attempts=1, actor="", prompt="", root=two.id, prompt_epoch=0, offset=1))
+    assert not pond.source.exhausted, "an operator wants the dead one after all"
+
+
+def test_more_passes_continue_a_run_that_was_exhausted() -> None:
+    pond = Pond(num_epochs=1, groups_per_step=1)
+    (one,) = pond.issue(1)
+    pond.complete(one)
+    pond.source.passed(1)
+    pond.take_plan()
+    assert pond.source.exhausted
+    more = DataSource.restore(rules(num_epochs=2, groups_per_step=1), pond.source.snapshot())
+    more.published(1, 1)
+    wanted = more.wanted()
+    assert wanted is not None
+    assert (wanted.prompt_epoch, wanted.offset) == (1, 0)
+
+
+def test_plans_without_a_number_of_passes_have_the_digest_of_earlier_releases() -> None:
+    assert rules().digest == "cc63f384be29a23e"
+    assert rules(num_epochs=1).digest != rules().digest
+
+
+def test_trained_and_filtered_groups_have_their_scores_and_others_have_none() -> None:
+    pond = Pond(groups_per_step=1, filter_zero_variance=True)
+    lost, equal, mixed = pond.issue(1, 2, 3)
+    pond.complete(equal, rewards=(1.0, 1.0))
+    pond.complete(mixed)
+    pond.source.lost(lost.id)
+    found = {}
+    while not isinstance(record := pond.source.plan(0.0), Waits):
+        found[record.reason if isinstance(record, Settle) else "trained"] = [(one.id, scores) for one, scores in pond.source.scored(record)]
+        pond.take()
+    assert found == {"lost": [], "filtered": [(2, [1.0, 1.0])], "trained": [(3, [0.0, 1.0])]}

@@ -42,11 +42,16 @@ class History(RuleBasedStateMachine):
         self.next_id = 1
 
     @initialize(
-        max_lag=st.integers(0, 2), gate=st.sampled_from(["mask", "drop", "train"]), filtering=st.booleans(), data_parallel=st.integers(1, 2)
+        max_lag=st.integers(0, 2),
+        gate=st.sampled_from(["mask", "drop", "train"]),
+        filtering=st.booleans(),
+        data_parallel=st.integers(1, 2),
+        num_epochs=st.sampled_from([0, 0, 1, 2]),
     )
-    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int) -> None:
+    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int) -> None:
         self.rules: DataRules = rules(
             steps=6,
+            num_epochs=num_epochs,
             max_lag=max_lag,
             gate=gate,
             filter_zero_variance=filtering,
@@ -93,6 +98,9 @@ class History(RuleBasedStateMachine):
         epoch, offset = wanted.prompt_epoch, wanted.offset
         if offset >= NUM_PROMPTS:
             epoch, offset = epoch + 1, 0
+        if wanted.reissue_of is None and 0 < self.rules.num_epochs <= epoch:
+            self.source.passed(epoch)
+            return
         new = task(
             self.next_id,
             prompt_epoch=epoch,
@@ -223,6 +231,9 @@ class History(RuleBasedStateMachine):
         self.replay()
         if old.head is not None:
             new.published(*old.head)
+        if old._admission._passes_done:  # it finds that out by its next look for a prompt
+            new.passed(self.rules.num_epochs)
+        assert new.exhausted == old.exhausted
         assert new.snapshot() == old.snapshot()
         assert new.accounting() == old.accounting()
         assert new.buffered() == old.buffered()
@@ -278,6 +289,22 @@ class History(RuleBasedStateMachine):
         short = sum(self.rules.groups_per_step - len(plan.tasks) for plan in self.plans)  # with groups left over
         left = (self.rules.steps - self.source.step) * self.rules.groups_per_step + short
         assert len([one for one in out if one.id not in planned]) <= left
+
+    @invariant()
+    def passes_are_whole(self) -> None:
+        """Every prompt of every pass is issued before the end, and settled by a record or given up at its last reissue."""
+        if not hasattr(self, "source"):
+            return
+        places = [(one.prompt_epoch, one.offset) for one in self.tasks if one.kind is Kind.TRAIN and not one.reissues]
+        if passes := self.rules.num_epochs:
+            assert all(epoch < passes for epoch, _ in places)
+        if not self.source.exhausted:
+            return
+        REACHED["exhausted"] += 1
+        assert {(epoch, offset) for epoch in range(passes) for offset in range(NUM_PROMPTS)} == set(places)
+        settled = {int(id) for record in self.log if not isinstance(record, Requeue) for id in record.tasks}
+        assert {one.id for one in self.tasks if one.kind is Kind.TRAIN} == settled
+        assert self.source.wanted() is None
 
     @invariant()
     def nothing_is_used_twice(self) -> None:
@@ -341,7 +368,9 @@ TestHistory = History.TestCase
 def test_long_histories(seed: int) -> None:
     """Histories longer than those that hypothesis builds from small steps: up to the plan of the last step, with crashes on the way."""
     chance, history = random.Random(seed), History()
-    history.begin(chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2))
+    history.begin(
+        chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2), 2 if seed % 4 == 0 else 0
+    )
     for _ in range(80):
         history.turns(chance.randint(0, 1 << 32), 1)
         if chance.random() < 0.2:
@@ -350,6 +379,7 @@ def test_long_histories(seed: int) -> None:
             history.books_balance,
             history.admission_is_bounded,
             history.nothing_is_used_twice,
+            history.passes_are_whole,
             history.nothing_too_old_is_trained,
             history.plans_hold_whole_groups_of_first_valid_samples,
         ):
@@ -363,7 +393,7 @@ def test_long_histories(seed: int) -> None:
 
 
 def test_long_histories_reach_every_outcome() -> None:
-    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up", "requeued", "lies"):
+    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up", "requeued", "lies", "exhausted"):
         assert REACHED[outcome], (outcome, REACHED)
 
 

@@ -27,6 +27,7 @@ from learner.data.batch import StepBatch, build_batches, decode, encode
 from learner.data.datasource import DataSource
 from learner.data.groups import mismatch
 from learner.data.plans import GENESIS, chain_of
+from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from tests.data_kit import rules, task
 from tests.learner_steps import make_batches, make_samples
@@ -221,6 +222,20 @@ def test_with_one_sequence_the_arrays_are_those_of_the_release_before() -> None:
                     array: NDArray[Any] = getattr(batch, name)
                     digest.update(str(array.dtype).encode() + np.ascontiguousarray(array).tobytes())
     assert digest.hexdigest() == "5efb2a906a6e39ae28aa82be0fbada0ab6b504984668789a36ccad608d02cebd"
+
+
+def test_parts_of_rewards_travel_by_name() -> None:
+    rewards: list[float | dict[str, float]] = [{"score": 2.0, "b": 1.0, "a": 0.5}, 3.0, {"score": 1.0, "b": 4.0}, {"score": 0.0}]
+    samples = [replace(sample, reward=reward) for sample, reward in zip(make_samples(vocab=64, step=1, groups=1), rewards, strict=True)]
+    (batch,) = make_batches(samples, step=1)
+    again = _decoded(batch)
+    assert again.part_names == batch.part_names == ("a", "b")
+    assert again.rewards_N.tolist() == [2.0, 3.0, 1.0, 0.0]
+    assert [None if np.isnan(value) else value for value in again.parts_NK.tolist()] == [0.5, 1.0, None, None, None, 4.0, None, None]
+    with pytest.raises(FeedError, match="2 parts of each reward"):
+        _decoded(replace(batch, parts_NK=batch.parts_NK[1:]))
+    plain = _decoded(make_batches([replace(sample, reward=1.0) for sample in samples], step=1)[0])
+    assert (plain.part_names, plain.parts_NK.tolist()) == ((), [])
 
 
 # ---- ratios by sequence

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.wire.messages import Kind, Sample, Status, Task
+from learner.evaluation.best import BestScore
 from learner.evaluation.config import EvalConfig, EvalSet
 from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
 from learner.evaluation.scores import Response, bootstrap, pass_at, powers, scores
+from learner.feed.best_checkpoint import versions_of
 from tests import data_kit
 from tests.metric_names import undocumented
 
@@ -305,6 +307,15 @@ def test_sets_have_defaults() -> None:
         ({"every": 1}, "sets: want at least one held-out set with every > 0, got none"),
         ({"max_open_tasks": 0}, "max_open_tasks: want >= 1, got 0"),
         ({"stall_s": 0}, "stall_s: want > 0, got 0"),
+        ({"stop_after": -1}, "stop_after: want >= 0, got -1"),
+        ({"stop_after": 2}, "stop_after: want best: SET/METRIC with it, the score that is to rise, got 2 alone"),
+        ({"best": "a/mean"}, "best: want every > 0 with it, got 'a/mean' and no evaluation"),
+        ({"every": 1, "sets": {"a": {"path": "x"}}, "best": "b/mean"}, "best: want SET/METRIC with a set of a, got 'b/mean'"),
+        ({"every": 1, "sets": {"a": {"path": "x"}}, "best": "a"}, "best: want SET/METRIC with a metric of mean, pass_at_1, got 'a'"),
+        (
+            {"every": 1, "sets": {"a": {"path": "x", "samples": 6}}, "best": "a/pass_at_3"},
+            "best: want SET/METRIC with a metric of mean, pass_at_1, pass_at_2, pass_at_4, pass_at_6, got 'a/pass_at_3'",
+        ),
         ({"sets": {"a b": {"path": "x"}}}, "sets: want names of 1 to 40 of A-Z a-z 0-9 _ -, got 'a b'"),
         ({"sets": {"a": "x.jsonl"}}, "sets.a: want a map with at least path, got 'x.jsonl'"),
         ({"sets": {"a": {}}}, "sets.a.path: want a file of prompts, got nothing"),
@@ -327,3 +338,54 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], complaint: s
     with pytest.raises(ValueError) as refused:
         EvalConfig(**settings)
     assert str(refused.value).startswith(complaint)
+
+
+# ---- the best version
+
+
+def noted(best: BestScore, *values: float, first: int = 0) -> BestScore:
+    for number, value in enumerate(values, first):
+        best.note("a", 10 * number, 20 * number, {"mean": value})
+    return best
+
+
+def test_the_best_version_is_the_earliest_with_the_highest_score() -> None:
+    best = noted(BestScore("a/mean"), 0.2, 0.5, 0.5, 0.1)
+    assert [(one.version, one.step, one.value) for one in best.ranked][:2] == [(10, 20, 0.5), (20, 40, 0.5)]
+    for name, metrics in (("b", {"mean": 1.0}), ("a", {"pass_at_1": 1.0}), ("a", {"mean": math.nan})):
+        assert not best.note(name, 90, 90, metrics)
+    assert best.ranked[0].version == 10
+
+
+def test_the_run_is_stopped_after_evaluations_that_are_no_better() -> None:
+    best = noted(BestScore("a/mean", stop_after=2), 0.2, 0.5, 0.5)
+    assert not best.stopped
+    best.note("a", 20, 40, {"mean": 0.5})
+    assert not best.stopped, "a record that is repeated counts once"
+    noted(best, 0.4, first=3)
+    assert best.stopped == "no a/mean above 0.5 (version 10, step 20) in the 2 evaluations after it (eval.stop_after)"
+    noted(best, 0.9, first=4)
+    assert best.stopped, "a restart reads the score of the last version, too, and ends at the same step"
+    assert best.ranked[0].version == 40
+    assert not noted(BestScore("a/mean"), *[0.5] * 99).stopped
+
+
+@pytest.mark.parametrize(
+    ("step", "head", "push_every", "republished", "versions"),
+    [
+        (5, (4, 4), 1, False, (5,)),
+        (6, (4, 4), 1, False, (6,)),
+        (6, (5, 4), 1, True, (7, 8)),
+        (8, (2, 4), 2, False, (4,)),
+        (8, (3, 5), 2, False, (5,)),
+        (7, (2, 4), 2, False, ()),
+        (5, None, 1, True, ()),
+        (3, (4, 4), 1, False, (3,)),
+    ],
+)
+def test_the_version_of_a_step_is_known_before_it_is_published(
+    step: int, head: tuple[int, int] | None, push_every: int, republished: bool, versions: tuple[int, ...]
+) -> None:
+    """Version 5 of the second example was published twice; step 5 of the fifth was the last that a start repeated."""
+    known = {0: 0, 3: 3, 4: 4}
+    assert tuple(versions_of(step, versions=known, head=head, push_every=push_every, republished=republished)) == versions

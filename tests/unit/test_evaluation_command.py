@@ -68,6 +68,9 @@ def test_the_arguments_are_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert f"sets: {{held-out: {{limit: 3, path: {data}, samples: 4, temperature: 0.5}}}}" in shown
+    config = tmp_path / "best.yaml"
+    config.write_text(json.dumps({"eval": {"every": 5, "sets": {"other": {"path": "x"}}, "best": "other/mean", "stop_after": 3}}))
+    assert cli.main([*words, "--config", str(config)]) == 0, "a score of the run's sets does not stand in the way"
     assert shown.startswith("run: eval ") and "  reward: exact " in shown and f"  path: {model}" in shown
 
 

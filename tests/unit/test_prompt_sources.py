@@ -129,6 +129,16 @@ def test_a_system_message_of_the_row_stays(tmp_path: Path) -> None:
     assert opened(DataConfig(path=f"{tmp_path}/a.jsonl", system_prompt="other")).at(0, 0).row.prompt == own
 
 
+def test_a_directory_of_the_real_library_is_read() -> None:
+    """Written by datasets 5.2.0: Dataset.from_list(six rows).save_to_disk(..., num_shards=2)."""
+    directory = Path(__file__).parents[1] / "data" / "datasets-5.2.0"
+    (source,) = DataConfig(path=f"{directory}@[1:]", label_key="reward_model.ground_truth", tools_key="tools").used
+    rows = list(read_rows(source))
+    assert [row.label for row in rows] == ["1", "2", "3", "4", "5"]
+    assert rows[0].prompt == [{"role": "user", "content": "what is 1?"}]
+    assert [[tool["name"] for tool in row.tools] for row in rows] == [["plus"], [], ["plus"], [], ["plus"]]
+
+
 def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(5)]
     path = save_arrow(tmp_path / "set" / "train", [rows[:2], rows[2:]])

@@ -1,0 +1,106 @@
+"""Columns of a row besides prompt, label and metadata: its limits of sampling, the name of its reward, its tools."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bus.wire.messages import Sampling
+from learner.data.formats import kind_of, refuse_unsendable, value_at
+from learner.errors import PromptError
+
+REWARD = "reward"
+"""Key in a task's metadata with the name of its reward, which ``when`` of ``actor.reward_parts`` compares with."""
+TOOLS = "tools"
+"""Key in a task's metadata with the tools of its row, as the chat template has rendered them."""
+MOST_TOOLS = 128
+MOST_STOPS = 16
+"""Most strings, and most tokens, at which a response to one row ends."""
+MOST_LETTERS = 200
+"""Longest name of a reward, and longest of these strings."""
+ONE_DISTRIBUTION = ("temperature", "top_p", "top_k", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """When responses to a row end. What is None is as in the run."""
+
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def of(self, run: Sampling) -> Sampling:
+        """Return the run's sampling with these limits."""
+        return replace(
+            run,
+            max_new_tokens=run.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens,
+            stop=run.stop if self.stop is None else self.stop,
+            stop_token_ids=run.stop_token_ids if self.stop_token_ids is None else self.stop_token_ids,
+        )
+
+
+def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSampling:
+    """Return the limits in column ``key``; null stands for none. Raises PromptError."""
+    found = value_at(values, key, where=where, setting="data.sampling_key") if key else None
+    if found is None:
+        return RowSampling()
+    if not isinstance(found, Mapping):
+        raise PromptError(where, f"a map or null in {key!r}", kind_of(found))
+    refuse_unsendable(found, where=where, key=key)
+    # Columns of Parquet and Arrow have the same keys in every row; those that a row does not set are null.
+    said = {name: value for name, value in found.items() if value is not None}
+    for name in said:
+        if name in ONE_DISTRIBUTION:
+            want = f"max_new_tokens, stop or stop_token_ids in {key!r} (a run samples from one distribution: sampling.{name})"
+            raise PromptError(where, want, name)
+        if name not in ("max_new_tokens", "stop", "stop_token_ids"):
+            raise PromptError(where, f"max_new_tokens, stop or stop_token_ids in {key!r}", repr(name)[:80])
+    longest = said.get("max_new_tokens")
+    if longest is not None and not _whole(longest, at_least=1):
+        raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
+    stop, ids = _listed(said.get("stop")), _listed(said.get("stop_token_ids"))
+    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in stop)):
+        raise PromptError(where, f"at most {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
+    if ids is not None and not (len(ids) <= MOST_STOPS and all(_whole(one, at_least=0) for one in ids)):
+        raise PromptError(where, f"at most {MOST_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
+    return RowSampling(max_new_tokens=longest, stop=stop, stop_token_ids=ids)
+
+
+def reward_in(values: Mapping[str, object], key: str, *, where: str) -> str:
+    """Return the name of a reward in column ``key``; empty for null. Raises PromptError."""
+    found = value_at(values, key, where=where, setting="data.reward_key") if key else None
+    if found is None:
+        return ""
+    if not isinstance(found, str) or not 0 < len(found) <= MOST_LETTERS:
+        raise PromptError(where, f"the name of a reward, or null, in {key!r}", repr(found)[:80])
+    refuse_unsendable(found, where=where, key=key)
+    return found
+
+
+def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[dict[str, Any]]:
+    """Return the tools in column ``key``: a list of maps, or such a list as JSON text; none for null. Raises PromptError."""
+    found = value_at(values, key, where=where, setting="data.tools_key") if key else None
+    if found is None:
+        return []
+    if isinstance(found, str):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise PromptError(where, f"a list of tools, or one as JSON text, in {key!r}", f"{found!r:.80} ({error})") from None
+    if not isinstance(found, list) or len(found) > MOST_TOOLS:
+        got = f"{len(found)} tools" if isinstance(found, list) else kind_of(found)
+        raise PromptError(where, f"a list of at most {MOST_TOOLS} tools, or one as JSON text, in {key!r}", got)
+    for tool in found:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise PromptError(where, f"tools with a name, or with function.name, in {key!r}", f"{tool!r:.80}")
+    refuse_unsendable(found, where=where, key=key)
+    return found
+
+
+def _listed(value: Any) -> tuple[Any, ...] | None:
+    return None if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _whole(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 2**31

@@ -1,0 +1,97 @@
+"""The checkpoint of the best version (``eval.best``): ordered with its step, kept beside the newest ones, named in the row run/best.
+
+plan of step k --> wants(k): version due? --> checkpoint k --> evaluated --> best --> spared from removal
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from bus.client.rows import Value
+from bus.streams.bus import Bus
+from bus.wire.subjects import BEST_KEY
+from learner.checkpoints import disk
+from learner.checkpoints.disk import Checkpoint
+from learner.evaluation.best import Scored
+from learner.feed.evaluations import Evaluations
+
+log = logging.getLogger(__name__)
+
+
+class BestCheckpoint:
+    """Knows which checkpoints have the best score, or may get it. Without ``eval.best`` there are none."""
+
+    def __init__(self, bus: Bus, root: Path, evaluations: Evaluations, *, epoch: int, head: tuple[int, int] | None) -> None:
+        """``head``: version and step of the newest weights when this start began."""
+        self._bus, self._root, self._evaluations, self._epoch, self._first_head = bus, root, evaluations, epoch, head
+        self._row: Value = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the settings have a score by which versions are compared."""
+        return bool(self._evaluations.best.set)
+
+    async def begin(self) -> None:
+        """Write the row as of the scores of earlier starts; without ``eval.best``, remove it. Raises BusError."""
+        if self.wanted:
+            await self.note()
+        elif (await self._bus.rows("run").read(BEST_KEY))[1]:
+            await self._bus.rows("run").delete(BEST_KEY)
+
+    def wants(self, step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int) -> bool:
+        """Return whether the step that is being planned needs a checkpoint, because its version will be evaluated.
+
+        ``versions``: step of every version so far. ``head``: the newest of them, and its step.
+        """
+        if not self.wanted:
+            return False
+        found = versions_of(step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head)
+        return any(self._evaluations.due(version, step) for version in found)
+
+    async def spared(self) -> list[str]:
+        """Return the names of the checkpoints of the best version and of those that are being evaluated, or will be next."""
+        if not self.wanted:
+            return []
+        listed = await asyncio.to_thread(disk.listed, self._root)
+        found = {one.path.name for one in listed if one.step in self._evaluations.pending_steps}
+        best = self._best(listed)
+        return sorted(found if best is None else found | {best[1].path.name})
+
+    async def note(self) -> None:
+        """Write the row, if the best version has changed. Raises BusError."""
+        best = self._best(await asyncio.to_thread(disk.listed, self._root)) if self.wanted else None
+        if best is None:
+            return
+        scored, checkpoint = best
+        score = self._evaluations.best
+        row: Value = {"step": scored.step, "version": scored.version, "set": score.set, "metric": score.metric, "value": scored.value}
+        row |= {"directory": str(checkpoint.path), "epoch": self._epoch}
+        if row != self._row:
+            await self._bus.retry(lambda: self._bus.rows("run").put(BEST_KEY, row))
+            log.info("best checkpoint=%s version=%d %s/%s=%.4g", checkpoint.path, scored.version, score.set, score.metric, scored.value)
+            self._row = row
+
+    def _best(self, listed: Collection[Checkpoint]) -> tuple[Scored, Checkpoint] | None:
+        """Return the best version that has a checkpoint, with the newest one of its step."""
+        for scored in self._evaluations.best.ranked:
+            for one in listed:
+                if one.step == scored.step:
+                    return scored, one
+        return None
+
+
+def versions_of(
+    step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int, republished: bool
+) -> Collection[int]:
+    """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the next by count.
+
+    ``republished``: a start publishes the weights that it begins with, or those of the last step that it repeats, once more, and it is not
+    known whether it has; later versions may then be one higher.
+    """
+    if known := [version for version, its in versions.items() if its == step]:
+        return known
+    if head is None or step % push_every:
+        return ()
+    version = head[0] + step // push_every - head[1] // push_every
+    return (version, version + 1) if republished else (version,)

@@ -1,0 +1,63 @@
+"""End of a run before ``learner.steps``: its prompts are used up, or its scores have stopped to rise.
+
+    DataSource.exhausted, Evaluations.stopped --> reason() --> end() --> ranks (last), Outcomes, Evaluations, row run/end
+
+The reason follows from the records of PLAN and from the settings, so a restart finds it again; with other settings it may not hold, and
+then the run goes on. Ranks learn of it when they request the step after the last, which is planned by then: they publish its weights and
+write its checkpoint, if they have not yet.
+"""
+
+import logging
+
+from bus.streams.bus import Bus
+from bus.wire.subjects import END_KEY
+from learner.data.datasource import DataSource
+from learner.data.rules import DataRules
+from learner.errors import NothingTrained
+from learner.feed.evaluations import Evaluations
+from learner.feed.feed_messages import Last
+from learner.feed.feed_server import FeedServer
+from learner.feed.outcomes import Outcomes
+
+log = logging.getLogger(__name__)
+
+
+class EarlyEnd:
+    """The last step of one start, if it is not that of the settings."""
+
+    def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, rules: DataRules, *, epoch: int) -> None:
+        self._bus, self._source, self._evaluations, self._rules, self._epoch = bus, source, evaluations, rules, epoch
+        self.state = b""
+        """State of the data at the last planned step, for its checkpoint; empty = the checkpoint is ordered, or none may be needed."""
+        self.ended = False
+        """True once the last step is known: no further task is issued and no step is planned."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether the settings have such an end."""
+        return self._rules.num_epochs > 0 or self._evaluations.may_stop
+
+    async def begin(self) -> None:
+        """Remove the row of an earlier start."""
+        rows = self._bus.rows("run")
+        if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
+            await rows.delete(END_KEY)
+
+    def reason(self) -> str:
+        """Return the reason to end after the last planned step; empty = there is none. Raises NothingTrained when there is no step."""
+        if stopped := self._evaluations.best.stopped:
+            return stopped
+        if not self._source.exhausted:
+            return ""
+        if not self._source.step:
+            raise NothingTrained(self._rules.num_epochs, self._source.accounting().settled)
+        return f"all prompts of {self._rules.num_epochs} pass{'es' * (self._rules.num_epochs > 1)} are used (learner.num_epochs)"
+
+    async def end(self, reason: str, server: FeedServer, outcomes: Outcomes) -> None:
+        """End the run after the last planned step. Raises BusError."""
+        self.ended, step = True, self._source.step
+        log.warning("the run ends after step %d of %d: %s", step, self._rules.steps, reason)
+        await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})
+        self._evaluations.ends_after(step, self._source.head)
+        await server.last(Last(step=step, state=self.state))
+        outcomes.ends_after(step)
