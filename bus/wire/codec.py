@@ -96,7 +96,7 @@ class Table:
         assert set(codecs) <= set(fields), set(codecs) - set(fields)
         assert later == tuple(codecs)[len(codecs) - len(later) :], later
         self.message, self.name = message, name
-        self._codecs, self._later = codecs, later
+        self._codecs, self._later = codecs, [(field, fields[field].default) for field in later]
         self._newest = _NEWEST.get(name, SCHEMA)
         self._values = attrgetter(*codecs) if len(codecs) > 1 else lambda value: (attrgetter(*codecs)(value),)
         self._packers = [(field, codec.exact, codec.pack) for field, codec in codecs.items()]
@@ -109,18 +109,21 @@ class Table:
 
         It is worth its memory for samples.
         """
-        always = {name: codec for name, codec in self._codecs.items() if name not in self._later}
+        later = {name for name, _ in self._later}
+        always = {name: codec for name, codec in self._codecs.items() if name not in later}
         self._compiled = Compiled(self.message, always, {"schema": SCHEMA, "type": self.name})
         return self
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a message. Raises WireError naming the field that cannot be written."""
-        unsaid = [name for name in self._later if _says_nothing(getattr(value, name))]
+        unsaid = [name for name, default in self._later if _is(getattr(value, name), default)]
         plain = self._compiled is not None and not value.extra and len(unsaid) == len(self._later)
         if plain and (found := self._compiled.encode(value)) is not None:  # type: ignore[union-attr]
             return found
-        packed: dict[str, object] = {"schema": SCHEMA if self._newest == SCHEMA else value.schema, "type": self.name}
+        packed: dict[str, object] = {"schema": SCHEMA, "type": self.name}
         self._pack(value, packed)
+        if self._newest > SCHEMA:
+            packed["schema"] = value.schema  # now that its fields have been found to be of their types
         for name in unsaid:
             del packed[name]
         if self._keeps_unknown:
@@ -143,7 +146,7 @@ class Table:
             found["extra"] = self._shallow(extra)
         message = self.message(**found)
         if self._newest > SCHEMA and message.schema > fields["schema"]:  # type: ignore[operator]
-            said = ", ".join(name for name in self._later if not _says_nothing(getattr(message, name)))
+            said = ", ".join(name for name, default in self._later if not _is(getattr(message, name), default))
             raise WireError("schema", f"{message.schema} for a {self.name} with {said}", fields["schema"])
         return message
 
@@ -215,9 +218,12 @@ class Table:
         return FieldCodec(f"a map ({self.message.__name__})", self.pack, unpack, wire=wire)
 
 
-def _says_nothing(value: object) -> bool:
-    """Return whether a value is None, or an empty text or tuple: the default of every later field."""
-    return value is None or (isinstance(value, str | tuple) and not value)
+def _is(value: object, default: object) -> bool:
+    """Return whether a later field has its default, which is None, or an empty text or tuple.
+
+    The type is compared, too: a None for an empty text is refused like any other wrong type.
+    """
+    return type(value) is type(default) and value == default
 
 
 def _name(key: object) -> str:

@@ -455,6 +455,17 @@ def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st
     assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
 
 
+@pytest.mark.parametrize("field", ["rollout", "sequences", "turns", "transcript"])
+@pytest.mark.parametrize("value", [None, "", (), 0])
+def test_an_empty_value_of_another_type_is_refused_by_both_encoders(field: str, value: object) -> None:
+    """The fields that are left out where they say nothing are of their types, too: None is not an empty text."""
+    changed = dataclasses.replace(make_sample(), **{field: value})
+    assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
+    if value is None and field != "turns":
+        with pytest.raises(WireError, match=field):
+            codec.encode_sample(changed)
+
+
 @pytest.mark.parametrize("value", [Decimal(1), Decimal("0.1"), Decimal("1e400"), Decimal("-Infinity"), Decimal("NaN"), Decimal("sNaN")])
 def test_decimals_are_numbers_for_both_encoders(value: Decimal) -> None:
     """A reward function may return one."""

@@ -15,6 +15,7 @@ from launch.run import roles
 from launch.settings.config_loader import SettingsError, load
 from learner.config import DataConfig
 from learner.data.columns import RowSampling
+from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.groups import mismatch
 from learner.data.prompts import PromptFile, prompts_digest, scan_rows
 from learner.data.rules import DataRules
@@ -66,7 +67,7 @@ def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_p
 
     def task(offset: int, **again: Any) -> Any:
         demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
-        return task_of(demand, prompts, rules, data_rules, epoch=1)
+        return task_of(demand, prompts, rules, data_rules, Curriculum(CurriculumRules()), epoch=1)
 
     sampling = [task(offset).sampling for offset in range(4)]
     assert [one.temperature for one in sampling] == [0.7] * 4 and None not in [one.seed for one in sampling]
