@@ -6,13 +6,14 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from actors.config import ActorConfig
+from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
+from actors.engines.responses import Responses
 from actors.engines.witness import failing
 from actors.errors import ActorRefused
-from actors.rollout.activity import Activity
 from actors.rollout.actor import Actor
 from actors.rollout.single_turn import SingleTurn
 from bus.config import BusConfig
@@ -67,14 +68,14 @@ async def run_actor(
 async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
     activity = Activity()
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
-    generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
+    responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     async with AsyncExitStack() as stack:
         if config.reward_parts:
             score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
         else:
             score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
-        actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+        actor = Actor(bus, id=id, config=config, responses=responses, rollouts={"": SingleTurn(responses)}, score=score, activity=activity)
         await _act(bus, id, actor, activity, engines, draining)
 
 

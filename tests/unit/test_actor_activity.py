@@ -6,7 +6,7 @@ import pytest
 
 from actors.config import ActorConfig
 from actors.engines.membership import default_id, first_row, section
-from actors.rollout.activity import Activity
+from actors.engines.activity import Activity
 from bus.config import BusConfig
 from bus.wire.subjects import token
 
