@@ -1,5 +1,7 @@
 """Programs that ask the model through the gateway: what they are told, what is recorded, and how episodes end."""
 
+# ruff: noqa: ASYNC110 - what is waited for is inside the gateway
+
 import asyncio
 import json
 from collections.abc import Iterator

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from actors.engines.activity import Activity
 from actors.engines.pool import EnginePool
 from actors.engines.responses import GenerationFailed, Responses
-from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.episodes.port import Unfinished
+from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.single_turn import SingleTurn, failed, failed_sample
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
