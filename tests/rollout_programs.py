@@ -1,6 +1,6 @@
 """Programs of rollouts as users write them: nothing of Tidemill is imported."""
 
-# ruff: noqa: ASYNC - programs of users do that
+# ruff: noqa: ASYNC220, ASYNC230, ASYNC251 - programs of users do that
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """Child processes of rollouts: results, faults, and everything that a program can do to its process."""
 
-# ruff: noqa: ASYNC - other processes are waited for
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - other processes are waited for
 
 import asyncio
 import os
