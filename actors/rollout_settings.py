@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus.config import RUN_NAME
-from bus.wire.episodes import Budget
+from bus.wire.budget import Budget
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""

@@ -18,7 +18,7 @@ from actors.episodes.gateway import Gateway
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
-from bus.wire.episodes import Budget
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling, Task
 from tests.engine_serving import Served, serving
 

@@ -33,6 +33,28 @@ def ask(base_url, api_key, messages):
         return json.load(answer)["choices"][0]["message"]["content"] or ""
 
 
+class Tries:
+    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of right letters."""
+
+    def __init__(self, tries=2):
+        self.tries = tries
+
+    async def run(self, data, **extra):
+        found = [
+            await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n) for n in range(self.tries)
+        ]
+        label = str(data["label"])
+        return max(sum(a == b for a, b in zip(said, label, strict=False)) / len(label) for said in found)
+
+
+def complete(base_url, api_key, prompt):
+    """Return the text behind a prompt."""
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    asked = urllib.request.Request(base_url + "/completions", json.dumps({"prompt": prompt, "max_tokens": 6}).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
 class Script:
     """Does what the task's metadata says."""
 

@@ -15,7 +15,7 @@ from actors.engines.responses import seeded
 from actors.episodes.clock import Clock
 from actors.episodes.recorder import Output, Recorder
 from actors.errors import BadRequest
-from bus.wire.episodes import Budget
+from bus.wire.budget import Budget
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling, Task
@@ -63,6 +63,8 @@ class Episode:
     """Limit of the budget that refused a call, the first one; empty = none."""
     failed: str = ""
     """Reason for which a model call failed for good: no sample comes of this episode."""
+    refused: str = ""
+    """Reason for which the last of its calls was refused; empty = none was, or one that was answered came later."""
     handed_back: str = ""
     """Reason outside the task for which it cannot go on; empty = none."""
     engine: str = ""

@@ -117,6 +117,7 @@ class Gateway:
                 return self._reward(open.episode, await given.read())
             made = await self._made(open, given, path, await given.read())
         except BadRequest as error:
+            open.episode.refused = str(error)
             spent = isinstance(error, Spent) or "context length" in str(error)
             if spent:
                 open.episode.spent = open.episode.spent or "context"
@@ -129,6 +130,8 @@ class Gateway:
             return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
         if made.status == HTTPStatus.OK:
             _deliver(open.episode, made, await given.read(), path)
+        else:
+            open.episode.refused = made.content[:500].decode(errors="replace")
         made.calls.held.close()
         return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
 
@@ -187,6 +190,7 @@ class Gateway:
 
 def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
     """Record the turns of an answer, right before it is sent."""
+    episode.refused = ""
     for prompt, output, response in made.calls.outputs:
         episode.record(prompt, output)
         episode.engine, episode.text = response.engine, response.generation.text

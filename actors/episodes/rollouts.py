@@ -67,7 +67,8 @@ class ProgramRollout:
         except ProgramFailed as error:
             if episode.spent and len(episode.recorder):  # a program may well end with the error that refuses a call
                 return EpisodeResult()
-            raise GenerationFailed(error.reason) from error
+            refused = f"; its last model call was refused: {episode.refused}" if episode.refused else ""
+            raise GenerationFailed(error.reason + refused) from error
         finally:
             for task in (running, *ends):
                 task.cancel()

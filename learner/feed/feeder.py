@@ -8,7 +8,7 @@ from bus import exit_codes
 from bus.client.retries import cancellable
 from bus.streams.bus import connect
 from bus.system.coroutines import first_error
-from bus.wire.episodes import Budget
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.curriculum import CurriculumRules

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.wire.episodes import Budget
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.data.curriculum import CurriculumRules
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines.responses import GenerationFailed
 from actors.episodes.port import EpisodeResult, Unfinished
+from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episodes import Budget
 from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task
@@ -289,6 +289,12 @@ async def test_episodes_without_a_sampled_token_fail(model_dir: Path) -> None:
     async def broken(client: Client) -> float:
         raise KeyError("environment")
 
+    async def refused(client: Client) -> float:
+        status, _ = await client.post("/v1/chat/completions", {"messages": 5})
+        raise RuntimeError(f"status {status}")
+
+    reason = await failure(model_dir, refused)
+    assert "status 400" in reason and "messages" in reason, "and why"
     assert "got none" in await failure(model_dir, silent)
     assert "environment" in await failure(model_dir, broken)
 
