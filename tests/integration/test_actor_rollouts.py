@@ -78,7 +78,7 @@ async def test_a_drain_hands_back_a_task_whose_program_waits_in_a_tool(
         draining.set()
         await work
         again = await bus.tasks.lease(30, rollout="script")
-        assert again is not None and again.deliveries == 2
+        assert again is not None and again.deliveries >= 2, "the draining actor may have been given it again, and handed it back at once"
         assert await all_samples(bus) == []
 
 
@@ -123,7 +123,7 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open
                     rollouts=programs(a={"use": use}),
                 )
         wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
-        with pytest.raises(BadRow, match="model.path"):
+        with pytest.raises(BadRow, match=r"model\.path"):
             await run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong)
 
 

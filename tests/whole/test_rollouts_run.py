@@ -24,7 +24,7 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
     assert (run.summary["steps"], run.summary["samples_trained"]) == (12, 12 * 32)
     async with standing_bus(run.directory) as url:
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
-        command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "20", "--no-follow", "--json"]
+        command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "20", "--json"]
         shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
     samples = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
