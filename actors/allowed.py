@@ -20,9 +20,12 @@ GUARDED = {
     "engine.sglang.arguments": "an argument of a program",
     "engine.sglang.environment": "the environment of a program",
     "engine.sglang.log": "a file to write",
+    "rollouts": "code",
 }
 """Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed."""
 
+ROLLOUTS = {"use": "code", "python": "a program"}
+"""Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""
 _OWN = {"actor": ActorConfig(), "engine": EngineConfig()}
 
 
@@ -49,6 +52,11 @@ def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str],
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
     """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always allowed."""
+    rollouts = row.get("rollouts")
+    for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
+        for setting, what in ROLLOUTS.items():
+            if text := entry.get(setting) if isinstance(entry, Mapping) else entry:
+                yield f"rollouts.{name}.{setting}", what, str(text)
     for path, what in GUARDED.items():
         if not path.startswith(f"{role}."):
             continue

@@ -36,6 +36,8 @@ class BusConfig:
     """Failures reported by actors after which a task is dead."""
     sync_always: bool = False
     """fsync every message: survives power loss, 4 to 13 times slower."""
+    rollouts: tuple[str, ...] = ()
+    """Rollouts, each with a queue of its own; derived: the names in ``rollouts``."""
     auth: bool = False
     """The embedded server lets in only the users it made, each of them only to what its role needs (docs/security.md)."""
     auth_dir: str = ""
@@ -69,6 +71,9 @@ class BusConfig:
             raise ValueError(f"max_payload_bytes: want >= 4096, got {self.max_payload_bytes}")
         if self.history_samples < 0:
             raise ValueError(f"history_samples: want >= 0, got {self.history_samples}")
+        for name in self.rollouts:
+            if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
+                raise ValueError(f"rollouts: want names of 1 to 64 of A-Z a-z 0-9 _ -, got {name!r}")
         self._check_secrets()
         self._check_cluster()
 

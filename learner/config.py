@@ -32,6 +32,8 @@ class DataConfig:
     """Column with a row's own max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty = none."""
     tools_key: str = ""
     """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
+    rollout: str = ""
+    """Name of the rollout, an entry of ``rollouts``, that makes the samples of all training prompts; empty = single turns."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""

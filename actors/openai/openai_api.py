@@ -4,7 +4,8 @@
     {"choices": [...], "usage": {...}}    <-  ResponseBuilder  <-  {"output_ids": [...], "meta_info": {...}}
 
 Besides OpenAI's own fields it takes those common among inference servers: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
-chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice).
+chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice), and
+return_tokens_as_token_ids.
 """
 
 import difflib
@@ -43,7 +44,9 @@ OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in
 """SGLang's name -> the name in OpenAI's API, for messages; of several names the first in ``SAMPLING``."""
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
 """Fields of /generate that are copied unchanged."""
-COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
+COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"} | {
+    "return_tokens_as_token_ids"
+}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
 WITHOUT_EFFECT = {
@@ -82,7 +85,9 @@ class ParsedRequest:
     """True when a streamed answer ends with the token counts."""
     logprobs: bool
     token_ids: bool
-    """True when each choice has token ids, log-probs and versions."""
+    """True when each choice has token ids, log-probs and versions, and an answer that is not streamed the ids of the prompt."""
+    tokens_as_ids: bool
+    """True when tokens with log-probs are named ``token_id:ID``, not by their text."""
 
     @property
     def n(self) -> int:
@@ -140,6 +145,7 @@ def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
         "stream": _of(body, "stream", bool, False),
         "usage": bool(options.get("include_usage")),
         "token_ids": _of(body, "return_token_ids", bool, False),
+        "tokens_as_ids": _of(body, "return_tokens_as_token_ids", bool, False),
     }
     if chat:
         parsed |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
@@ -294,7 +300,8 @@ class ResponseBuilder:
         if not self._request.logprobs:
             return None
         place, entries = answer.get("index", 0), answer["meta_info"]["output_token_logprobs"][since:]
-        pieces = [self._piece(entry[1]) if self._piece is not None else f"token_id:{entry[1]}" for entry in entries]
+        piece = None if self._request.tokens_as_ids else self._piece
+        pieces = [piece(entry[1]) if piece is not None else f"token_id:{entry[1]}" for entry in entries]
         values = [entry[0] for entry in entries]
         if self._request.chat:
             named = zip(pieces, values, strict=True)

@@ -7,7 +7,7 @@
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
 
-Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
+Consumes tasks of every kind, and training tasks of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
 answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (without a limit).
@@ -18,15 +18,17 @@ stores when it drains is not repeated: the next actor finds finished samples and
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.config import ActorConfig
-from actors.rollout.activity import Activity
-from actors.rollout.single_turn import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
+from actors.engines.activity import Activity
+from actors.engines.responses import GenerationFailed, Responses
+from actors.episodes.port import Made, Rollout, Unfinished
+from actors.rollout.single_turn import failed, failed_sample
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
@@ -66,9 +68,21 @@ class RolloutOutcome:
 class Actor:
     """Works on tasks until it is drained. Call ``run`` once."""
 
-    def __init__(self, bus: Bus, *, id: str, config: ActorConfig, generation: SingleTurn, score: Scorer, activity: Activity) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        id: str,
+        config: ActorConfig,
+        responses: Responses,
+        rollouts: Mapping[str, Rollout],
+        score: Scorer,
+        activity: Activity,
+    ) -> None:
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none, and of those for evaluation."""
         self.id = id
-        self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
+        self._bus, self._config, self._responses, self._score, self._activity = bus, config, responses, score, activity
+        self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0
         self._changed = Waiter()
@@ -80,7 +94,9 @@ class Actor:
         async with asyncio.TaskGroup() as work:
             work.create_task(self._note_drain(draining))
             for kind in Kind:
-                work.create_task(self._lease(kind, work), name=f"lease {kind}")
+                work.create_task(self._lease(kind, "", work), name=f"lease {kind}")
+            for name in filter(None, self._rollouts):
+                work.create_task(self._lease(Kind.TRAIN, name, work), name=f"lease {name}")
 
     @property
     def in_flight(self) -> int:
@@ -89,7 +105,7 @@ class Actor:
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
-        waits_for = self._generation.waits_for() if self._in_flight else ""
+        waits_for = self._responses.waits_for() if self._in_flight else ""
         if self._in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
         if not self._in_flight and not self._draining:
@@ -102,7 +118,7 @@ class Actor:
         await draining.wait()
         logger.info("draining in_flight=%d", self._in_flight)
         self._draining = True
-        self._generation.stop_waiting()
+        self._responses.stop_waiting()
         self._changed.wake()
         if self._config.partials:
             await self._finish_or_cut_short()
@@ -115,14 +131,16 @@ class Actor:
                     await self._changed.wait()
                 return
         logger.info("cutting short the unfinished responses in_flight=%d", self._in_flight)
-        await self._generation.cut_short()
+        for rollout in self._rollouts.values():
+            rollout.interrupt()
+        await self._responses.cut_short()
 
-    async def _lease(self, kind: Kind, work: asyncio.TaskGroup) -> None:
+    async def _lease(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
         while not self._draining:
             if self._in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
-            lease = await self._next_lease(kind)
+            lease = await self._next_lease(kind, rollout)
             if lease is None:
                 continue
             if self._draining:
@@ -131,13 +149,13 @@ class Actor:
                 self._add_in_flight(lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
-    async def _next_lease(self, kind: Kind) -> Lease | None:
+    async def _next_lease(self, kind: Kind, rollout: str) -> Lease | None:
         """Wait up to ``LEASE_WAIT_S`` for a task. Returns None when there is none, or no bus."""
         begin = time.monotonic()
         try:
-            lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind)
+            lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind, rollout=rollout)
         except BusError as error:
-            logger.warning("no task leased kind=%s error=%s", kind, error)
+            logger.warning("no task leased kind=%s rollout=%s error=%s", kind, rollout, error)
             lease = None
         if lease is None and time.monotonic() - begin < LEASE_WAIT_S / 2:  # no bus, or no queue yet: do not spin
             await asyncio.sleep(LEASE_WAIT_S / 2)
@@ -217,10 +235,10 @@ class Actor:
             counters.samples_found += 1
             return RolloutOutcome()
         try:
-            sample = await self._generation.sample(task, index, lease.attempt, partial)
-            counters.tokens_generated += sample.response_length
-            counters.partials_continued += partial is not None and fits(partial, task, index)
-            sample = await self._scored(task, sample)
+            made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial)
+            counters.tokens_generated += made.sample.response_length
+            counters.partials_continued += made.continued
+            sample = await self._scored(task, made)
             check_sample(sample)
         except Unfinished as error:
             return RolloutOutcome(unfinished=error.reason, partial=error.partial)
@@ -238,8 +256,11 @@ class Actor:
         self._activity.failed(reason)
         return RolloutOutcome(failed=reason)
 
-    async def _scored(self, task: Task, sample: Sample) -> Sample:
+    async def _scored(self, task: Task, made: Made) -> Sample:
         """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""
+        sample = made.sample
+        if made.scored:
+            return sample
         request = RewardRequest(
             prompt=task.prompt,
             response=sample.response,

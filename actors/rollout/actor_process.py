@@ -6,19 +6,23 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from actors.config import ActorConfig
+from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
+from actors.engines.responses import Responses
 from actors.engines.witness import failing
-from actors.errors import ActorRefused
-from actors.rollout.activity import Activity
+from actors.episodes.port import Rollout
+from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor
 from actors.rollout.single_turn import SingleTurn
+from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.wire.json_object import JsonMapping
 from bus.wire.subjects import refused
 from rewards.children.limits import Limits
 from rewards.children.pool import opened
@@ -39,14 +43,16 @@ async def run_actor(
     draining: asyncio.Event,
     actor_id: str | None = None,
     *,
+    rollouts: RolloutPrograms | None = None,
     allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
-    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``) once it is written; ``allowed``: see
-    ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound
-    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
+    A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is written; with both
+    of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable
+    when there is no bus within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
+    BadRewardOption, RewardFailed, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
@@ -58,23 +64,52 @@ async def run_actor(
             return
         actor_config = actor_config or section(found, "actor", ActorConfig)
         bus_config = bus_config or section(found, "bus", BusConfig)
+        rollouts = rollouts or programs_in(found)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
-            await _work(bus, id, actor_config, draining, engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)))
+            await _work(
+                bus,
+                id,
+                actor_config,
+                rollouts,
+                draining,
+                engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)),
+            )
 
 
-async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
+def programs_in(found: JsonMapping) -> RolloutPrograms:
+    """Return the rollouts of a run's config. Raises BadRow."""
+    try:
+        rollouts = parse_rollouts(found.get("rollouts") or {})
+    except (ValueError, AttributeError) as error:
+        raise BadRow(str(error)) from None
+    return RolloutPrograms(rollouts=rollouts, model=str((found.get("model") or {}).get("path", "")))
+
+
+async def _work(
+    bus: Bus,
+    id: str,
+    config: ActorConfig,
+    programs: RolloutPrograms | None,
+    draining: asyncio.Event,
+    engine: Callable[[str], Engine],
+) -> None:
     activity = Activity()
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
-    generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
+    responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     async with AsyncExitStack() as stack:
         if config.reward_parts:
             score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
         else:
             score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
-        actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+        rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
+        if programs is not None and programs.rollouts:
+            from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
+
+            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses))
+        actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, activity=activity)
         await _act(bus, id, actor, activity, engines, draining)
 
 

@@ -36,6 +36,8 @@ class Request:
     body: bytes = b""
     session: str = ""
     """Session id. Requests of one session go to one engine, as long as it serves; empty = none."""
+    id: str = ""
+    """Id for the answer; empty = one is made."""
 
     @property
     def map(self) -> JsonObject:

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -35,20 +35,40 @@ CONTEXT_S = 60.0
 """Seconds for which the context length reported by an engine is used."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """What a model directory says about text. One for any number of histories."""
+
+    name: str
+    text: Text
+    template: ChatTemplate | None
+    max_context: int
+    """Context length in tokens, by the model's config."""
+
+    @classmethod
+    def read(cls, model: str, where: str) -> "ModelText":
+        """Raises ValueError for a directory without a tokenizer.json; ``where``: the setting that names it."""
+        directory = Path(model)
+        text = Text.read(directory) if model else None
+        if text is None:
+            raise ValueError(f"{where}: want a directory with a tokenizer.json, got {model!r}")
+        template, context = ChatTemplate.read(directory), _max_context(directory)
+        return cls(name=directory.resolve().name, text=text, template=template, max_context=context)
+
+
 class TokenHistory:
     """A ``Middleware``; one for all requests of a router. Texts of different sessions are kept apart."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Raises ValueError for a model directory without a tokenizer.json."""
-        directory = Path(config.model)
-        text = Text.read(directory) if config.model else None
-        if text is None:
-            raise ValueError(f"router.model: want a directory with a tokenizer.json, got {config.model!r}")
-        self._text, self._template, self._model = text, ChatTemplate.read(directory), directory.resolve().name
-        self._max_context = _max_context(directory)
+    def __init__(self, model: "ModelText | RouterConfig", max_text: int = RouterConfig.max_text) -> None:
+        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that of a router."""
+        if isinstance(model, RouterConfig):
+            found, max_text = ModelText.read(model.model, "router.model"), model.max_text
+        else:
+            found = model
+        self._text, self._template, self._model, self._max_context = found.text, found.template, found.name, found.max_context
         self._engine_context, self._engine_context_until_s = 0, float("-inf")
-        self.tree = TokenTree(config.max_text)
-        self._call_cache = ToolCallCache(config.max_text)
+        self.tree = TokenTree(max_text)
+        self._call_cache = ToolCallCache(max_text)
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
         paths = {
@@ -164,7 +184,7 @@ class TokenHistory:
         generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
         builder = openai_api.ResponseBuilder(
             parsed,
-            id=secrets.token_hex(12),
+            id=request.id or secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
@@ -181,7 +201,8 @@ class TokenHistory:
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
                 self._note_calls({**each, "index": place}, builder)
-            return answer.with_(json.dumps(builder.whole(answers)).encode())
+            whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
+            return answer.with_(json.dumps(whole).encode())
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""

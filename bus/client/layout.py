@@ -90,7 +90,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
 
 def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     """Yield the settings of the durable consumers of TASKS."""
-    for kind, name in subjects.CONSUMERS.items():
+    for (kind, rollout), name in subjects.queues(config.rollouts).items():
         yield {
             "durable_name": name,
             "name": name,
@@ -100,7 +100,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002-failures-are-counted-in-the-stream.md)
             "max_ack_pending": -1,  # the learner bounds the tasks that are out
             "max_waiting": _MAX_WAITING,
-            "filter_subject": subjects.task(run, kind),
+            "filter_subject": subjects.task(run, kind, rollout),
         }
 
 

@@ -77,7 +77,7 @@ class _Rights:
     """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
-        self._run, self._name = run, name
+        self._run, self._name, self._rollouts = run, name, config.rollouts
         self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
         self._tasks = subjects.stream(run, subjects.TASKS)
         self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
@@ -90,7 +90,7 @@ class _Rights:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
-        return [*own, *api], [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run)], []
+        return [*own, *api], [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)], []
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""
@@ -106,7 +106,7 @@ class _Rights:
             _api(f"STREAM.MSG.GET.{self._tasks}"),
             _api(f"DIRECT.GET.{self._tasks}"),
         ]
-        for consumer in subjects.CONSUMERS.values():
+        for consumer in subjects.queues(self._rollouts).values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
         return [*publish, *self._member("actor")], self._subscriptions(live=("engine",), weights=(">",)), []
 
@@ -130,7 +130,7 @@ class _Rights:
         for stream in [stream for stream in self._streams if stream not in secret]:
             publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
             publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
-        queues = list(subjects.CONSUMERS.values())
+        queues = list(subjects.queues(self._rollouts).values())
         publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
         denied = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], denied

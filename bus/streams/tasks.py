@@ -113,14 +113,15 @@ class Lease:
 
 
 class TaskQueue:
-    """Stream TASKS and its two consumers."""
+    """Stream TASKS and its consumers: one for tasks of each kind, and one for training tasks of each rollout."""
 
     def __init__(self, jet: JetStream, dead: DeadLetters) -> None:
         self.jet, self.dead = jet, dead
         self._log = FencedStream(jet, subjects.TASKS, subjects.task(jet.run, "fence"), _decode)
         self._stream = self._log.name
         self._writer = FencedWriter(self._log)
-        self._slots = {kind: FetchSlots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
+        self._queues = subjects.queues(jet.config.rollouts)
+        self._slots = {queue: FetchSlots(jet, self._stream, consumer) for queue, consumer in self._queues.items()}
         self._rows = Rows(jet, "run")
         self._fences = Fences(self._log)
         self._floor = 0
@@ -154,14 +155,20 @@ class TaskQueue:
         """Return one task. Raises NotFound."""
         return decode_task((await self.jet.message(self._stream, id)).data, id)
 
-    async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
-        """Return (waiting, leased). A nak'ed task that is not delivered again yet counts as leased."""
-        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
-        return int(info["num_pending"]), int(info["num_ack_pending"])
+    async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
+        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that is not delivered again yet counts as leased."""
+        if rollout is None and kind is Kind.TRAIN:  # also those that the settings of this process do not name, as an onlooker's
+            there = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
+            rollouts = {subjects.rollout_of(subject) for subject in there if subjects.trains(subject)}
+            names = [subjects.consumer(kind, each) for each in sorted({"", *self.jet.config.rollouts, *rollouts})]
+        else:
+            names = [subjects.consumer(kind, rollout or "")]
+        infos = [await self.jet.call(f"CONSUMER.INFO.{self._stream}.{name}") for name in names]
+        return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
-    async def acked_to(self) -> int:
-        """Return the id up to which every training task is acknowledged (one that is leased for long holds it back)."""
-        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[Kind.TRAIN]}")
+    async def acked_to(self, rollout: str = "") -> int:
+        """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds it back)."""
+        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{self._queues[Kind.TRAIN, rollout]}")
         return int(info["ack_floor"]["stream_seq"])
 
     @asynccontextmanager
@@ -175,7 +182,7 @@ class TaskQueue:
                 on_ack(numbers.seq)
 
         async with AsyncExitStack() as stack:
-            for subject in subjects.acks(self.jet.run):
+            for subject in subjects.acks(self.jet.run, self.jet.config.rollouts):
                 await stack.enter_async_context(self.jet.connection.subscribed(subject, on_message))
             yield
 
@@ -194,19 +201,19 @@ class TaskQueue:
 
     async def trim(self, below: int) -> None:
         """Remove tasks with ids < ``below``; fences stay."""
-        for kind in Kind:
-            await self.jet.purge(self._stream, below, subject=subjects.task(self.jet.run, kind))
+        for kind, rollout in self._queues:
+            await self.jet.purge(self._stream, below, subject=subjects.task(self.jet.run, kind, rollout))
 
     # --- the actors' side
 
-    async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
-        """Return the next task, or None when none came within ``timeout_s``. Any number of callers may wait at once; cancellable.
+    async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN, rollout: str = "") -> Lease | None:
+        """Return the next task of a queue, None when none came within ``timeout_s``. Any number of callers may wait at once; cancellable.
 
         Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            message = await self._slots[kind].take(left)
+            message = await self._slots[kind, rollout].take(left)
             if message is None:
                 return None
             try:

@@ -14,9 +14,10 @@ from typing import Any, Self
 import msgpack
 
 from bus.errors import UnknownSchema, WireError
+from bus.wire.budget import Budget
 from bus.wire.compiled import Compiled, nested, pair
 from bus.wire.episode_invariants import check_plan, check_task
-from bus.wire.episodes import Budget, SequenceSize, Turns
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.fields import (
     ANY,
     FLOAT,

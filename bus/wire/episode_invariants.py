@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from bus.config import RUN_NAME
 from bus.errors import WireError
-from bus.wire.episodes import Budget, Turns
+from bus.wire.budget import Budget
+from bus.wire.episodes import Turns
 from bus.wire.messages import Plan, Sample, Task
 
 

@@ -1,4 +1,4 @@
-"""Parts of messages about episodes of several turns: sizes of token sequences, turns in columns, budgets. Knows no transport.
+"""Parts of messages about episodes of several turns: sizes of token sequences, turns in columns. Knows no transport.
 
 Shape letters: L = tokens of all sequences, R = tokens of all response regions, C = turns of the episode.
 """
@@ -44,17 +44,3 @@ class Turns:
     """Name of the agent within the episode; empty = its only one."""
     rewards: tuple[tuple[int, float], ...] = ()
     """(turn, reward) of the turns with a reward of their own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Limits of an episode; 0 = none."""
-
-    turns: int = 0
-    tokens: int = 0
-    """Sampled tokens."""
-    context: int = 0
-    """Tokens of one sequence."""
-    total_tokens: int = 0
-    """Tokens of all sequences, L."""
-    seconds: float = 0.0

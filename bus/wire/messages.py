@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.episodes import Budget, SequenceSize, Turns
+from bus.wire.budget import Budget
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.json_object import JsonObject
 
 SCHEMA = 1

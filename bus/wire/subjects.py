@@ -1,6 +1,7 @@
 """Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bus.config import RUN_NAME
@@ -76,6 +77,23 @@ def consumer(kind: Kind, rollout: str = "") -> str:
     return f"{CONSUMERS[kind]}-{rollout}" if rollout else CONSUMERS[kind]
 
 
+def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
+    """Return the durable consumers of TASKS by kind and rollout: those of tasks without one, and of training tasks of each."""
+    plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
+    return plain | {(Kind.TRAIN, rollout): consumer(Kind.TRAIN, rollout) for rollout in rollouts}
+
+
+def trains(subject: str) -> bool:
+    """Return whether a subject of TASKS is that of training tasks, of any rollout."""
+    kind = subject.split(".")[3]
+    return kind == Kind.TRAIN or kind.startswith(f"{Kind.TRAIN}-")
+
+
+def rollout_of(subject: str) -> str:
+    """Return the rollout that a subject of TASKS names; empty for single turns."""
+    return subject.split(".")[3].partition("-")[2]
+
+
 def plan(run: str, kind: str) -> str:
     """Return the subject of a record. ``kind``: plan, done, settle, requeue, fence, or evaluated."""
     return f"tm.{run}.plan.{kind}"
@@ -134,10 +152,11 @@ def actor_of_sample(subject: str) -> str:
     return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
-def acks(run: str) -> tuple[str, str]:
-    """Return the subjects on which actors acknowledge training tasks, without a JetStream domain and with one."""
-    consumer = f"{stream(run, TASKS)}.{CONSUMERS[Kind.TRAIN]}"
-    return f"$JS.ACK.{consumer}.>", f"$JS.ACK.*.*.{consumer}.>"
+def acks(run: str, rollouts: Sequence[str] = ()) -> list[str]:
+    """Return the subjects on which actors acknowledge training tasks, of each queue without a JetStream domain and with one."""
+    names = [name for (kind, _), name in queues(rollouts).items() if kind is Kind.TRAIN]
+    tasks = stream(run, TASKS)
+    return [subject for name in names for subject in (f"$JS.ACK.{tasks}.{name}.>", f"$JS.ACK.*.*.{tasks}.{name}.>")]
 
 
 def part(run: str, kind: str, task: int | str) -> str:

@@ -4,10 +4,12 @@ import ast
 import asyncio
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from actors.rollout_settings import parse_rollouts
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
@@ -39,6 +41,30 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
         named = [(part.reward, dict(part.options), at, f"{at}.{part.name}.options") for part in read_parts(config.actor.reward_parts)]
     for name, options, setting, options_setting in named:
         _check_one(report, name, options, row, settings=(setting, options_setting), here=here, call=call)
+
+
+def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
+    """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
+    for name, rollout in parse_rollouts(config.rollouts).items():
+        severity = report.error if here else report.warning
+        if rollout.python:
+            if shutil.which(rollout.python) is None:
+                where, cure = (
+                    report.at(f"rollouts.{name}.python"),
+                    "give the path of the interpreter that has the program's packages",
+                )
+                severity("rollouts", where, want="a Python interpreter", got=f"{rollout.python!r}: no such program", cure=cure)
+            continue
+        module = rollout.program.partition(":")[0]
+        try:
+            found, reason = importlib.util.find_spec(module) is not None, "no such module"
+        except Exception as error:  # the package above it is the user's, and is imported
+            found, reason = False, repr(error)
+        if not found:
+            cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
+            severity(
+                "rollouts", report.at(f"rollouts.{name}.use"), want="a module that can be imported", got=f"{module!r}: {reason}", cure=cure
+            )
 
 
 def _check_one(

@@ -21,7 +21,7 @@ from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Done, Evaluated, Kind, LiveRow, Plan, Settle
+from bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
 from launch.run import evaluated
 from launch.run.summary import SKIPPED
 from launch.samples.block import plain
@@ -267,13 +267,13 @@ def _invalid_words(samples: SampleCounts) -> str:
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
     """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from it."""
-    stream, subject = subjects.stream(bus.run, subjects.TASKS), subjects.task(bus.run, Kind.TRAIN)
-    present = sum((await bus.jet.subjects(stream, subject)).values())
+    stream = subjects.stream(bus.run, subjects.TASKS)
+    counts = {name: count for name, count in (await bus.jet.subjects(stream, subjects.task(bus.run, "*"))).items() if subjects.trains(name)}
     try:
-        first = (await bus.jet.next(stream, 1, subject)).seq
-    except NotFound:
-        return len(settled)
-    return present + sum(id < first for id in settled)
+        first = min([(await bus.jet.next(stream, 1, name)).seq for name in counts], default=None)
+    except NotFound:  # trimmed in between
+        first = None
+    return sum(counts.values()) + sum(first is None or id < first for id in settled)
 
 
 def print_status(console: Console, status: RunStatus) -> None:

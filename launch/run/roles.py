@@ -232,6 +232,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.engines.membership import default_id
     from actors.rollout import actor_process
+    from actors.rollout_settings import RolloutPrograms, parse_rollouts
     from rewards.children.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
@@ -243,8 +244,11 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
         config = await config_on_bus(run, bus_url, "actor", id, draining, own)
         if config is None:
             return
-    actor, bus = (None, None) if config is None else (config.actor, config.bus)
-    await actor_process.run_actor(bus_url, run, actor, bus, draining, id, allowed=own.allowed)
+    actor, bus, rollouts = None, None, None
+    if config is not None:
+        actor, bus = config.actor, config.bus
+        rollouts = RolloutPrograms(rollouts=parse_rollouts(config.rollouts), model=config.model.path)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
@@ -463,6 +467,8 @@ async def run_feeder(
             skip_passes=config.data.skip_passes,
             passes_at=config.data.passes_at,
         ),
+        rollout=config.data.rollout,
+        budget=None if config.rollout is None else config.rollout.budget,
     )
 
 

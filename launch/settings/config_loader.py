@@ -158,6 +158,12 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     if given("learner.colocated") is True:
         follow("engine.colocated", True, "learner.colocated")
         follow("weights.overlap", False, "learner.colocated")
+    rollouts = given("rollouts") or {}
+    names = {path.split(".")[1] for path in settings if path.startswith("rollouts.")} | set(
+        rollouts if isinstance(rollouts, Mapping) else ()
+    )
+    if names:
+        follow("bus.rollouts", tuple(sorted(names)), "rollouts")
     prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
     if prepares:
         follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
+from actors.rollout_settings import RolloutConfig, parse_rollouts
 from bus.config import RUN_NAME, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
@@ -99,6 +100,8 @@ class RunConfig:
     """The prompts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution of the rollouts."""
+    rollouts: dict[str, Any] = field(default_factory=dict)
+    """Programs that make samples of many model calls, by name: ``{NAME: {use, options, python, budget, ...}}`` (docs/rollouts.md)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation beside training (docs/evaluation.md)."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
@@ -134,9 +137,17 @@ class RunConfig:
         """Directory of the run's checkpoints."""
         return self.root / "checkpoints"
 
+    @property
+    def rollout(self) -> RolloutConfig | None:
+        """The rollout of the training prompts; None = single turns."""
+        return parse_rollouts(self.rollouts)[self.data.rollout] if self.data.rollout else None
+
     def stream_bytes(self, max_prompt_tokens: int) -> int:
         """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
-        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + max_prompt_tokens)
+        tokens = self.sampling.max_new_tokens + max_prompt_tokens
+        if (rollout := self.rollout) is not None:
+            tokens = max(tokens, rollout.budget.total_tokens)
+        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * tokens
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
         history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
@@ -154,7 +165,7 @@ class RunConfig:
                 del parts["learner"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
-        for name in ("reward", "reward_key", "sampling_key", "tools_key"):  # so the digests of former runs stay
+        for name in ("reward", "reward_key", "sampling_key", "tools_key", "rollout"):  # so the digests of former runs stay
             if not parts["data"][name]:
                 del parts["data"][name]
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
@@ -163,6 +174,8 @@ class RunConfig:
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
         if self.actor.reward_parts:  # so the digests of former runs stay
             parts["reward"] = self.actor.reward_parts
+        if (rollout := self.rollout) is not None:
+            parts["rollout"] = (rollout.use, rollout.options, dataclasses.asdict(rollout.budget))
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -175,6 +188,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_stale(config)
     _refuse_rewards(config)
     _refuse_columns(config)
+    _refuse_rollouts(config)
     try:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
@@ -232,6 +246,21 @@ def _refuse_columns(config: RunConfig) -> None:
             f"data.sampling_key: want none with learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
             "one sampling.max_new_tokens of all rows; remove one of them"
         )
+
+
+def _refuse_rollouts(config: RunConfig) -> None:
+    """Raise ValueError for rollouts that cannot be, and for budgets that no sample could keep."""
+    rollouts = parse_rollouts(config.rollouts)
+    if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
+        raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
+    if not config.data.rollout:
+        return
+    if config.data.rollout not in rollouts:
+        raise ValueError(
+            f"data.rollout: want a name in rollouts ({', '.join(sorted(rollouts)) or 'which has none'}), got {config.data.rollout!r}"
+        )
+    if config.data.limits_rows:
+        raise ValueError("data.sampling_key: want none with data.rollout: the limits of a program are its own and rollouts.NAME.budget")
 
 
 def _refuse_rewards(config: RunConfig) -> None:

@@ -484,6 +484,10 @@ class DataSource:
         group = self._groups.get(id)
         return group is not None and not group.full and not group.abandoned
 
+    def rollout_of(self, id: int) -> str:
+        """Return the rollout of an open task, empty for a single turn. Raises KeyError for another task."""
+        return self._groups[id].task.rollout
+
     def lack(self, id: int) -> str:
         """Return a description of the samples that an open task lacks. Raises KeyError for another task."""
         group = self._groups[id]

@@ -58,10 +58,14 @@ class LostTasks:
 
     async def _look(self) -> None:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
-            floor = await self._bus.retry(self._bus.tasks.acked_to)
-            # All tasks up to the floor are acknowledged, so it finds the acks that were missed. It is not enough alone: one task that is
-            # leased for long holds it back (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
-            self._acked.update(id for id in incomplete if id <= floor)
+            by_rollout: dict[str, list[int]] = {}
+            for id in incomplete:
+                by_rollout.setdefault(self._source.rollout_of(id), []).append(id)
+            for rollout, ids in by_rollout.items():
+                floor = await self._bus.retry(partial(self._bus.tasks.acked_to, rollout))
+                # All tasks of a queue up to its floor are acknowledged, so it finds the acks that were missed. It is not enough alone: one
+                # task that is leased for long holds it back (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
+                self._acked.update(id for id in ids if id <= floor)
             self._looked_s = time.monotonic()
         acked, self._acked = sorted(id for id in self._acked if self._source.lacks_samples(id)), set()
         if acked:

@@ -8,6 +8,7 @@ from bus import exit_codes
 from bus.client.retries import cancellable
 from bus.streams.bus import connect
 from bus.system.coroutines import first_error
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.curriculum import CurriculumRules
@@ -50,9 +51,12 @@ async def run_feeder(
     draining: asyncio.Event,
     evaluation: EvalPlan | None = None,
     curriculum: CurriculumRules | None = None,
+    rollout: str = "",
+    budget: Budget | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
+    ``rollout``: that of the training tasks, with the ``budget`` of its episodes; empty = single turns.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError; of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
@@ -73,6 +77,8 @@ async def run_feeder(
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
+    if rollout:
+        feeder_rules = replace(feeder_rules, rollout=rollout, budget=within(budget or Budget(), model.max_context))
     server = FeedServer(
         places.listen,
         keys=places.keys,
@@ -91,6 +97,11 @@ async def run_feeder(
         raise first from None
     finally:
         await server.close()
+
+
+def within(budget: Budget, max_context: int) -> Budget:
+    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer ones."""
+    return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))
 
 
 def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfig, sampling: Sampling, *, ahead: int) -> FeederRules:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.data.curriculum import CurriculumRules
 
@@ -33,5 +34,9 @@ class FeederRules:
     """Checkpoint with the initial weights of the run; None = those of the model directory."""
     curriculum: CurriculumRules = field(default_factory=CurriculumRules)
     """Prompts that are left out for their pass rate."""
+    rollout: str = ""
+    """Rollout of the training tasks; empty = single turns."""
+    budget: Budget | None = None
+    """Limits of their episodes; only with a rollout."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""

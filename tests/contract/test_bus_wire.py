@@ -20,8 +20,9 @@ from nats.aio.msg import Msg
 
 from bus.errors import WireError
 from bus.liveness.heartbeats import LiveView
+from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample
-from bus.wire.episodes import Budget, Turns
+from bus.wire.episodes import Turns
 from bus.wire.messages import (
     Capabilities,
     Dead,

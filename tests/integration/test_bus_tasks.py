@@ -10,6 +10,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams import tasks as bus_tasks
 from bus.streams.bus import Bus, connect
 from bus.streams.tasks import Lease
+from bus.wire.budget import Budget
 from bus.wire.codec import encode_dead, encode_task
 from bus.wire.messages import Dead, DeadLetterDecision, Kind
 from tests.bus_fixtures import BusOpener
@@ -55,6 +56,29 @@ async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: 
         assert (await heard.get(), again.task.id) == (first, first)
         assert await bus.tasks.acked_to() >= second
         assert heard.empty()
+
+
+async def test_rollouts_have_queues_of_their_own(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """Neither leases, nor acks, nor floors of one touch another's; an onlooker that does not know them counts all."""
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    async with open_bus(rollouts=("agent", "tool-user")) as bus, bus.tasks.acks(heard.put_nowait):
+        (plain,) = await issue(bus)
+        (agents,) = await issue(bus, rollout="agent", budget=Budget(turns=3))
+        (tools,) = await issue(bus, rollout="tool-user")
+        assert [await bus.tasks.backlog(rollout=name) for name in ("", "agent", "tool-user")] == [(1, 0)] * 3
+        held = await bus.tasks.lease(5, rollout="agent")
+        assert held is not None and (held.task.id, held.task.budget) == (agents, Budget(turns=3))
+        assert await bus.tasks.lease(0.05, rollout="agent") is None
+        assert (await lease(bus)).task.id == plain
+        assert await held.ack()
+        assert await heard.get() == agents
+        assert [await bus.tasks.acked_to(name) for name in ("", "agent", "tool-user")] == [0, agents, 0]
+        async with connect(nats_server.url, bus.run, name="onlooker") as other:
+            assert await other.tasks.backlog() == (1, 1)
+        last = await bus.tasks.lease(5, rollout="tool-user")
+        assert last is not None and last.task.id == tools and await last.ack()
+        await bus.tasks.trim(tools + 1)
+        assert [task.id async for task in bus.tasks.scan()] == []
 
 
 async def test_kinds_have_queues_of_their_own(open_bus: BusOpener) -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 
 from bus.streams.bus import Bus
+from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, encode_task
-from bus.wire.episodes import Budget, SequenceSize, Turns
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Cursor, Done, Plan, Sample, Task
 from learner.data.batch import StepBatch, build_batches
 from learner.data.datasource import DataSource

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
 from bus.wire.messages import Dead, Settle, Task
@@ -12,12 +14,31 @@ from tests import data_kit
 from tests.bus_fixtures import BusOpener
 
 
-async def issued(bus: Bus, source: DataSource, number: int) -> Lease:
+async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ack was missed, and a task of another queue, with a lower id, is leased for long."""
+    monkeypatch.setattr("learner.data.lost.LOOK_EVERY_S", 0.1)
+    found = asyncio.Event()
+    async with open_bus(rollouts=("agent",)) as bus, asyncio.TaskGroup() as group:
+        await bus.tasks.fence(1)
+        source = DataSource(data_kit.rules(run=bus.run))
+        source.published(0, 0)
+        held = await issued(bus, source, 1)
+        gone = await issued(bus, source, 2, rollout="agent")
+        assert await gone.ack() and not found.is_set()
+        looking = group.create_task(LostTasks(bus, source, found.set).run())
+        await found.wait()
+        settle = source.settlement()
+        assert isinstance(settle, Settle) and settle.tasks.tolist() == [gone.task.id]
+        assert source.incomplete() == [held.task.id]
+        looking.cancel()
+
+
+async def issued(bus: Bus, source: DataSource, number: int, rollout: str = "") -> Lease:
     """Issue a task that the DataSource knows, and lease it."""
-    task: Task = replace(data_kit.task(number), run=bus.run)
+    task: Task = replace(data_kit.task(number), run=bus.run, rollout=rollout)
     task = replace(task, id=await bus.tasks.issue(task))
     source.issued(task, 0.0)
-    lease = await bus.tasks.lease(10)
+    lease = await bus.tasks.lease(10, rollout=rollout)
     assert lease is not None and lease.task.id == task.id
     return lease
 

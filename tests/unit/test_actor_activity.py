@@ -5,8 +5,8 @@ import time
 import pytest
 
 from actors.config import ActorConfig
+from actors.engines.activity import Activity
 from actors.engines.membership import default_id, first_row, section
-from actors.rollout.activity import Activity
 from bus.config import BusConfig
 from bus.wire.subjects import token
 

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engines.activity import Activity
 from actors.engines.pool import EnginePool
+from actors.engines.responses import GenerationFailed, Responses
+from actors.episodes.port import Unfinished
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.rollout.activity import Activity
-from actors.rollout.single_turn import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
+from actors.rollout.single_turn import SingleTurn, failed, failed_sample
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
-from bus.wire.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
+from bus.wire.messages import Kind, Partial, Sample, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, running_engines
 
 TASK = Task(
@@ -36,9 +38,20 @@ TASK = Task(
 )
 
 
-def turn(engines: EnginePool, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
+class Turn(SingleTurn):
+    """A single turn with its responses in reach."""
+
+    def __init__(self, responses: Responses) -> None:
+        super().__init__(responses)
+        self.responses = responses
+
+    async def made(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
+        return (await self.sample(task, index, attempt, partial)).sample
+
+
+def turn(engines: EnginePool, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[Turn, Activity]:
     activity = Activity()
-    return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity, **options), activity
+    return Turn(Responses(engines, timeout_s=timeout_s, retries=retries, activity=activity, **options)), activity
 
 
 async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
@@ -47,7 +60,7 @@ async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activ
     async with running_engines(scene) as engines:
         single, activity = turn(engines, **options)
         try:
-            result: Any = await single.sample(TASK, 2, "n0")
+            result: Any = await single.made(TASK, 2, "n0")
         except (GenerationFailed, Unfinished) as error:
             result = error
         return result, activity, scene.clients["a"].asked
@@ -75,7 +88,7 @@ async def test_an_answer_becomes_a_sample() -> None:
 async def test_without_a_seed_the_engine_chooses() -> None:
     scene = Scene({"a": ()})
     async with running_engines(scene) as engines:
-        await turn(engines)[0].sample(replace(TASK, sampling=Sampling()), 1, "n")
+        await turn(engines)[0].made(replace(TASK, sampling=Sampling()), 1, "n")
     assert scene.clients["a"].asked[0][0].seed is None
 
 
@@ -116,7 +129,7 @@ async def test_repeated_requests_are_bounded(name: str) -> None:
 async def test_the_next_attempt_goes_to_another_engine() -> None:
     scene = Scene({"a": [EngineGone("a", "reset")], "b": ()})
     async with running_engines(scene, quarantine_s=(0.0, 0.0)) as engines:
-        sample = await turn(engines)[0].sample(TASK, 0, "n")
+        sample = await turn(engines)[0].made(TASK, 0, "n")
     assert sample.engine == "b"
 
 
@@ -144,17 +157,17 @@ async def test_a_request_that_can_never_be_served_is_made_once() -> None:
 async def test_without_an_engine_a_sample_is_unfinished_and_not_failed() -> None:
     async with running_engines(Scene({})) as engines:
         with pytest.raises(Unfinished):
-            await turn(engines, timeout_s=0.05)[0].sample(TASK, 0, "n")
+            await turn(engines, timeout_s=0.05)[0].made(TASK, 0, "n")
 
 
 async def test_giving_up_ends_a_wait() -> None:
     scene = Scene({})
     async with running_engines(scene) as engines:
         single, _ = turn(engines)
-        waiting = asyncio.create_task(single.sample(TASK, 0, "n"))
+        waiting = asyncio.create_task(single.made(TASK, 0, "n"))
         await scene.seen()
-        assert "none known" in single.waits_for()
-        single.stop_waiting()
+        assert "none known" in single.responses.waits_for()
+        single.responses.stop_waiting()
         with pytest.raises(Unfinished):
             await waiting
 
@@ -214,7 +227,7 @@ async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tupl
     """Continue a partial response. Returns (sample, tokens already begun that each request sent to the engine)."""
     scene = Scene({"a": answers})
     async with running_engines(scene) as engines:
-        sample = await turn(engines)[0].sample(TASK, 2, "n1", partial)
+        sample = await turn(engines)[0].made(TASK, 2, "n1", partial)
         return sample, [None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked]
 
 
@@ -263,14 +276,14 @@ async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[st
         client = scene.clients["a"]
         client.hold = asyncio.Event()
         single, _ = turn(engines, **options)
-        work = asyncio.create_task(single.sample(TASK, 2, "n1", BEGUN))
+        work = asyncio.create_task(single.made(TASK, 2, "n1", BEGUN))
         while not client.asked:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
-        await single.cut_short()
+        await single.responses.cut_short()
         with pytest.raises(Unfinished) as caught:
             await work
         with pytest.raises(Unfinished):
-            await single.sample(TASK, 3, "n1")
+            await single.made(TASK, 3, "n1")
         assert len(client.asked) == 1, "who leaves asks for nothing"
         return caught.value, client.aborted
 

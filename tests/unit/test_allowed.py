@@ -32,7 +32,7 @@ def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> No
     kinds = {"actor": ActorConfig, "engine": EngineConfig, "engine.sglang": SglangConfig}
     numbers = (int, float, bool)
     found = {f"{path}.{field.name}" for path, kind in kinds.items() for field in dataclasses.fields(kind) if field.type not in numbers}
-    assert found == GUARDED.keys() | OPEN.keys()
+    assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()
 
 
 def row(**sglang: Any) -> dict[str, Any]:
@@ -45,6 +45,17 @@ HARMLESS: list[dict[str, Any]] = [
     {"engine": {"sglang": {"python": "python3", "arguments": {"tp_size": 2, "mem_fraction_static": 0.8}, "environment": {}, "log": ""}}},
     to_map(RunConfig()),
 ]
+
+
+def test_programs_of_rollouts_are_taken_only_where_they_are_allowed() -> None:
+    values = {"rollouts": {"a": {"use": "agent:mine:Agent", "python": "/opt/x"}, "b": {"use": "agent:yours:f"}}}
+    refuse_foreign(values, "engine", (), where="the row")
+    with pytest.raises(NotAllowed) as error:
+        refuse_foreign(values, "actor", checked(["rollouts.a.use=agent:mine:*"]), where="the row")
+    for setting in ("rollouts.a.python=/opt/x names a program", "rollouts.b.use=agent:yours:f names code"):
+        assert setting in str(error.value)
+    assert "agent:mine" not in str(error.value)
+    refuse_foreign(values, "actor", checked(["rollouts.*=*"]), where="the row")
 
 
 @pytest.mark.parametrize("values", HARMLESS)

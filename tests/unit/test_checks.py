@@ -214,6 +214,16 @@ def test_a_configuration_of_a_model_that_is_none_is_refused(tmp_path: Path, text
     assert [error.topic for error in check(load(file), Purpose()).errors] == ["model"]
 
 
+def test_the_module_and_the_interpreter_of_a_rollout_are_looked_for(tmp_path: Path) -> None:
+    good = ("rollouts.a.use=agent:tests.rollout_programs:Agent", f"rollouts.b.python={sys.executable}", "rollouts.b.use=agent:elsewhere:f")
+    assert not checked(tmp_path, *good).errors, "another interpreter may find other modules"
+    bad = ("rollouts.a.use=agent:nosuch.module:f", "rollouts.b.python=/nowhere/python", "rollouts.b.use=agent:elsewhere:f")
+    found = texts(checked(tmp_path, *bad).errors)
+    assert len(found) == 2 and "rollouts.a.use" in found[0] and "'/nowhere/python'" in found[1]
+    report = checked(tmp_path, *bad, starts_workers=False)
+    assert not report.errors and len([text for text in texts(report.warnings) if "rollouts." in text]) == 2
+
+
 def test_a_reward_elsewhere_is_doubted_where_no_actor_starts(tmp_path: Path) -> None:
     for report in (
         checked(tmp_path, "actor.reward=nomod:fn", "up.actors=0"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bus.wire.budget import Budget
 from bus.wire.codec import check_sample
-from bus.wire.episodes import Budget, SequenceSize, Turns
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Plan, Sample, Span
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import Denominators, aggregate

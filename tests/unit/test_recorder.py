@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rollout.recorder import Output, Recorder, Sequences
+from actors.episodes.recorder import Output, Recorder, Sequences
 from bus.wire.invariants import check_sample
 from bus.wire.messages import Sample, Span
 from tests.bus_kit import make_sample

@@ -92,6 +92,8 @@ class Recorder:
         """Recorded turns by their place in the tree."""
         self.untrained = dict.fromkeys(UNTRAINED, 0)
         """Recorded turns that are context only, by reason."""
+        self.total_tokens = 0
+        """Most tokens that the sequences of all turns can have, L."""
 
     def __len__(self) -> int:
         """Return the number of recorded turns."""
@@ -116,10 +118,17 @@ class Recorder:
         if reason:
             self.untrained[reason] += 1
         node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), trained=not reason)
-        self.places[BEGINS if parent is self._root else FORKS if parent.children else EXTENDS] += 1
+        place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
+        self.places[place] += 1
+        self.total_tokens += len(node.ids) // _ID_BYTES if place == EXTENDS else node.end // _ID_BYTES
         parent.children.append(node)
         self._nodes.append(node)
         return node.number
+
+    def growth(self, prompt: NDArray[np.int32]) -> int:
+        """Return the tokens that a turn with this prompt adds to ``total_tokens`` besides its output."""
+        parent = self._parent(_bytes(prompt))
+        return len(prompt) if parent is self._root or parent.children else len(prompt) - parent.end // _ID_BYTES
 
     def _parent(self, prompt: bytes) -> _Node:
         """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is none."""

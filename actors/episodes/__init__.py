@@ -1,0 +1,1 @@
+"""Episodes: samples of several model calls, made by programs in child processes."""

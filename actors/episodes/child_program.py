@@ -1,0 +1,281 @@
+"""The program of a child process that runs rollouts: one file of the standard library, for any interpreter from Python 3.9 on.
+
+Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
+
+    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool}      then {"type": "ready"} or "refused"
+          {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
+          {"type": "cancel", "episode": ID}
+    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"
+
+The program is a class, made once with the options, whose ``run(data, **extra)`` is called for each episode, or a function that is called
+as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+MAX_RESULT_BYTES = 1 << 20
+MAX_REASON = 2000
+"""Characters of the text of an error that are sent."""
+_LENGTH = struct.Struct(">I")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class PolicyFault(Exception):
+    """The policy has done something for which its episode ends with this reward, and is trained on."""
+
+    def __init__(self, reward: float = 0.0) -> None:
+        super().__init__(reward)
+        self.reward = reward
+
+
+def arrange(parent: int) -> None:
+    """End with the actor, and keep processes that leave their session below this one."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load(message: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the program as a function of (data, extra). Raises whatever the user's module raises."""
+    for entry in message["path"]:
+        if entry not in sys.path:
+            sys.path.append(entry)
+    module, _, name = message["use"].partition(":")
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    options = message["options"]
+    if inspect.isclass(found):
+        program = found(**options)
+        run = getattr(program, "run", None)
+        if not callable(run):
+            raise TypeError("want a class with a method run(data, **extra)")
+        return run, {}
+    if not callable(found):
+        raise TypeError("want a class or a function, got " + type(found).__name__)
+    return found, options
+
+
+def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the extra arguments that a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return extra
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return extra
+    names = {parameter.name for parameter in parameters if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in extra.items() if name in names}
+
+
+def number(value: Any, where: str) -> float:
+    """Return a finite number as a float. Raises TypeError, ValueError."""
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        value = value.item()  # numpy and torch scalars
+    if isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{where}: want a number, a map of numbers or None, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: want a finite number, got {value!r}")
+    return float(value)
+
+
+def result_of(value: Any) -> float | dict[str, float] | None:
+    """Return a result as it is sent. Raises TypeError, ValueError, OverflowError."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"result: want texts as names of rewards, got {name!r}")
+        return {name: number(each, f"result[{name!r}]") for name, each in value.items()}
+    return number(value, "result")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the type and text of an error, and the place of the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.abspath(frame.filename) != os.path.abspath(__file__)]
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    if own:
+        text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+    return text.encode("utf-8", "replace").decode()[:MAX_REASON]
+
+
+class Child:
+    """The episodes of this process."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self.run: Callable[..., Any] = print
+        self.options: dict[str, Any] = {}
+        self.alone = False
+        self.running: dict[str, asyncio.Future[None]] = {}
+        self._client: Any = None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message; a result that is too large is an error of its episode."""
+        try:
+            body = json.dumps(message, allow_nan=False).encode()
+        except ValueError as error:
+            body = json.dumps({"type": "result", "episode": message["episode"], "error": str(error)}).encode()
+        if len(body) > MAX_RESULT_BYTES:
+            text = f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}"
+            body = json.dumps({"type": "result", "episode": message["episode"], "error": text}).encode()
+        self.writer.write(_LENGTH.pack(len(body)) + body)
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Do what a message asks for."""
+        kind = message["type"]
+        if kind == "load":
+            self.load(message)
+        elif kind == "run":
+            self.running[message["episode"]] = asyncio.ensure_future(self.episode(message))
+        elif kind == "cancel" and message["episode"] in self.running:
+            self.running[message["episode"]].cancel()
+
+    def load(self, message: dict[str, Any]) -> None:
+        """Import the program."""
+        try:
+            self.run, self.options = load(message)
+        except BaseException as error:  # the module is the user's, and may raise anything
+            self.send({"type": "refused", "reason": reason_of(error)})
+            return
+        self.alone = message["alone"]
+        self.send({"type": "ready"})
+
+    async def episode(self, message: dict[str, Any]) -> None:
+        """Run one episode and send its result."""
+        id = message["episode"]
+        try:
+            answer: dict[str, Any] = {"value": result_of(await self.call(message))}
+        except asyncio.CancelledError:
+            answer = {"error": "cancelled"}
+        except BaseException as error:
+            answer = self.fault(error) if type(error).__name__ == "PolicyFault" else {"error": reason_of(error)}
+        self.running.pop(id, None)
+        self.send({"type": "result", "episode": id, **answer})
+
+    def fault(self, error: BaseException) -> dict[str, Any]:
+        """Return the answer for a PolicyFault, of this file or of a class of that name."""
+        try:
+            return {"fault": number(getattr(error, "reward", 0.0), "PolicyFault.reward")}
+        except (TypeError, ValueError, OverflowError) as wrong:
+            return {"error": reason_of(wrong)}
+
+    async def call(self, message: dict[str, Any]) -> Any:
+        """Return what the program returns."""
+        extra = {"base_url": message["base_url"], "api_key": message["api_key"], "http_client": self.client()}
+        if self.alone:  # variables belong to the process, not to an episode
+            root = message["base_url"].rsplit("/v1", 1)[0]
+            os.environ.update(OPENAI_BASE_URL=message["base_url"], OPENAI_API_KEY=message["api_key"])
+            os.environ.update(ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=message["api_key"])
+        arguments = {**self.options, **accepted(self.run, extra)}
+        if inspect.iscoroutinefunction(self.run):
+            return await self.run(message["task"], **arguments)
+        found = await in_thread(self.run, message["task"], arguments)
+        return await found if inspect.isawaitable(found) else found
+
+    def client(self) -> Any:
+        """Return the HTTP client of this process, where httpx is installed."""
+        if self._client is None:
+            try:
+                httpx = importlib.import_module("httpx")
+            except ImportError:
+                return None
+            self._client = httpx.AsyncClient(timeout=None)
+        return self._client
+
+
+async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str, Any]) -> Any:
+    """Return the result of a plain function, which runs in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(error: BaseException | None, value: Any) -> None:
+        """Settle the future in the loop's thread."""
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        elif isinstance(error, StopIteration):
+            done.set_exception(RuntimeError("StopIteration"))
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        """Call the function."""
+        value, error = None, None
+        try:
+            value = function(data, **arguments)
+        except BaseException as raised:
+            error = raised
+        loop.call_soon_threadsafe(settle, error, value)
+
+    threading.Thread(target=work, daemon=True).start()
+    # A thread cannot be stopped: a cancelled episode has ended when its function has, or when the actor ends this process.
+    cancelled = False
+    while True:
+        try:
+            value = await asyncio.shield(done)
+            break
+        except asyncio.CancelledError:
+            if done.done() or cancelled:
+                raise
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return value
+
+
+async def serve(connection: socket.socket) -> None:
+    """Take messages until the connection ends."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    child = Child(writer)
+    while True:
+        try:
+            (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            child.take(json.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+
+def main() -> None:
+    """Serve the socket of the descriptor in the arguments."""
+    arrange(int(sys.argv[2]))
+    module = types.ModuleType("tidemill_rollout")
+    module.__dict__["PolicyFault"] = PolicyFault
+    sys.modules["tidemill_rollout"] = module
+    sys.path[0] = os.getcwd()  # the program is there, or on PYTHONPATH, and not beside this file
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.argv[:] = sys.argv[:1]
+    asyncio.run(serve(connection))
+    os._exit(0)  # without waiting for threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""One episode under way: its task, its recorded turns, its budget, and how it ends. Knows no HTTP and no process."""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engines.responses import seeded
+from actors.episodes.clock import Clock
+from actors.episodes.recorder import Output, Recorder
+from actors.errors import BadRequest
+from bus.wire.budget import Budget
+from bus.wire.invariants import MAX_REWARD
+from bus.wire.json_object import JsonObject
+from bus.wire.messages import Sampling, Task
+
+SEEDS = 2**31
+"""Number of different seeds: every engine takes those below."""
+NO_LIMIT = 2**31 - 1
+
+
+class Spent(BadRequest):
+    """A limit of the episode's budget leaves no room for a model call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Room for one model call."""
+
+    max_new_tokens: int
+    limit: str
+    """Limit of the budget that makes ``max_new_tokens`` smaller than asked; empty = none."""
+    seed: int | None
+    begin_s: float
+    """Seconds of the episode at its begin."""
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """What the calls under way may use up."""
+
+    calls: int = 0
+    tokens: int = 0
+    total_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """Member ``index`` of the group of a task."""
+
+    task: Task
+    index: int
+    attempt: str
+    recorder: Recorder = field(default_factory=Recorder)
+    clock: Clock = field(default_factory=Clock)
+    spent: str = ""
+    """Limit of the budget that refused a call, the first one; empty = none."""
+    failed: str = ""
+    """Reason for which a model call failed for good: no sample comes of this episode."""
+    refused: str = ""
+    """Reason for which the last of its calls was refused; empty = none was, or one that was answered came later."""
+    handed_back: str = ""
+    """Reason outside the task for which it cannot go on; empty = none."""
+    engine: str = ""
+    """Engine of the last turn."""
+    text: str = ""
+    """Text of the last answer."""
+    transcript: tuple[JsonObject, ...] = ()
+    """Messages of the last model call, its answer included."""
+    queued_s: float = 0.0
+    generating_s: float = 0.0
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Reward by number of the turn in the recorder."""
+    overridden: Counter[str] = field(default_factory=Counter)
+    """Sampling parameters that a program asked for and the task has otherwise."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it cannot go on."""
+    began_s: float = field(default_factory=time.monotonic)
+    _reserved: _Reserved = field(default_factory=_Reserved)
+    _asked: Counter[bytes] = field(default_factory=Counter)
+    _turns: dict[str, int] = field(default_factory=dict)
+    """Number of a turn by its id."""
+
+    @property
+    def name(self) -> str:
+        """Its task, index and attempt, for request ids and logs."""
+        return f"{self.task.id}.{self.index}.{self.attempt}"
+
+    @property
+    def budget(self) -> Budget:
+        """Limits of its task."""
+        return self.task.budget or Budget()
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters of the task, with the seed of this member."""
+        return seeded(self.task.sampling, self.index)
+
+    def stop(self, *, failed: str = "", handed_back: str = "") -> None:
+        """End it, with the first reason that is given."""
+        if not self.stopped.is_set():
+            self.failed, self.handed_back = failed, handed_back
+            self.stopped.set()
+
+    @contextmanager
+    def call(self, prompt: NDArray[np.int32], max_new_tokens: int) -> Iterator[Call]:
+        """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there is none.
+
+        The room is kept for the block, at the end of which the output must have been recorded.
+        """
+        limits = self.budget
+        if limits.turns and len(self.recorder) + self._reserved.calls >= limits.turns:
+            raise self._refusal("turns", f"{limits.turns} model calls")
+        # While other calls are under way, one of them may take the place behind its parent: then this one begins a sequence of its own.
+        growth = len(prompt) if self._reserved.calls else self.recorder.growth(prompt)
+        room = {
+            "tokens": _left(limits.tokens, self.recorder.sampled_tokens + self._reserved.tokens),
+            "context": _left(limits.context, len(prompt)),
+            "total_tokens": _left(limits.total_tokens, self.recorder.total_tokens + self._reserved.total_tokens + growth),
+        }
+        least = min(room, key=lambda limit: room[limit])
+        if room[least] < 1:
+            raise self._refusal(least, f"{getattr(limits, least)} {_WHAT[least]}")
+        limit, max_new_tokens = (least, room[least]) if room[least] < max_new_tokens else ("", max_new_tokens)
+        self._reserved.calls += 1
+        self._reserved.tokens += max_new_tokens
+        self._reserved.total_tokens += growth + max_new_tokens
+        try:
+            yield Call(max_new_tokens=max_new_tokens, limit=limit, seed=self._seed(prompt), begin_s=time.monotonic() - self.began_s)
+        finally:
+            self._reserved.calls -= 1
+            self._reserved.tokens -= max_new_tokens
+            self._reserved.total_tokens -= growth + max_new_tokens
+
+    def record(self, prompt: NDArray[np.int32], output: Output) -> int:
+        """Record a turn that is about to be delivered, and return its number."""
+        number = self.recorder.record(prompt, output)
+        self._turns[output.id] = number
+        return number
+
+    def reward_turn(self, turn: object, reward: object) -> None:
+        """Give a turn, by id or number, its reward; null = the last one. Raises BadRequest."""
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+            raise BadRequest(f"reward: want a number within +-{MAX_REWARD:g}, got {reward!r}")
+        self.turn_rewards[self.turn(turn)] = float(reward)
+
+    def turn(self, turn: object) -> int:
+        """Return the number of a turn, by id or number; null = the last one. Raises BadRequest for one that is not recorded."""
+        count = len(self.recorder)
+        if turn is None and count:
+            return count - 1
+        if isinstance(turn, str) and turn in self._turns:
+            return self._turns[turn]
+        if isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < count:
+            return turn
+        raise BadRequest(f"turn: want the id of an answer, or a number below {count}, got {turn!r}")
+
+    def turn_ids(self, names: Sequence[str]) -> bool:
+        """Return whether all of these are ids of turns; False for none at all."""
+        return bool(names) and all(name in self._turns for name in names)
+
+    def _refusal(self, limit: str, what: str) -> Spent:
+        self.spent = self.spent or limit
+        return Spent(f"the budget of this episode is spent: {limit} ({what}); a rollout's budget is set by rollouts.NAME.budget")
+
+    def _seed(self, prompt: NDArray[np.int32]) -> int | None:
+        """Return the seed of a turn: of the member's, its prompt and how often it was asked, so that no order of calls changes it."""
+        seed = self.sampling.seed
+        if seed is None:
+            return None
+        digest = hashlib.blake2b(np.ascontiguousarray(prompt, "<i4").tobytes(), digest_size=16).digest()
+        self._asked[digest] += 1
+        mixed = hashlib.blake2b(f"{seed}.{self._asked[digest]}.".encode() + digest, digest_size=8).digest()
+        return int.from_bytes(mixed, "little") % SEEDS
+
+
+_WHAT: Mapping[str, str] = {"tokens": "sampled tokens", "context": "tokens of one sequence", "total_tokens": "tokens of all sequences"}
+
+
+def _left(limit: int, used: int) -> int:
+    return limit - used if limit else NO_LIMIT

@@ -1,0 +1,222 @@
+"""The listener through which programs of episodes ask the model: OpenAI's paths and SGLang's, a key for each episode.
+
+    http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, or x-api-key
+
+A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next identical request.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from aiohttp import web
+
+from actors.engines.responses import GenerationFailed, Interrupted, Responses
+from actors.episodes import inference_api
+from actors.episodes.episode import Episode, Spent
+from actors.episodes.model_calls import ModelCalls
+from actors.episodes.transcript import messages_of
+from actors.errors import BadRequest
+from actors.http_api import json_map
+from actors.openai import openai_api
+from actors.router.exchange import SESSION_HEADERS, Request
+from actors.router.token_history import ModelText, TokenHistory
+from bus.wire.messages import Timings
+from weightstore.listener import Access, Listener
+
+logger = logging.getLogger(__name__)
+
+TRAIN_HEADER = "X-Tidemill-Train"
+"""0: the call is served with the sampling that it asks for, and is context only."""
+ENDED_KEYS = 10_000
+"""Most keys of ended episodes that are remembered, to be answered with 410."""
+MAX_BODY_BYTES = 1 << 26
+HISTORY_TEXT = 1 << 24
+"""Most characters and tokens that the history of one episode remembers."""
+KEY_PATH = "/e/"
+_NO_RETRY = {"x-should-retry": "false"}
+"""Clients of OpenAI repeat some errors by themselves, unless an answer says no."""
+_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+"""Beginning of an answer's id by path."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """A whole answer, and the turns of which it was made."""
+
+    status: int
+    content_type: str
+    content: bytes
+    calls: ModelCalls
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An episode that may be asked for."""
+
+    episode: Episode
+    history: TokenHistory
+    slots: asyncio.Semaphore
+    running: set[asyncio.Task[_Made]] = field(default_factory=set)
+    left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
+    """Answers whose clients have gone, by request."""
+
+
+class Gateway:
+    """The listener of an actor. ``start``, and ``close`` at the end."""
+
+    def __init__(self, model: ModelText, responses: Responses) -> None:
+        self._model, self._responses = model, responses
+        self._open: dict[str, _Open] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
+        self.url = ""
+
+    async def start(self, host: str = "127.0.0.1") -> str:
+        """Listen, and return the URL. Raises OSError."""
+        self.url = await self._listener.start(host, 0, name="gateway.host")
+        return self.url
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._listener.close()
+
+    @contextmanager
+    def opened(self, episode: Episode, *, max_calls_in_flight: int) -> Iterator[str]:
+        """Yield the key of an episode. Behind the block its calls are ended, and the key is refused."""
+        key = secrets.token_hex(16)
+        open = _Open(episode, TokenHistory(self._model, HISTORY_TEXT), asyncio.Semaphore(max_calls_in_flight))
+        self._open[key] = open
+        try:
+            yield key
+        finally:
+            del self._open[key]
+            self._ended[key] = None
+            if len(self._ended) > ENDED_KEYS:
+                self._ended.popitem(last=False)
+            for call in open.running:
+                call.cancel()
+
+    async def _handle(self, given: web.Request) -> web.StreamResponse:
+        key, path = _key(given)
+        open = self._open.get(key)
+        if open is None:
+            ended = key in self._ended
+            status = HTTPStatus.GONE if ended else HTTPStatus.UNAUTHORIZED
+            return _error(
+                "this episode has ended" if ended else "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY", status
+            )
+        try:
+            if path == "/reward":
+                return self._reward(open.episode, await given.read())
+            made = await self._made(open, given, path, await given.read())
+        except BadRequest as error:
+            open.episode.refused = str(error)
+            spent = isinstance(error, Spent) or "context length" in str(error)
+            if spent:
+                open.episode.spent = open.episode.spent or "context"
+            return _error(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded" if spent else None)
+        except Interrupted as error:
+            open.episode.stop(handed_back=error.reason)
+            return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+        except GenerationFailed as error:
+            open.episode.stop(failed=str(error))
+            return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        if made.status == HTTPStatus.OK:
+            _deliver(open.episode, made, await given.read(), path)
+        else:
+            open.episode.refused = made.content[:500].decode(errors="replace")
+        made.calls.held.close()
+        return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
+
+    async def _made(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+        """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
+        digest = hashlib.blake2b(repr((path, given.headers.get(SESSION_HEADERS[0], ""))).encode() + body).digest()
+        left = open.left.get(digest, [])
+        call = left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, given, path, body))
+        open.running.add(call)
+        call.add_done_callback(open.running.discard)
+        call.add_done_callback(_seen)
+        try:
+            made = await asyncio.shield(call)
+            if given.transport is None or given.transport.is_closing():
+                raise ConnectionResetError("the program has hung up")
+        except asyncio.CancelledError:
+            if call.cancelled():
+                raise Interrupted("the episode has ended", None, Timings()) from None
+            open.left.setdefault(digest, []).append(call)
+            raise
+        except ConnectionResetError:
+            open.left.setdefault(digest, []).append(call)
+            raise
+        return made
+
+    async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+        """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
+        id = secrets.token_hex(12)
+        calls = ModelCalls(
+            open.episode,
+            self._responses,
+            max_context=self._model.max_context,
+            name=_PREFIX.get(path, "") + id,
+            model=self._model.name,
+            agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
+            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0",
+        )
+        request = Request(method=given.method, path=path, headers={}, body=body, id=id)
+        try:
+            async with open.slots:
+                if path == inference_api.PATH:
+                    answer = await inference_api.answered(request, calls)
+                else:
+                    answer = await open.history(request, calls)
+                async with answer:
+                    return _Made(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
+        except BaseException:
+            calls.held.close()
+            raise
+
+    def _reward(self, episode: Episode, body: bytes) -> web.Response:
+        given = json_map(body)
+        episode.reward_turn(given.get("turn"), given.get("reward"))
+        return web.json_response({"success": True})
+
+
+def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
+    """Record the turns of an answer, right before it is sent."""
+    episode.refused = ""
+    for prompt, output, response in made.calls.outputs:
+        episode.record(prompt, output)
+        episode.engine, episode.text = response.engine, response.generation.text
+        episode.queued_s += response.timings.queued_s
+        episode.generating_s += response.timings.generating_s
+    if made.calls.outputs:
+        episode.transcript = messages_of(body, path, episode.text)
+
+
+def _key(given: web.Request) -> tuple[str, str]:
+    """Return the key of a request, empty without one, and the path behind it."""
+    if given.path.startswith(KEY_PATH):
+        key, _, rest = given.path.removeprefix(KEY_PATH).partition("/")
+        return key, f"/{rest}"
+    scheme, _, token = given.headers.get("Authorization", "").partition(" ")
+    return (token.strip() if scheme.lower() == "bearer" else given.headers.get("x-api-key", "")), given.path
+
+
+def _error(message: str, status: int, code: str | None = None) -> web.Response:
+    content = openai_api.error(message, int(status))
+    if code is not None:
+        content["error"]["code"] = code
+    return web.json_response(content, status=int(status), headers=_NO_RETRY)
+
+
+def _seen(call: asyncio.Task[_Made]) -> None:
+    """Take note of the error of a call whose client has gone, of which nobody else is told."""
+    if not call.cancelled() and (error := call.exception()) is not None:
+        logger.debug("model call ended error=%s", error)

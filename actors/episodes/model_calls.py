@@ -1,0 +1,247 @@
+"""The model calls of one request of a program: from a body of /generate to responses, and from those to turns and SGLang's JSON.
+
+    program -> gateway -> TokenHistory (text to the very ids that were sampled) -> ModelCalls -> engines
+                       <-                                                       <-
+
+The sampling is the task's: what a program asks for otherwise is overridden, and counted. What would change the distribution in a way that
+no task has (grammars, biases) is refused, because the recorded log-probs would not be those of the model.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from http import HTTPStatus
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engines.responses import Prompt, Response, Responses
+from actors.episodes.episode import Call, Episode
+from actors.episodes.recorder import Output
+from actors.errors import BadRequest
+from actors.events import DONE, event
+from actors.http_api import json_map
+from actors.router.exchange import Answer, Request
+from bus.errors import WireError
+from bus.system.coroutines import first_error
+from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.messages import Sampling
+
+Number = TypeVar("Number", int, float)
+
+MOST_CALLS = 64
+"""Most responses to one request of a program."""
+OF_TASK = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+"""Sampling parameters that are the task's."""
+PENALTIES = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+"""Parameters that no task has, with the value at which they do nothing: another one is overridden."""
+REFUSED = ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "logit_bias", "custom_params", "min_new_tokens", "ignore_eos")
+"""Parameters that change the distribution, or when a response ends by the model's own word, in a way that no task has."""
+
+
+class ModelCalls:
+    """The calls of one request: a ``Handler``. Leave ``held`` when the outputs are recorded, or will never be."""
+
+    def __init__(
+        self, episode: Episode, responses: Responses, *, max_context: int, name: str, model: str, agent: str, trained: bool
+    ) -> None:
+        """``name``: id of the answer, as the program sees it. ``agent``: name of the agent within the episode."""
+        self._episode, self._responses, self._max_context = episode, responses, max_context
+        self._name, self._model, self._agent, self._trained = name, model, agent, trained
+        self.held = ExitStack()
+        self.outputs: list[tuple[NDArray[np.int32], Output, Response]] = []
+        """Prompt, output and response of each call, by place."""
+
+    async def __call__(self, request: Request) -> Answer:
+        """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
+        if request.path == "/v1/models":
+            return Answer.of(HTTPStatus.OK, self._models())
+        if request.path != "/generate":
+            raise BadRequest(f"{request.path}: not a path of this gateway")
+        body = json_map(request.body)
+        prompts, params, many = _read(body)
+        streamed = body.get("stream") is True
+        try:
+            async with asyncio.TaskGroup() as group:
+                calls = [
+                    group.create_task(self._call(prompt, given, place))
+                    for place, (prompt, given) in enumerate(zip(prompts, params, strict=True))
+                ]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        answered = [call.result() for call in calls]
+        self.outputs = [(prompt, output, response) for prompt, output, response in answered]
+        answers = [_answer(*each, request.id, place) for place, each in enumerate(answered)]
+        if streamed:
+            return Answer(HTTPStatus.OK, {"Content-Type": "text/event-stream"}, _events(answers))
+        return Answer.of(HTTPStatus.OK, answers if many else answers[0])
+
+    def _models(self) -> JsonObject:
+        limit = self._episode.budget.context
+        length = min(self._max_context, limit) if limit else self._max_context
+        one = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
+        return {"object": "list", "data": [one]}
+
+    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> tuple[NDArray[np.int32], Output, Response]:
+        episode = self._episode
+        sampling = _sampling(episode.sampling, given, self._own if self._trained else None)
+        call = self.held.enter_context(episode.call(prompt, sampling.max_new_tokens))
+        sampling = replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
+        asked = Prompt(
+            name=f"{episode.name}.{self._name}.{place}",
+            tokens=prompt,
+            sampling=sampling,
+            min_version=episode.task.min_version,
+            prefer=episode.engine,
+        )
+        response = await self._responses.generate(asked, _accept, episode.clock.stopped)
+        if call.limit and response.generation.finish == "length":
+            episode.spent = episode.spent or call.limit
+        return prompt, self._output(call, response, place), response
+
+    def _own(self, name: str) -> None:
+        """Count a parameter that is overridden."""
+        self._episode.overridden[name] += 1
+
+    def _output(self, call: Call, response: Response, place: int) -> Output:
+        made = response.generation
+        return Output(
+            tokens=made.tokens,
+            log_probs=made.log_probs,
+            spans=made.spans,
+            id=self._name if not place else f"{self._name}.{place}",
+            finish=made.finish or "",
+            agent=self._agent,
+            begin_s=call.begin_s,
+            seconds=response.timings.queued_s + response.timings.generating_s,
+            trained=self._trained,
+        )
+
+
+def _accept(response: Response) -> None:
+    """Refuse log-probs that are no log-probs, as the rules of a sample do: another engine may do better."""
+    log_probs = response.generation.log_probs
+    wrong = np.flatnonzero(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)))  # NaN fails both
+    if len(wrong):
+        raise WireError(f"rollout_log_probs[{wrong[0]}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[wrong[0]]))
+
+
+def _read(body: JsonMapping) -> tuple[list[NDArray[np.int32]], list[JsonMapping], bool]:
+    """Return prompts, sampling parameters of each, and whether the answer is a list. Raises BadRequest."""
+    given = body.get("input_ids")
+    many = isinstance(given, list) and bool(given) and isinstance(given[0], list)
+    prompts = [_prompt(each) for each in (given if many else [given])]  # type: ignore[union-attr]
+    asked = body.get("sampling_params")
+    params = asked if isinstance(asked, list) else [asked] * len(prompts)
+    if len(params) != len(prompts):
+        raise BadRequest(f"sampling_params: want one for each of {len(prompts)} prompts, got {len(params)}")
+    repeated: list[tuple[NDArray[np.int32], JsonMapping]] = []
+    for prompt, one in zip(prompts, params, strict=True):
+        if one is not None and not isinstance(one, Mapping):
+            raise BadRequest(f"sampling_params: want a map, got {one!r}")
+        count = (one or {}).get("n") or 1
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_CALLS:
+            raise BadRequest(f"sampling_params.n: want 1 .. {MOST_CALLS}, got {count!r}")
+        repeated += [(prompt, one or {})] * count
+    if len(repeated) > MOST_CALLS:
+        raise BadRequest(f"want at most {MOST_CALLS} responses to a request, got {len(repeated)}")
+    return [prompt for prompt, _ in repeated], [one for _, one in repeated], many or len(repeated) > 1
+
+
+def _prompt(given: object) -> NDArray[np.int32]:
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"input_ids: want a list of token ids, at least one, got {str(given)[:80]}")
+    if not all(type(each) is int and 0 <= each < 2**31 for each in given):
+        raise BadRequest("input_ids: want whole numbers >= 0")
+    return np.array(given, np.int32)
+
+
+def _sampling(task: Sampling, given: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
+    """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as asked."""
+    for name in REFUSED:
+        if given.get(name) not in (None, False, 0, [], {}, ""):
+            reason = "it would change the distribution that is trained on"
+            raise BadRequest(f"sampling_params.{name}: not supported in an episode: {reason}; leave it out")
+    for name, neutral in PENALTIES.items():
+        if given.get(name) not in (None, neutral):
+            if overridden is None:
+                raise BadRequest(f"sampling_params.{name}: not supported; want {neutral}, got {given[name]!r}")
+            overridden(name)
+    limits = replace(
+        task,
+        max_new_tokens=min(task.max_new_tokens, _number(given, "max_new_tokens", int, 1, task.max_new_tokens)),
+        stop=_stops(given.get("stop"), task.stop),
+        stop_token_ids=_ids(given.get("stop_token_ids"), task.stop_token_ids),
+    )
+    if overridden is None:
+        return replace(
+            limits,
+            temperature=_number(given, "temperature", float, 0, 1.0),
+            top_p=_number(given, "top_p", float, 0, 1.0),
+            top_k=_number(given, "top_k", int, -1, -1),
+        )
+    for name in OF_TASK:
+        if given.get(name) not in (None, getattr(task, name)):
+            overridden(name)
+    return limits
+
+
+def _number(given: JsonMapping, name: str, kind: type[Number], least: Number, default: Number) -> Number:
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not least <= value <= 1e9:
+        raise BadRequest(f"sampling_params.{name}: want a number >= {least}, got {value!r}")
+    return kind(value)
+
+
+def _stops(given: object, default: tuple[str, ...]) -> tuple[str, ...]:
+    listed = [given] if isinstance(given, str) else given
+    if not listed:
+        return default
+    if not isinstance(listed, list) or not all(isinstance(each, str) and each for each in listed):
+        raise BadRequest(f"sampling_params.stop: want texts that are not empty, got {given!r}")
+    return tuple(listed)
+
+
+def _ids(given: object, default: tuple[int, ...]) -> tuple[int, ...]:
+    if not given:
+        return default
+    if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 2**31 for each in given):
+        raise BadRequest(f"sampling_params.stop_token_ids: want token ids, got {given!r}")
+    return tuple(given)
+
+
+def _answer(prompt: NDArray[np.int32], output: Output, response: Response, id: str, place: int) -> JsonObject:
+    """Return SGLang's JSON of a response."""
+    made = response.generation
+    ends = np.cumsum([span.num_tokens for span in made.spans]).tolist()
+    versions = [
+        {"version": str(span.version), "start": end - span.num_tokens, "end": end} for span, end in zip(made.spans, ends, strict=True)
+    ]
+    tokens = made.tokens.tolist()
+    return {
+        "index": place,
+        "text": made.text,
+        "output_ids": tokens,
+        "meta_info": {
+            "id": id,
+            "turn": output.id,
+            "finish_reason": {"type": made.finish, "matched": made.matched},
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(tokens),
+            "cached_tokens": made.cached_tokens,
+            "weight_version": str(made.version),
+            "weight_versions": versions,
+            "output_token_logprobs": [[value, token, None] for value, token in zip(made.log_probs.tolist(), tokens, strict=True)],
+        },
+    }
+
+
+async def _events(answers: list[JsonObject]) -> AsyncIterator[bytes]:
+    for answer in answers:
+        yield event(answer)
+    yield DONE

@@ -1,0 +1,46 @@
+"""The rollouts of an actor with all that they need: one gateway, and the children of each."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from actors.engines.responses import Responses
+from actors.episodes.children import Children
+from actors.episodes.gateway import Gateway
+from actors.episodes.port import ProgramFailed
+from actors.episodes.rollouts import ProgramRollout
+from actors.errors import BadRow
+from actors.rollout_settings import RolloutPrograms
+from actors.router.token_history import ModelText
+
+
+@asynccontextmanager
+async def opened_rollouts(programs: RolloutPrograms, responses: Responses) -> AsyncIterator[dict[str, ProgramRollout]]:
+    """Give the rollouts by name. Every program is loaded once, in a child that stays.
+
+    Raises BadRow for a program that cannot be loaded, and for a model that is not on this machine.
+    """
+    try:
+        text = ModelText.read(programs.model, "model.path")
+    except ValueError as error:
+        raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
+    async with AsyncExitStack() as stack:
+        gateway = Gateway(text, responses)
+        await gateway.start()
+        stack.push_async_callback(gateway.close)
+        found = {}
+        for name, config in programs.rollouts.items():
+            children = await stack.enter_async_context(
+                Children(
+                    config.program,
+                    options=config.options,
+                    python=config.python,
+                    processes=config.processes,
+                    episodes_per_child=config.episodes_per_child,
+                )
+            )
+            try:
+                await children.load()
+            except ProgramFailed as error:
+                raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
+            found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight)
+        yield found

@@ -1,0 +1,70 @@
+"""A rollout as the actor's loop sees it: from a task to one unscored or scored sample. Knows no engine and no bus."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bus.wire.messages import Partial, Sample, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A sample of a rollout."""
+
+    sample: Sample
+    scored: bool = False
+    """Whether the rollout has given its reward; else it is 0, and the actor's reward scores it."""
+    continued: bool = False
+    """Whether another actor had begun it."""
+
+
+class Unfinished(Exception):
+    """There is no sample, for a reason outside the task: no engine was found, or this process is leaving."""
+
+    def __init__(self, reason: str, partial: Partial | None = None) -> None:
+        super().__init__(reason, partial)
+        self.reason, self.partial = reason, partial
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Rollout(Protocol):
+    """Makes the samples of tasks, many at once."""
+
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Made:
+        """Make sample ``index`` of a task. Raises GenerationFailed (a FAILED sample), Unfinished (the task is handed back)."""
+        ...
+
+    def interrupt(self) -> None:
+        """End, as Unfinished, the samples that wait for something other than an engine. From now on none is begun."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeResult:
+    """What a program has returned for an episode."""
+
+    value: float | Mapping[str, float] | None = None
+    """Its reward, parts of it by name, rewards of turns by id, or none."""
+    fault: float | None = None
+    """Reward of an episode that ended by a fault of the policy (``PolicyFault``); None = it did not."""
+
+
+class ProgramFailed(Exception):
+    """A program raised, returned something that is no result, could not be loaded, or its process ended."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Programs(Protocol):
+    """Runs a program, once for each episode, many at once."""
+
+    async def run(self, episode: str, *, base_url: str, api_key: str, task: Mapping[str, Any]) -> EpisodeResult:
+        """Run it to its end. Raises ProgramFailed. When cancelled, the program is ended."""
+        ...

@@ -1,0 +1,168 @@
+"""Rollouts of programs: an episode for each sample, from the start of the program to the sample that comes of it."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from actors.engines.responses import GenerationFailed
+from actors.episodes.episode import Episode
+from actors.episodes.gateway import KEY_PATH, Gateway
+from actors.episodes.port import EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from bus.wire.invariants import MAX_REWARD
+from bus.wire.messages import Partial, Sample, Status, Task, Timings
+
+logger = logging.getLogger(__name__)
+
+LEAVING = "the actor is draining"
+
+
+class ProgramRollout:
+    """A ``Rollout`` whose samples are made by a program in child processes, which asks the model through the gateway."""
+
+    def __init__(self, gateway: Gateway, programs: Programs, *, max_calls_in_flight: int) -> None:
+        """``max_calls_in_flight``: model calls of one episode at once; others wait."""
+        self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
+        self._open: set[Episode] = set()
+        self._leaving = False
+
+    def interrupt(self) -> None:
+        """Hand back the episodes that are under way, wherever they are. From now on none is begun."""
+        self._leaving = True
+        for episode in self._open:
+            episode.stop(handed_back=LEAVING)
+
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Made:
+        """Run the program for sample ``index`` of a task. It begins anew in every attempt. Raises GenerationFailed, Unfinished."""
+        if self._leaving:
+            raise Unfinished(LEAVING)
+        episode = Episode(task, index, attempt)
+        self._open.add(episode)
+        try:
+            with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
+                result = await self._run(episode, key)
+        finally:
+            self._open.discard(episode)
+        return _made(episode, result)
+
+    async def _run(self, episode: Episode, key: str) -> EpisodeResult:
+        """Return the program's result. Raises GenerationFailed, Unfinished."""
+        running = asyncio.get_running_loop().create_task(
+            self._programs.run(episode.name, base_url=f"{self._gateway.url}{KEY_PATH}{key}/v1", api_key=key, task=_described(episode))
+        )
+        ends = [
+            asyncio.get_running_loop().create_task(episode.stopped.wait()),
+            asyncio.get_running_loop().create_task(episode.clock.reaches(episode.budget.seconds)),
+        ]
+        try:
+            await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if episode.handed_back:
+                raise Unfinished(episode.handed_back)
+            if episode.failed:
+                raise GenerationFailed(episode.failed.removeprefix("generation: "))
+            if not running.done():
+                raise GenerationFailed(f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)")
+            return running.result()
+        except ProgramFailed as error:
+            if episode.spent and len(episode.recorder):  # a program may well end with the error that refuses a call
+                return EpisodeResult()
+            refused = f"; its last model call was refused: {episode.refused}" if episode.refused else ""
+            raise GenerationFailed(error.reason + refused) from error
+        finally:
+            for task in (running, *ends):
+                task.cancel()
+            with suppress(asyncio.CancelledError, ProgramFailed):
+                await running
+
+
+def _described(episode: Episode) -> dict[str, object]:
+    """Return what the program is told of its task."""
+    task = episode.task
+    return {
+        "task": task.id,
+        "index": episode.index,
+        "attempt": episode.attempt,
+        "group_size": task.group_size,
+        "prompt": task.prompt,
+        "label": task.label,
+        "metadata": task.metadata,
+    }
+
+
+def _made(episode: Episode, result: EpisodeResult) -> Made:
+    """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
+    try:
+        found = episode.recorder.export()
+    except ValueError as error:
+        raise GenerationFailed(str(error)) from error
+    reward, turn_rewards = _rewards(episode, result)
+    by_number = {number: place for place, number in enumerate(found.numbers)}
+    lost = [turn for turn in turn_rewards if turn not in by_number]
+    if lost:
+        raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
+    turns = replace(found.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
+    task = episode.task
+    scored = reward is not None
+    sample = Sample(
+        run=task.run,
+        task=task.id,
+        index=episode.index,
+        group_size=task.group_size,
+        attempt=episode.attempt,
+        prompt=task.prompt,
+        tokens=found.tokens,
+        response_length=found.response_length,
+        response=episode.text,
+        rollout_log_probs=found.rollout_log_probs,
+        loss_mask=found.loss_mask,
+        spans=found.spans,
+        reward=reward if reward is not None else 0.0,
+        status=Status.TRUNCATED if episode.spent else Status.COMPLETED,
+        sampling=task.sampling,
+        kind=task.kind,
+        label=task.label,
+        metadata={**task.metadata, **_remarks(episode)},
+        engine=episode.engine,
+        timings=_timings(episode),
+        finish_reason=f"budget.{episode.spent}" if episode.spent else "stop",
+        rollout=task.rollout,
+        sequences=found.sequences if len(found.sequences) > 1 else (),
+        turns=turns,
+        transcript=episode.transcript,
+    )
+    return Made(sample=sample, scored=scored)
+
+
+def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
+    """Return the reward of the episode, None = the actor's reward gives it, and those of turns by number. Raises GenerationFailed."""
+    turns, value = dict(episode.turn_rewards), result.value
+    if result.fault is not None:
+        return result.fault, turns
+    if isinstance(value, Mapping):
+        ids = [name for name in value if episode.turn_ids([name])]
+        if ids and len(ids) < len(value):
+            other = next(name for name in value if name not in ids)
+            raise GenerationFailed(f"reward: want parts, or turns by id, got both: {ids[0]!r} is a turn, {other!r} is none")
+        if not ids:
+            return dict(value), turns
+        turns |= {episode.turn(name): number for name, number in value.items()}
+        value = None
+    if value is not None:
+        return value, turns  # type: ignore[return-value]
+    if not turns:
+        return None, turns
+    total = sum(turns.values())
+    if not abs(total) <= MAX_REWARD:
+        raise GenerationFailed(f"reward: want turn rewards with a sum within +-{MAX_REWARD:g}, got {total!r}")
+    return total, turns
+
+
+def _remarks(episode: Episode) -> dict[str, object]:
+    """Return what viewers should know of the sampling."""
+    return {"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}
+
+
+def _timings(episode: Episode) -> Timings:
+    tools_s = max(0.0, episode.clock.seconds - episode.generating_s)
+    return Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=tools_s)

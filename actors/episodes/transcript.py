@@ -1,0 +1,36 @@
+"""Messages of an episode for viewers, bounded. The learner never reads them."""
+
+import json
+
+from bus.wire.json_object import JsonObject
+
+MAX_BYTES = 256_000
+"""Most bytes of a transcript as JSON. A longer one is cut in the middle."""
+
+
+def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
+    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
+    given = json.loads(body) if body else {}
+    messages = given.get("messages") if path.endswith("/chat/completions") else None
+    if not isinstance(messages, list):
+        prompt = next((given[name] for name in ("prompt", "text") if isinstance(given.get(name), str)), None)
+        messages = [] if prompt is None else [{"role": "user", "content": prompt}]
+    return bounded([*messages, {"role": "assistant", "content": answer}])
+
+
+def bounded(messages: list[JsonObject], max_bytes: int = MAX_BYTES) -> tuple[JsonObject, ...]:
+    """Return the messages; those in the middle give way to a remark where all are longer than ``max_bytes``."""
+    sizes = [len(json.dumps(message)) for message in messages]
+    if sum(sizes) <= max_bytes:
+        return tuple(messages)
+    head, tail = 0, len(messages)
+    left = max_bytes
+    while head < tail:
+        take_head = head <= len(messages) - tail
+        place = head if take_head else tail - 1
+        if sizes[place] > left:
+            break
+        left -= sizes[place]
+        head, tail = (head + 1, tail) if take_head else (head, tail - 1)
+    remark: JsonObject = {"role": "note", "content": f"{tail - head} messages left out: longer than {max_bytes} bytes"}
+    return (*messages[:head], remark, *messages[tail:])

@@ -1,0 +1,104 @@
+"""Settings of rollouts: programs that make samples of any number of model calls."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bus.config import RUN_NAME
+from bus.wire.budget import Budget
+
+PROGRAM = "agent:"
+"""Beginning of ``use`` for a program by import path."""
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+TURNS, SECONDS = 64, 1800.0
+"""Budget of an episode where none is set: model calls and seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """One rollout, an entry of ``rollouts``."""
+
+    use: str
+    """``agent:MODULE:NAME``, a class with ``run(data, **extra)`` or a function (docs/rollouts.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the class, or to every call of the function."""
+    python: str = ""
+    """Interpreter of the program, which needs nothing of Tidemill; empty = the actor's own."""
+    processes: int = 4
+    """Child processes of an actor; they are started when there is work."""
+    episodes_per_child: int = 8
+    """Episodes that one child runs at once; 1 = each has OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
+    max_calls_in_flight: int = 16
+    """Model calls of one episode at once; others wait."""
+    budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
+    """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
+
+    @property
+    def program(self) -> str:
+        """``MODULE:NAME`` of the program."""
+        return self.use.removeprefix(PROGRAM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPrograms:
+    """The rollouts of an actor, and the model whose text they are about."""
+
+    rollouts: Mapping[str, RolloutConfig]
+    model: str
+    """Directory of the model, with its tokenizer and chat template."""
+
+
+def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[str, RolloutConfig]:
+    """Return the rollouts by name. Raises ValueError that names the setting, what was wanted and what came."""
+    return {name: _rollout(name, value, f"{where}.{name}") for name, value in given.items()}
+
+
+def _rollout(name: str, value: object, where: str) -> RolloutConfig:
+    if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
+        raise ValueError(f"{where}: want a name of 1 to 64 of A-Z a-z 0-9 _ -")
+    if isinstance(value, RolloutConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: want a map with use, got {value!r}")
+    known = {one.name for one in dataclasses.fields(RolloutConfig)}
+    if unknown := sorted(str(key) for key in value if key not in known):
+        raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(sorted(known))}")
+    use = value.get("use")
+    if not isinstance(use, str) or not use.startswith(PROGRAM) or not _PATH.fullmatch(use.removeprefix(PROGRAM)):
+        raise ValueError(f"{where}.use: want agent:MODULE:NAME, got {use!r}")
+    options, python = value.get("options", {}), value.get("python", "")
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise ValueError(f"{where}.options: want a map, got {options!r}")
+    if not isinstance(python, str):
+        raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
+    counts = {
+        one: _count(value.get(one, default), f"{where}.{one}", least=1)
+        for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))
+    }
+    budget = _budget(value.get("budget", {}), f"{where}.budget")
+    return RolloutConfig(use=use, options=dict(options), python=python, budget=budget, **counts)
+
+
+def _budget(value: object, where: str) -> Budget:
+    if isinstance(value, Budget):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: want a map, got {value!r}")
+    known = [one.name for one in dataclasses.fields(Budget)]
+    if unknown := sorted(str(key) for key in value if key not in known):
+        raise ValueError(f"{where}.{unknown[0]}: no such limit; there are {', '.join(known)}")
+    limits = {"turns": TURNS, **{name: value[name] for name in value if name != "seconds"}}
+    counts = {name: _count(limit, f"{where}.{name}", least=0) for name, limit in limits.items()}
+    seconds = value.get("seconds", SECONDS)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"{where}.seconds: want a number >= 0 (0 = no limit), got {seconds!r}")
+    return Budget(seconds=float(seconds), **counts)
+
+
+def _count(value: object, where: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{where}: want a whole number >= {least}, got {value!r}")
+    return value

@@ -1,0 +1,236 @@
+"""Child processes of rollouts: results, faults, and everything that a program can do to its process."""
+
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - other processes are waited for
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.episodes.children import Children
+from actors.episodes.port import EpisodeResult, ProgramFailed
+
+SCRIPT = "tests.rollout_programs:Script"
+
+
+def children(use: str = SCRIPT, **settings: Any) -> Children:
+    return Children(use, **{"options": {}, "kill_after_s": 0.3, **settings})
+
+
+async def run(pool: Children, do: str, *, id: str = "1.0.a", **metadata: Any) -> EpisodeResult:
+    task = {"prompt": "p", "label": "l", "metadata": {"do": do, **metadata}}
+    return await pool.run(id, base_url="http://127.0.0.1:9/e/k/v1", api_key="k", task=task)
+
+
+async def refusal(pool: Children, do: str, **metadata: Any) -> str:
+    with pytest.raises(ProgramFailed) as found:
+        await run(pool, do, **metadata)
+    return found.value.reason
+
+
+async def begun(file: Path) -> None:
+    while not file.exists():
+        await asyncio.sleep(0.005)
+
+
+async def ended(pid: int) -> None:
+    """Wait until a process is no more, or a corpse that its parent has not buried."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == b"Z":
+            return
+        await asyncio.sleep(0.005)
+
+
+async def test_results() -> None:
+    async with children(options={"a": 1}) as pool:
+        for text, want in (("1.5", 1.5), ("True", 1.0), ("None", None), ("{'a': 1, 'b': -2.5}", {"a": 1.0, "b": -2.5})):
+            assert await run(pool, "give", value=text) == EpisodeResult(value=want)
+        assert (await run(pool, "told")).value == 1.0
+        assert (await run(pool, "fault", value=-0.5)) == EpisodeResult(fault=-0.5)
+        assert (await run(pool, "prints")).value == 1.0
+        assert (await run(pool, "give", value="__import__('numpy').float32(0.5)")).value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("float('nan')", "finite"),
+        ("1e400", "finite"),
+        ("1e7", "+-1e+06"),
+        ("[1]", "got list"),
+        ("{'a': 'b'}", "result['a']"),
+        ("{1: 2}", "texts"),
+        ("'1'", "got str"),
+        ("10**400", "OverflowError"),
+        ("{str(i): 1 for i in range(200000)}", "at most"),
+        ("object()", "got object"),
+    ],
+)
+async def test_what_is_no_reward_is_refused_with_a_reason(value: str, reason: str) -> None:
+    async with children() as pool:
+        assert reason in await refusal(pool, "give", value=value)
+        assert (await run(pool, "give", value="2")).value == 2.0
+        assert pool.counters.started == 1
+
+
+async def test_an_exception_is_a_reason_with_its_place() -> None:
+    async with children() as pool:
+        reason = await refusal(pool, "breaks")
+        assert "KeyError" in reason and "rollout_programs.py, line" in reason
+        assert "SystemExit" in await refusal(pool, "leaves")
+        assert "PolicyFault.reward" in await refusal(pool, "fault", value="x")
+        assert (pool.counters.started, pool.counters.failed) == (1, 3)
+
+
+@pytest.mark.parametrize(("do", "reason"), [("dies", "SIGKILL"), ("ends", "exit code 3")])
+async def test_a_child_that_ends_fails_its_episodes_and_another_is_started(tmp_path: Path, do: str, reason: str) -> None:
+    async with children(processes=1) as pool:
+        other = asyncio.create_task(run(pool, "waits", id="2.0.a", file=str(tmp_path / "up")))
+        await begun(tmp_path / "up")
+        assert reason in await refusal(pool, do)
+        with pytest.raises(ProgramFailed, match=reason):
+            await other
+        assert (await run(pool, "give", value="2")).value == 2.0
+        assert pool.counters.started == 2
+
+
+async def test_many_episodes_share_children_up_to_their_number(tmp_path: Path) -> None:
+    async with children(processes=2, episodes_per_child=3) as pool:
+        waiting = [asyncio.create_task(run(pool, "waits", id=f"{n}.0.a", file=str(tmp_path / str(n)))) for n in range(6)]
+        for n in range(6):
+            await begun(tmp_path / str(n))
+        assert pool.counters.started == 2 and len(pool.pids) == 2
+        late = asyncio.create_task(run(pool, "give", id="7.0.a", value="1"))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        waiting[0].cancel()
+        assert (await late).value == 1.0
+        assert pool.counters.killed == 0, "the cancelled one ended by itself"
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("do", ["holds_on", "blocks", "grandchild"])
+async def test_a_program_that_does_not_end_is_killed_with_all_below_it(tmp_path: Path, do: str) -> None:
+    file = tmp_path / "up"
+    async with children(processes=1) as pool:
+        stuck = asyncio.create_task(run(pool, do, file=str(file)))
+        await begun(file)
+        (pid,) = pool.pids
+        beside = asyncio.create_task(run(pool, "waits", id="2.0.a", file=str(tmp_path / "beside")))
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        with pytest.raises(ProgramFailed, match="did not end when it was cancelled"):
+            await beside
+        await ended(pid)
+        if do == "grandchild":
+            await ended(int((tmp_path / "up.pid").read_text()))
+        assert pool.counters.killed == 1
+        assert (await run(pool, "give", value="2")).value == 2.0
+
+
+async def test_a_plain_function_runs_in_a_thread_and_is_killed_if_it_does_not_end(tmp_path: Path) -> None:
+    async with children("tests.rollout_programs:plain", options={"scale": 2.0}) as pool:
+        assert (await run(pool, "")).value == 2.0
+    async with children("tests.rollout_programs:slow") as pool:
+        stuck = asyncio.create_task(run(pool, "", file=str(tmp_path / "up")))
+        await begun(tmp_path / "up")
+        (pid,) = pool.pids
+        stuck.cancel()
+        with suppress(asyncio.CancelledError):
+            await stuck
+        await ended(pid)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    ["\xff\xff\xff\xffxx", "\x00\x00\x00\x02xx", "\x00\x00\x00\x02[]", "\x00\x00\x00\x02{}", "\x00\x00\x00\x0e" + '{"type": "up"}'],
+)
+async def test_a_child_that_writes_rubbish_is_ended(rubbish: str) -> None:
+    async with children() as pool:
+        assert "its process wrote" in await refusal(pool, "rubbish", value=rubbish)
+        assert pool.counters.killed == 1
+        assert (await run(pool, "give", value="2")).value == 2.0
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        ("tests.nowhere:Agent", "No module named 'tests.nowhere'"),
+        ("tests.rollout_programs:Nobody", "Nobody"),
+        ("tests.rollout_programs:not_callable", "got int"),
+        ("tests.rollout_programs:Refuses", "no licence"),
+        ("tests.rollout_programs:Idle", "a method run"),
+        ("tests.rollout_programs:Agent", "colour"),
+    ],
+)
+async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_at_once(use: str, reason: str) -> None:
+    async with children(use, options={"colour": "blue"} if "Agent" in use else {}) as pool:
+        for _ in range(3):
+            with pytest.raises(ProgramFailed) as found:
+                await pool.load()
+            assert reason in found.value.reason
+        assert pool.counters.started == 1
+
+
+async def test_an_interpreter_that_is_not_there() -> None:
+    async with children(python="/nowhere/python3") as pool:
+        assert "/nowhere/python3" in await refusal(pool, "give", value="1")
+    async with children(python="/bin/false") as pool:
+        assert "exit code 1" in await refusal(pool, "give", value="1")
+
+
+async def test_an_interpreter_without_any_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's program is one file of the standard library; what the user's needs is on PYTHONPATH."""
+    (tmp_path / "own.py").write_text("import sys\n\ndef program(data):\n    return float('numpy' in sys.modules or sys.flags.no_site)\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with children("own:program", python=str(python)) as pool:
+        assert (await run(pool, "")).value == 1.0
+
+
+async def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_BUS__TOKEN", "secret")
+    monkeypatch.setenv("NATS_PASSWORD", "secret")
+    async with children(episodes_per_child=2) as pool:
+        assert (await run(pool, "environment")).value == {}
+    async with children(episodes_per_child=1) as pool:
+        assert (await run(pool, "environment")).value == {"OPENAI_BASE_URL": 1.0, "OPENAI_API_KEY": 1.0}
+
+
+async def test_children_end_with_their_actor(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from tests.contract.test_rollout_children import children, run, begun, Path\n"
+        "async def main():\n"
+        "    async with children() as pool:\n"
+        f"        asyncio.create_task(run(pool, 'blocks', file={str(tmp_path / 'up')!r}))\n"
+        f"        await begun(Path({str(tmp_path / 'up')!r}))\n"
+        "        print(*pool.pids, flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as actor:
+        assert actor.stdout is not None
+        pid = int(await asyncio.to_thread(actor.stdout.readline))
+        actor.kill()
+    async with asyncio.timeout(30):
+        await ended(pid)
+
+
+async def test_values_that_json_does_not_have_are_refused() -> None:
+    async with children() as pool:
+        assert "JSON" in await refusal(pool, "give", value={1, 2})

@@ -1,0 +1,146 @@
+"""An actor with a rollout: its tasks, its children, its drain, and programs that fail, on a real queue, engine and child processes."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import ActorConfig
+from actors.errors import BadRow
+from actors.rollout.actor_process import run_actor
+from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from bus.server.nats_server import EmbeddedServer
+from bus.wire.budget import Budget
+from bus.wire.messages import Status
+from rewards.children.limits import children_of
+from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
+from tests.bus_fixtures import BusOpener
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Make the model here, where it blocks no event loop."""
+    model_dir()
+    prompt_tokens()
+
+
+def programs(**rollouts: Any) -> RolloutPrograms:
+    return RolloutPrograms(rollouts=parse_rollouts(rollouts), model=str(model_dir()))
+
+
+TRIES = {"use": "agent:tests.rollout_programs:Tries"}
+SCRIPT = {"use": "agent:tests.rollout_programs:Script", "processes": 1}
+
+
+async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(rollouts=("tries",)) as bus, engine(bus):
+        epoch = await take_over(bus)
+        (plain,) = await issue(bus, epoch)
+        (episodes,) = await issue(bus, epoch, rollout="tries", budget=Budget(turns=8))
+        draining = asyncio.Event()
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=programs(tries=TRIES))
+        )
+        found = await samples_until(bus, complete([plain, episodes]))
+        await settled(bus)
+        draining.set()
+        await work
+        assert Counter((sample.task, sample.index) for sample in found) == {(t, i): 1 for t in (plain, episodes) for i in range(4)}
+        for sample in found:
+            assert len(sample.sizes) == (2 if sample.task == episodes else 1)
+            assert sample.rollout == ("tries" if sample.task == episodes else "")
+        assert children_of({os.getpid()}) == set() or all("child_program" not in command(pid) for pid in children_of({os.getpid()}))
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+async def test_a_drain_hands_back_a_task_whose_program_waits_in_a_tool(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """It neither waits for the program nor for the lease; another actor makes the samples."""
+    async with open_bus(rollouts=("script",), lease_s=600) as bus, engine(bus):
+        changes = {"rollout": "script", "metadata": {"do": "waits", "file": str(tmp_path / "up")}, "group_size": 2}
+        await issue(bus, await take_over(bus), **changes)
+        draining = asyncio.Event()
+        config = ActorConfig(reward="digits", drain_finish_s=0.0)
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT)))
+        while not (tmp_path / "up").exists():  # noqa: ASYNC110 - the program makes it
+            await asyncio.sleep(0.01)
+        draining.set()
+        await work
+        again = await bus.tasks.lease(30, rollout="script")
+        assert again is not None and again.deliveries >= 2, "the draining actor may have been given it again, and handed it back at once"
+        assert await all_samples(bus) == []
+
+
+async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_again(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async with open_bus(rollouts=("script",), max_attempts=2) as bus, engine(bus):
+        changes = {"rollout": "script", "metadata": {"do": "waits", "file": str(tmp_path / "up")}, "group_size": 2}
+        (task,) = await issue(bus, await take_over(bus), **changes)
+        draining = asyncio.Event()
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=programs(script=SCRIPT))
+        )
+        for _ in range(2):
+            while not (tmp_path / "up").exists():  # noqa: ASYNC110 - the program makes it
+                await asyncio.sleep(0.01)
+            (tmp_path / "up").unlink()
+            (child,) = [pid for pid in children_of({os.getpid()}) if "child_program" in command(pid)]
+            os.kill(child, signal.SIGKILL)
+        while (dead := await bus.dead.of(task)) is None:  # noqa: ASYNC110 - written by the actor
+            await asyncio.sleep(0.02)
+        assert "SIGKILL" in dead.reason
+        found = await all_samples(bus)
+        assert {sample.status for sample in found} == {Status.FAILED} and "SIGKILL" in str(found[0].metadata["error"])
+        row = await row_until(bus.rows("live"), "actor.a", lambda row: row["load"].get("failures", 0) >= 4)
+        assert "SIGKILL" in row["trouble"]
+        draining.set()
+        await work
+
+
+async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(rollouts=("a",)) as bus:
+        for use, reason in (("agent:tests.nowhere:f", "tests.nowhere"), ("agent:tests.rollout_programs:Refuses", "no licence")):
+            with pytest.raises(BadRow, match=reason):
+                await run_actor(
+                    nats_server.url,
+                    bus.run,
+                    ActorConfig(reward="digits"),
+                    bus.config,
+                    asyncio.Event(),
+                    "a",
+                    rollouts=programs(a={"use": use}),
+                )
+        wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
+        with pytest.raises(BadRow, match=r"model\.path"):
+            await run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong)
+
+
+async def test_a_config_on_the_bus_names_the_rollouts(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(rollouts=("tries",)) as bus, engine(bus):
+        row = {
+            "actor": {"reward": "digits"},
+            "bus": {"rollouts": ["tries"]},
+            "rollouts": {"tries": TRIES},
+            "model": {"path": str(model_dir())},
+        }
+        await bus.rows("run").put("config", row)
+        (task,) = await issue(bus, await take_over(bus), rollout="tries")
+        draining = asyncio.Event()
+        allowed = ("rollouts.*=*",)
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, None, None, draining, "a", allowed=allowed))
+        await samples_until(bus, complete([task]))
+        await settled(bus)
+        draining.set()
+        await work

@@ -1,0 +1,159 @@
+"""Programs of rollouts as users write them: nothing of Tidemill is imported."""
+
+# ruff: noqa: ASYNC220, ASYNC230, ASYNC251 - programs of users do that
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+
+
+class Agent:
+    """Two chats by the standard library alone; its reward is the share of the label's letters in the last answer."""
+
+    def __init__(self, turns=2):
+        self.turns = turns
+
+    async def run(self, data, **extra):
+        messages = [{"role": "user", "content": data["prompt"]}]
+        for _ in range(self.turns):
+            said = await asyncio.to_thread(ask, extra["base_url"], extra["api_key"], messages)
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Are you sure?"}]
+        return sum(letter in said for letter in str(data["label"])) / max(1, len(str(data["label"])))
+
+
+def ask(base_url, api_key, messages):
+    """Return the content of the answer to a chat."""
+    body = json.dumps({"messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers), timeout=120) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"] or ""
+
+
+class Tries:
+    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of right letters."""
+
+    def __init__(self, tries=2):
+        self.tries = tries
+
+    async def run(self, data, **extra):
+        found = [
+            await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n) for n in range(self.tries)
+        ]
+        label = str(data["label"])
+        return max(sum(a == b for a, b in zip(said, label, strict=False)) / len(label) for said in found)
+
+
+def complete(base_url, api_key, prompt):
+    """Return the text behind a prompt."""
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    asked = urllib.request.Request(base_url + "/completions", json.dumps({"prompt": prompt, "max_tokens": 6}).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+class Script:
+    """Does what the task's metadata says."""
+
+    def __init__(self, **options):
+        self.options = options
+        self.calls = 0
+
+    async def run(self, data, base_url, api_key, http_client=None):
+        self.calls += 1
+        return await getattr(self, data["metadata"]["do"])(data)
+
+    async def give(self, data):
+        return eval(data["metadata"]["value"])
+
+    async def told(self, data):
+        assert data["prompt"] == "p" and data["label"] == "l", data
+        return len(self.options)
+
+    async def fault(self, data):
+        from tidemill_rollout import PolicyFault
+
+        raise PolicyFault(data["metadata"]["value"])
+
+    async def breaks(self, data):
+        raise KeyError("no such \ud800 room")
+
+    async def leaves(self, data):
+        sys.exit(7)
+
+    async def dies(self, data):
+        os.kill(os.getpid(), 9)
+
+    async def ends(self, data):
+        os._exit(3)
+
+    async def waits(self, data):
+        open(data["metadata"]["file"], "w").close()
+        await asyncio.Event().wait()
+
+    async def holds_on(self, data):
+        open(data["metadata"]["file"], "w").close()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def blocks(self, data):
+        open(data["metadata"]["file"], "w").close()
+        time.sleep(1000)
+
+    async def grandchild(self, data):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import os, time; os.setsid(); print('up', flush=True); time.sleep(1000)"], stdout=-1
+        )
+        child.stdout.readline()
+        with open(data["metadata"]["file"] + ".pid", "w") as file:
+            file.write(str(child.pid))
+        open(data["metadata"]["file"], "w").close()
+        await self.holds_on(data)
+
+    async def rubbish(self, data):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                    os.write(int(name), data["metadata"]["value"].encode("latin-1"))
+            except OSError:
+                pass
+        await asyncio.Event().wait()
+
+    async def environment(self, data):
+        return {name: 1.0 for name in os.environ if name.startswith(("TIDEMILL_", "NATS_", "OPENAI_"))}
+
+    async def counts(self, data):
+        return self.calls
+
+    async def prints(self, data):
+        print("from a program")
+        return 1
+
+
+def plain(data, *, base_url, api_key, scale=1.0):
+    """A plain function."""
+    return len(data["prompt"]) * scale
+
+
+def slow(data):
+    """A plain function that takes its time."""
+    open(data["metadata"]["file"], "w").close()
+    time.sleep(1000)
+
+
+not_callable = 5
+
+
+class Refuses:
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class Idle:
+    """A class without run."""

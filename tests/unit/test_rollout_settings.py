@@ -1,0 +1,94 @@
+"""Settings of rollouts: what is refused by name, what follows, and what is part of a run's digest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.rollout_settings import RolloutConfig, parse_rollouts
+from bus.wire.budget import Budget
+from launch.settings.config_loader import SettingsError, from_map, load, to_map
+from launch.settings.run_config import RunConfig
+from learner.feed.feeder import within
+
+USE = "agent:mine:Agent"
+
+
+def test_defaults() -> None:
+    found = parse_rollouts({"a": {"use": USE, "budget": {"context": 9}}})["a"]
+    assert (found.program, found.python, found.processes) == ("mine:Agent", "", 4)
+    assert found.budget == Budget(turns=64, context=9, seconds=1800.0)
+    assert parse_rollouts({"a": {"use": "agent:pack.mod:Outer.f"}})["a"] == RolloutConfig(use="agent:pack.mod:Outer.f")
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"a b": {"use": USE}}, "want a name"),
+        ({"a": 5}, "rollouts.a: want a map"),
+        ({"a": {}}, "rollouts.a.use: want agent:MODULE:NAME, got None"),
+        ({"a": {"use": "multi_turn"}}, "want agent:MODULE:NAME"),
+        ({"a": {"use": "agent:mine"}}, "want agent:MODULE:NAME"),
+        ({"a": {"use": "agent:mine:f()"}}, "want agent:MODULE:NAME"),
+        ({"a": {"use": USE, "colour": 1}}, "rollouts.a.colour: no such setting"),
+        ({"a": {"use": USE, "options": [1]}}, "rollouts.a.options: want a map"),
+        ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
+        ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want a whole number >= 1, got 0"),
+        ({"a": {"use": USE, "episodes_per_child": True}}, "rollouts.a.episodes_per_child"),
+        ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
+        ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such limit"),
+        ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want a whole number >= 0"),
+        ({"a": {"use": USE, "budget": {"seconds": float("inf")}}}, "rollouts.a.budget.seconds"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint.replace("(", r"\(").replace(")", r"\)")):
+        parse_rollouts(given)
+
+
+def config(tmp_path: Path, text: str, *settings: str) -> RunConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return load(file, settings).config
+
+
+TWO = "rollouts: {b: {use: 'agent:mine:B'}, a: {use: 'agent:mine:A', budget: {turns: 3}}}\n"
+
+
+def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
+    found = config(tmp_path, TWO + "data: {rollout: a}\n")
+    assert found.bus.rollouts == ("a", "b") and found.rollout is not None and found.rollout.budget.turns == 3
+    assert from_map(to_map(found), "again") == found
+    assert config(tmp_path, "seed: 1\n").bus.rollouts == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (TWO + "data: {rollout: c}", "data.rollout: want a name in rollouts"),
+        ("data: {rollout: a}", "which has none"),
+        (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
+        (TWO + "data: {rollout: a, path: x.jsonl, sampling_key: s}", "data.sampling_key: want none with data.rollout"),
+        ("rollouts: {a: {use: x}}", "rollouts.a.use"),
+    ],
+)
+def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        config(tmp_path, text)
+
+
+def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
+    plain, unused = config(tmp_path, "seed: 1\n"), config(tmp_path, TWO + "seed: 1\n")
+    used = config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n")
+    assert plain.digest() == unused.digest() != used.digest()
+    places = ("rollouts.a.python=/opt/python", "rollouts.a.processes=2", "rollouts.b.use=agent:yours:B")
+    assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", *places).digest() == used.digest()
+    for change in ("rollouts.a.use=agent:yours:A", "rollouts.a.budget.turns=4"):
+        assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", change).digest() != used.digest()
+
+
+def test_sequences_are_no_longer_than_the_learner_takes() -> None:
+    assert within(Budget(turns=3), 100) == Budget(turns=3, context=100)
+    assert within(Budget(context=50), 100).context == 50
+    assert within(Budget(context=500), 100).context == 100
+    assert within(Budget(context=500), 0).context == 500
