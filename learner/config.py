@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources
 
 RECOMPUTE = ("none", "selective", "full")
@@ -57,7 +58,11 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of prompts; derived from ``seed`` of the run."""
 
+    filters: dict[str, Any] = field(default_factory=dict)
+    """Functions that drop groups, mask samples or order them: ``{NAME: {use, options, ...}}`` (docs/filters.md)."""
+
     def __post_init__(self) -> None:
+        read_filters(self.filters)
         if self.path and self.sources:
             raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
         taken = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"} & set(
@@ -118,6 +123,8 @@ class StalenessConfig:
     """Seconds that a step waits for a group in flight that would be too old for the next step."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal and draw others (dynamic sampling)."""
+    over_sampling: float = 0.0
+    """Further groups in flight, as a share of groups_per_step, so that filters leave enough. Those left over grow old; the gate applies."""
     max_refill: float = 4.0
     """After max_refill x groups_per_step filtered groups a step runs with fewer groups and logs a warning."""
 
@@ -126,6 +133,8 @@ class StalenessConfig:
             raise ValueError(f"max_lag: want >= 0, got {self.max_lag}")
         if self.gate not in ("mask", "drop", "train"):
             raise ValueError(f"gate: want mask, drop or train, got {self.gate!r}")
+        if not 0 <= self.over_sampling <= 100:
+            raise ValueError(f"over_sampling: want 0..100, got {self.over_sampling!r}")
         if self.order_deadline_s <= 0 or self.max_refill <= 0 or self.max_reissues < 0:
             raise ValueError("order_deadline_s, max_refill: want > 0; max_reissues: want >= 0")
 

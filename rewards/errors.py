@@ -8,37 +8,37 @@ class RewardError(Exception):
 
 
 class UnknownReward(RewardError, ValueError):
-    """No reward has this name or import path."""
+    """No reward, or other function of its kind, has this name or import path."""
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, word: str = "reward") -> None:
+        super().__init__(name, reason, word)
+        self.name, self.reason, self.word = name, reason, word
 
     def __str__(self) -> str:
-        return f"reward {self.name!r}: {self.reason}"
+        return f"{self.word} {self.name!r}: {self.reason}"
 
 
 class BadRewardOption(RewardError, ValueError):
-    """A reward got an option that it does not take, or lacks one that it needs."""
+    """A reward, or another function of its kind, got an option that it does not take, or lacks one that it needs."""
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, reward: str, option: str, reason: str) -> None:
-        super().__init__(reward, option, reason)
-        self.reward, self.option, self.reason = reward, option, reason
+    def __init__(self, reward: str, option: str, reason: str, word: str = "reward", setting: str = "reward_options") -> None:
+        super().__init__(reward, option, reason, word, setting)
+        self.reward, self.option, self.reason, self.word, self.setting = reward, option, reason, word, setting
 
     def __str__(self) -> str:
-        return f"reward_options.{self.option}: {self.reason} (reward {self.reward!r})"
+        return f"{self.setting}.{self.option}: {self.reason} ({self.word} {self.reward!r})"
 
 
 class RewardFailed(RewardError):
-    """A reward could not score a response: it returned something else than numbers, or too many of its calls hang."""
+    """A reward, or another function of its kind, has no result: it returned something else than it may, or too many of its calls hang."""
 
-    def __init__(self, reward: str, reason: str) -> None:
-        super().__init__(reward, reason)
-        self.reward, self.reason = reward, reason
+    def __init__(self, reward: str, reason: str, word: str = "reward") -> None:
+        super().__init__(reward, reason, word)
+        self.reward, self.reason, self.word = reward, reason, word
 
     def __str__(self) -> str:
-        return f"reward {self.reward!r}: {self.reason}"
+        return f"{self.word} {self.reward!r}: {self.reason}"

@@ -1,4 +1,7 @@
-"""Reward registry: finds a reward by name or import path and binds its options. Knows how a reward is called, not its computation."""
+"""Reward registry: finds a reward, or another function with a contract, by name or import path and binds its options.
+
+Knows how a reward is called, not its computation.
+"""
 
 import asyncio
 import contextlib
@@ -12,8 +15,10 @@ from typing import Any, get_type_hints
 
 from bus.errors import WireError
 from bus.wire.invariants import check_reward
+from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import Parts, Reward, RewardRequest, Scorer
+from rewards.port import Parts, RewardRequest, Scorer
+from rewards.request_json import from_request, to_request
 
 TABLE = {
     "dapo": "rewards.dapo:dapo",
@@ -75,75 +80,87 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A reward with its options."""
+    """A reward, or another function with a contract, with its options."""
 
     name: str
-    reward: Callable[..., Any]
+    function: Callable[..., Any]
     options: Mapping[str, object]
+    contract: Contract
 
-    def __call__(self, request: RewardRequest) -> Any:
-        return self.reward(request, **self.options)
+    def __call__(self, argument: object) -> Any:
+        return self.function(argument, **self.options)
 
     @property
     def is_async(self) -> bool:
         """Whether a call gives an awaitable."""
-        return _is_async(self.reward)
+        return _is_async(self.function)
 
 
-def bind(name: str, options: Mapping[str, object] | None = None) -> Bound:
-    """Find a reward and bind its options, all but ``in_thread``. Raises UnknownReward, BadRewardOption, and whatever its module raises."""
-    reward = _find(name)
+def bind(name: str, options: Mapping[str, object] | None = None, contract: Contract | None = None) -> Bound:
+    """Find a function of a contract (default: a reward) and bind its options, all but ``in_thread``.
+
+    Raises UnknownReward, BadRewardOption, and whatever its module raises.
+    """
+    contract = contract or REWARD
+    function = _find(name, contract)
     own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
-    _check_options(name, reward, own)
-    return Bound(name, reward, own)
+    _check_options(name, function, own, contract)
+    return Bound(name, function, own, contract)
 
 
-def _is_async(reward: Reward) -> bool:
-    # A reward may be an object with an async ``__call__``, for which the first test is False.
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+def _is_async(function: Callable[..., Any]) -> bool:
+    # A function may be an object with an async ``__call__``, for which the first test is False.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _find(name: str) -> Callable[..., Any]:
-    path = TABLE.get(name, name)
+def _find(name: str, contract: Contract) -> Callable[..., Any]:
+    table, word = contract.table, contract.word
+    path = table.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not colon:
-        raise UnknownReward(name, f"want one of {sorted(TABLE)}{_nearest(name, TABLE)}, or an import path package.module:function")
+        raise UnknownReward(name, f"want one of {sorted(table)}{_nearest(name, table)}, or an import path package.module:function", word)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UnknownReward(name, f"cannot import {module_name}: {error}") from error
-    reward = getattr(module, attribute, None)
-    if reward is None:
-        raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}")
-    if not callable(reward):
-        raise UnknownReward(name, f"want a callable, {attribute} is {type(reward).__name__}")
-    found: Callable[..., object] = reward
+        raise UnknownReward(name, f"cannot import {module_name}: {error}", word) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}", word)
+    if not callable(function):
+        raise UnknownReward(name, f"want a callable, {attribute} is {type(function).__name__}", word)
+    found: Callable[..., object] = function
     return found
 
 
-def _check_options(name: str, reward: Callable[..., object], options: Mapping[str, object]) -> None:
+def _check_options(name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract) -> None:
     """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``.
 
     Raises UnknownReward or BadRewardOption.
     """
-    parameters = list(inspect.signature(reward).parameters.values())
+
+    def refused(option: str, reason: str) -> BadRewardOption:
+        """Return the error for an option."""
+        return BadRewardOption(name, option, reason, contract.word, contract.options)
+
+    parameters = list(inspect.signature(function).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        raise UnknownReward(name, "want a function whose first parameter is the RewardRequest")
+        raise UnknownReward(name, f"want a function whose first parameter is the {contract.argument}", contract.word)
     for option in options:
         if option not in named and not takes_any:
-            raise BadRewardOption(name, option, f"no such option{_nearest(option, named)}; there are {sorted([*named, IN_THREAD])}")
+            known = sorted([*named, *([IN_THREAD] if contract is REWARD else [])])
+            raise refused(option, f"no such option{_nearest(option, named)}; there are {known}")
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
-            raise BadRewardOption(name, option, "missing, and it has no default")
-    for option, kind in _plain_types(reward).items():
+            raise refused(option, "missing, and it has no default")
+    for option, kind in _plain_types(function).items():
         if option in options and not _fits(options[option], kind):
-            raise BadRewardOption(name, option, f"want {_KINDS[kind]}, got {options[option]!r}")
+            raise refused(option, f"want {_KINDS[kind]}, got {options[option]!r}")
 
 
-def _plain_types(reward: Callable[..., object]) -> dict[str, type]:
-    target = reward if inspect.isroutine(reward) else getattr(reward, "__call__", reward)  # noqa: B004
+def _plain_types(function: Callable[..., object]) -> dict[str, type]:
+    target = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     try:
         hints = get_type_hints(target)
     except (NameError, TypeError):  # annotations that cannot be evaluated are not checked
@@ -182,6 +199,19 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise RewardFailed(name, f"want a number, got {value!r}") from None
+
+
+REWARD = Contract(
+    word="reward",
+    options="reward_options",
+    argument="RewardRequest",
+    path="rewards.registry:REWARD",
+    table=TABLE,
+    encode=from_request,
+    decode=to_request,
+    checked=checked,
+)
+"""The contract of rewards: a RewardRequest in, a number or named numbers out."""
 
 
 class _Threaded:

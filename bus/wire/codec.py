@@ -39,6 +39,7 @@ from bus.wire.invariants import check_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import (
     EPISODES,
+    MASKED_SAMPLES,
     SCHEMA,
     Dead,
     DeadLetterDecision,
@@ -84,7 +85,7 @@ _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors that a value from outside can cause while it is packed or unpacked."""
 
 
-_NEWEST = {"sample": EPISODES, "task": EPISODES, "plan": EPISODES}
+_NEWEST = {"sample": EPISODES, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 
 
@@ -380,7 +381,7 @@ _PARTIAL = Table(
 _PLAN = Table(
     Plan,
     "plan",
-    later=("rows",),
+    later=("rows", "masked"),
     epoch=INT,
     step=INT,
     tasks=_I8,
@@ -396,6 +397,7 @@ _PLAN = Table(
     config_digest=TEXT,
     chain=TEXT,
     rows=optional(_I4),
+    masked=optional(_I8),
 )
 _DONE = Table(Done, "done", epoch=INT, step=INT, metrics=_NUMBERS, weights_digest=optional(TEXT))
 _SETTLE = Table(Settle, "settle", epoch=INT, reason=TEXT, tasks=_I8, seqs=_I8, step=INT)

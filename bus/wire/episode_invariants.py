@@ -115,7 +115,9 @@ def _check_budget(budget: Budget) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Check the column ``rows`` of a plan against the others. Raises WireError naming the field."""
+    """Check the columns ``rows`` and ``masked`` of a plan against the others. Raises WireError naming the field."""
+    if plan.masked is not None and not (len(plan.masked) and np.isin(plan.masked, plan.seqs).all()):
+        raise WireError("masked", "one or more of seqs", plan.masked.tolist()[:5])
     if plan.rows is None:
         return
     if len(plan.rows) != len(plan.seqs) or (len(plan.rows) and plan.rows.min() < 1):

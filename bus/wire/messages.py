@@ -20,6 +20,8 @@ SCHEMA = 1
 EPISODES = 2
 """Schema number of a sample with several sequences, a task with a rollout, a plan with ``rows``: readers of schema 1 alone must refuse
 them, because they would misread them."""
+MASKED_SAMPLES = 3
+"""Schema number of a plan with ``masked``, for the same reason."""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -267,10 +269,15 @@ class Plan:
     """Number of optimizer steps that the plan is trained in."""
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
+    masked: NDArray[np.int64] | None = None
+    """Those of ``seqs`` whose tokens are not trained, because a filter said so; their rewards count in the baseline of their groups.
+    None = none are."""
 
     @property
     def schema(self) -> int:
         """Lowest schema that has its meaning."""
+        if self.masked is not None:
+            return MASKED_SAMPLES
         return SCHEMA if self.rows is None else EPISODES
 
 
@@ -290,7 +297,7 @@ class Settle:
 
     epoch: int
     reason: str
-    """stale | filtered | failed | dead."""
+    """stale | lost | dead | empty | filtered, or filtered:NAME with the filter, or filtered:NAME:REASON."""
     tasks: NDArray[np.int64]
     seqs: NDArray[np.int64]
     """The SAMPLES sequences given up with them."""

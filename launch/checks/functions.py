@@ -13,11 +13,13 @@ from actors.rollout_settings import parse_rollouts
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
+from learner.data.filter_settings import read_filters
+from learner.data.filters import FILTER
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import COMPARING, SEVERAL, TABLE, load
+from rewards.registry import COMPARING, SEVERAL, TABLE, bind, load
 
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
@@ -65,6 +67,23 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
             severity(
                 "rollouts", report.at(f"rollouts.{name}.use"), want="a module that can be imported", got=f"{module!r}: {reason}", cure=cure
             )
+
+
+def check_filters(report: Report, config: RunConfig) -> None:
+    """Load every filter with its options, as the feeder does."""
+    for one in read_filters(config.data.filters):
+        setting = f"data.filters.{one.name}"
+        try:
+            bind(one.use, one.options, FILTER)
+        except BadRewardOption as error:
+            where = report.at(f"{setting}.options.{error.option}")
+            report.error("filters", where, want=f"an option of {one.use}", got=error.reason, cure="fix it, or remove it")
+        except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything while it is imported
+            got = error.reason if isinstance(error, UnknownReward) else f"{type(error).__name__}: {error}"
+            cure = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
+            report.error("filters", report.at(f"{setting}.use"), want="a filter that can be loaded", got=f"{one.use!r}: {got}", cure=cure)
+        else:
+            report.good("filters", f"{one.name}: {one.use} loaded")
 
 
 def _check_one(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from launch.checks.data import check_data, check_evaluation
 from launch.checks.devices import check_devices
 from launch.checks.findings import Report
-from launch.checks.functions import check_algorithm, check_reward, check_rollouts
+from launch.checks.functions import check_algorithm, check_filters, check_reward, check_rollouts
 from launch.checks.machine import check_bus, check_engine, check_memory, check_places
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
@@ -43,6 +43,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     actors_here = purpose.starts_workers and config.up.actors > 0
     check_reward(report, config, None if first is None else first.first, here=actors_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
+    check_filters(report, config)
     check_algorithm(report, config)
     check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)

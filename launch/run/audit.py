@@ -42,7 +42,8 @@ class RunAccounting:
     lost: int = 0
     """Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples by drop reason: stale, filtered, empty, dead, lost, failed, aborted. A late sample of a task given up has its reason."""
+    """Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted.
+    A late sample of a task given up has its reason."""
     duplicates: int = 0
     """Samples of a place of which another sample was trained."""
     invalid: int = 0
@@ -57,7 +58,7 @@ class RunAccounting:
     tasks_issued: int = 0
     tasks_open: int = 0
     tasks_given_up: Counter[str] = field(default_factory=Counter)
-    """Tasks by reason: stale, filtered, empty, dead, lost."""
+    """Tasks by reason: stale, filtered, filtered:NAME, empty, dead, lost."""
     aborted: int = 0
     multi_version: int = 0
     """Trained samples with tokens of more than one version."""
@@ -256,7 +257,7 @@ class _Audit:
         if seq in self._step_of_seq:
             accounting.trained_here += 1
             self._found[seq] = (sample.task, sample.index)
-            self._count_trained(sample, self._plans[self._step_of_seq[seq]])
+            self._count_trained(seq, sample, self._plans[self._step_of_seq[seq]])
         elif seq in self._dropped_seq:
             accounting.dropped[self._dropped_seq[seq]] += 1
         elif sample.status in (Status.FAILED, Status.ABORTED):
@@ -298,9 +299,11 @@ class _Audit:
         known = self._versions
         return known is not None and any(one.version not in known or seq <= self._after.get(one.version, 0) for one in sample.spans)
 
-    def _count_trained(self, sample: Sample, plan: Plan) -> None:
+    def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
         accounting.multi_version += len({span.version for span in sample.spans}) > 1
+        if plan.masked is not None and seq in plan.masked:
+            return
         start = 0
         for span in sample.spans:
             tokens = int(sample.loss_mask[start : start + span.num_tokens].sum())

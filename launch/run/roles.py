@@ -427,6 +427,7 @@ async def run_feeder(
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
     from learner.data.curriculum import CurriculumRules
+    from learner.data.filter_settings import read_filters
     from learner.feed import feeder
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
@@ -467,6 +468,7 @@ async def run_feeder(
             skip_passes=config.data.skip_passes,
             passes_at=config.data.passes_at,
         ),
+        filters=read_filters(config.data.filters),
         rollout=config.data.rollout,
         budget=None if config.rollout is None else config.rollout.budget,
     )

@@ -27,6 +27,7 @@ class SampleHistory:
     lags: tuple[int, int] | None = None
     """Smallest and largest lag of its tokens, masked ones included."""
     masked_tokens: int = 0
+    masked_by_filter: bool = False
     """Tokens older than the bound, which were not trained."""
     done: Done | None = None
     """Outcome of the step; None while it is not recorded."""
@@ -42,6 +43,7 @@ class SampleHistory:
             "micro_batch": self.micro_batch,
             "lags": self.lags,
             "masked_tokens": self.masked_tokens,
+            "masked_by_filter": self.masked_by_filter,
             "step_logprob_diff_abs": None if self.done is None else self.done.metrics.get(DIFFERENCE),
         }
 
@@ -50,6 +52,8 @@ class SampleHistory:
             return f"{self.state}: {self.reason}" if self.reason else self.state
         lags = "" if self.lags is None else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
         masked = f", {self.masked_tokens} tokens masked as too old" if self.masked_tokens else ""
+        if self.masked_by_filter:
+            masked = ", all its tokens masked by a filter"
         return f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; {self._difference()}"
 
     def _difference(self) -> str:
@@ -96,6 +100,7 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
         micro_batch=int(plan.micro_batches[row]),
         lags=(plan.step - 1 - max(steps), plan.step - 1 - min(steps)) if steps else None,
         masked_tokens=sum(span.num_tokens for span, too_old in zip(sample.spans, old, strict=True) if too_old),
+        masked_by_filter=plan.masked is not None and bool((plan.masked == seq).any()),
     )
 
 

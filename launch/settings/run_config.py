@@ -16,6 +16,7 @@ from bus.config import RUN_NAME, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
+from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.evaluation.config import EvalConfig
 from weightstore.config import WeightsConfig
@@ -270,6 +271,12 @@ def _refuse_rewards(config: RunConfig) -> None:
         raise ValueError(
             "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
             "group would be dropped; turn it off, or raise learner.group_size"
+        )
+    equal = [one.name for one in read_filters(config.data.filters) if one.use == "equal_rewards" and not one.count_only]
+    if equal and config.learner.group_size == 1:
+        raise ValueError(
+            f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "
+            "would be dropped; remove it, or raise learner.group_size"
         )
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:

@@ -241,8 +241,11 @@ def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns
     """Return every sequence of every sample as a row of its own, [M]."""
     rows: list[MicroBatch] = []
     first_turn = 0
+    left_out = set[int]() if plan.masked is None else set(np.flatnonzero(np.isin(plan.seqs, plan.masked)).tolist())
     for number, (sample, its) in enumerate(zip(samples, turns, strict=True)):
         lags_R = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
+        if number in left_out:
+            lags_R = np.full_like(lags_R, -1)
         turn_R = np.where((lags_R >= 0) & (its.of_R >= 0), its.of_R + first_turn, -1)
         left = right = 0
         for size in sample.sizes:

@@ -15,11 +15,11 @@ import msgpack
 from bus.errors import WireError
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
-from learner.data.groups import BufferedSample, Group, mismatch
-from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, field_of
+from learner.data.groups import BufferedSample, Group, Verdict, mismatch
+from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
 from learner.data.plans import GENESIS, chain_of
 from learner.data.rules import DataRules
-from learner.data.selection import age, drop_reason, make_plan, make_settle, urgent
+from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, urgent
 from learner.data.task_admission import Admission, Reissue, TaskDemand
 from learner.errors import ConfigRefused, ReplayMismatch
 
@@ -262,6 +262,22 @@ class DataSource:
             group.abandoned = reason
             self.changes += 1
 
+    # ---- filters
+
+    def unjudged(self) -> list[tuple[Task, list[int]]]:
+        """Return the complete groups that wait for ``judged``, each with the sequences of its samples, by index."""
+        if not self.rules.filters:
+            return []
+        groups = [group for group in self._groups.values() if group.full and not group.abandoned and group.verdict is None]
+        return [(group.task, group.seqs) for group in groups]
+
+    def judged(self, id: int, verdict: Verdict) -> None:
+        """Register what the filters decided about a complete group; without effect for one that is settled meanwhile."""
+        group = self._groups.get(id)
+        if group is not None and group.full:
+            group.judge(verdict)
+            self.changes += 1
+
     # ---- versions
 
     def version(self, version: int, step: int, after: int = 0) -> None:
@@ -327,7 +343,7 @@ class DataSource:
         """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
         if settle := self.settlement():
             return settle
-        ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
+        ready = in_order((group for group in self._groups.values() if self._ready(group)), self._steps, self.rules, self.step + 1)
         if len(ready) < (wanted := self._wanted_groups()):
             return self._waits(now, wanted - len(ready))
         chosen = ready[: self.rules.groups_per_step]
@@ -349,12 +365,17 @@ class DataSource:
         return min(left, self.rules.groups_per_step)
 
     @property
+    def filtered(self) -> int:
+        """Number of groups that filters have dropped for the next step."""
+        return self._filtered
+
+    @property
     def refilled_enough(self) -> bool:
         """True if so many groups were filtered for this step that it may run with fewer groups."""
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        return group.full and not group.abandoned
+        return group.full and not group.abandoned and (group.verdict is not None or not self.rules.filters)
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -364,6 +385,8 @@ class DataSource:
         parts.append(
             f"{len(flying)} in flight, oldest task {min(flying)}, silent for {now - min(touched):.0f} s" if flying else "none in flight"
         )
+        if judging := len(self.unjudged()):
+            parts.append(f"{judging} wait for the filters")
         if self.head is None:
             parts.append("no version is published yet")
         return Waits(text="; ".join(parts), missing=missing)
@@ -405,7 +428,9 @@ class DataSource:
         # The chain covers all plans before: a restart that arrives at it has the same history, sample by sample.
         if (chain := chain_of(self.chain, plan)) != plan.chain:
             raise ReplayMismatch(_label(plan), f"chain {plan.chain}", chain)
+        masked = frozenset[int]() if plan.masked is None else frozenset(plan.masked.tolist())
         for group in self._open(plan):
+            group.mask(masked.intersection(group.seqs))
             self._count_tokens(plan, group)
         self._close(self._open(plan), plan.seqs.tolist(), "trained")
         self._admission.planned(plan.step, len(plan.tasks))
@@ -414,6 +439,9 @@ class DataSource:
 
     def _count_tokens(self, plan: Plan, group: Group) -> None:
         too_old = plan.step - 1 - self.rules.max_lag
+        if group.masked:
+            left_out = [count for sample in group.rows if sample.seq in group.masked for _, count in sample.by_version]
+            self._counter.tokens["filtered"] += sum(left_out)
         for step, count in group.tokens_by_step(plan.version_steps).items():
             masked = plan.oldest_step is not None and step < plan.oldest_step
             self._counter.tokens["masked" if masked else "trained"] += count
@@ -422,7 +450,7 @@ class DataSource:
     def _apply_settle(self, settle: Settle) -> None:
         groups = self._open(settle)
         self._close(groups, settle.seqs.tolist(), settle.reason)
-        self._filtered += len(groups) * (settle.reason == "filtered")
+        self._filtered += len(groups) * is_filtered(settle.reason)
         if settle.reason == "dead":
             self._decided_dead.update(group.task.id for group in groups)
         if settle.reason in REISSUED:
@@ -445,7 +473,7 @@ class DataSource:
 
     def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:
         """Return the groups whose scores a record settles, trained or filtered, with these. Call it before ``apply``."""
-        if not isinstance(record, Plan) and not (isinstance(record, Settle) and record.reason == "filtered"):
+        if not isinstance(record, Plan) and not (isinstance(record, Settle) and is_filtered(record.reason)):
             return []
         return [(group.task, [sample.score for sample in group.rows]) for group in self._open(record)]
 
@@ -460,7 +488,7 @@ class DataSource:
         for group in groups:
             del self._groups[group.task.id]
             self._tasks.settle(group.task.id)
-            self._counter.settled[reason] += 1
+            count_of(self._counter.settled, reason)
             for sample in group.rows:
                 if sample.seq in named:
                     self._counter.count(reason)

@@ -40,6 +40,18 @@ class BufferedSample:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the filters decided about a complete group."""
+
+    reason: str = ""
+    """Reason to drop it; empty = it is trained."""
+    masked: frozenset[int] = frozenset()
+    """Indexes of samples whose tokens are not trained."""
+    priority: float = 0.0
+    """Of complete groups, those of the highest priority are trained first."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """An open task and its samples so far."""
@@ -51,6 +63,10 @@ class Group:
     """Samples by index."""
     abandoned: str = ""
     """Reason to settle the task without training it; empty = none."""
+    verdict: Verdict | None = None
+    """None = not judged, and without filters always."""
+    masked: frozenset[int] = frozenset()
+    """Sequences of the samples whose tokens are not trained."""
     _by_step: dict[int, int] | None = None
     _versions: set[int] | None = None
 
@@ -58,6 +74,20 @@ class Group:
         """Add a sample of this task."""
         # ``_by_step`` needs no reset: it is computed for a full group, to which no sample is added.
         self.samples[sample.index], self._versions = sample, None
+
+    def judge(self, verdict: Verdict) -> None:
+        """Register what the filters decided."""
+        self.verdict = verdict
+        self.mask(frozenset(sample.seq for sample in self.samples.values() if sample.index in verdict.masked))
+
+    def mask(self, seqs: frozenset[int]) -> None:
+        """Leave the tokens of these samples out of training."""
+        self.masked, self._by_step = seqs, None
+
+    @property
+    def priority(self) -> float:
+        """That of its verdict."""
+        return 0.0 if self.verdict is None else self.verdict.priority
 
     @property
     def full(self) -> bool:
@@ -87,12 +117,15 @@ class Group:
         return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
-        """Return trainable tokens (> 0) by the step of the weights that made them. Call it for a full group only: it is cached."""
+        """Return trainable tokens (> 0) by the step of the weights that made them, without masked samples.
+
+        Call it for a full group only: it is cached.
+        """
         if self._by_step is not None:
             return self._by_step
         counts: dict[int, int] = {}
         for sample in self.samples.values():
-            for version, count in sample.by_version:
+            for version, count in sample.by_version if sample.seq not in self.masked else ():
                 if count:
                     counts[steps[version]] = counts.get(steps[version], 0) + count
         self._by_step = counts

@@ -75,7 +75,7 @@ class SampleAccounting:
     published: int
     trained: int
     dropped: dict[str, int]
-    """Dropped samples by reason: stale, filtered, empty, dead, lost, failed, aborted."""
+    """Dropped samples by reason: stale, filtered, filtered:NAME, empty, dead, lost, failed, aborted."""
     duplicate: int
     """Samples of an index that had one already, or of a settled task."""
     invalid: dict[str, int]
@@ -87,9 +87,9 @@ class SampleAccounting:
     """Training tasks issued."""
     open: int
     settled: dict[str, int]
-    """Tasks by reason: trained, stale, filtered, empty, dead, lost."""
+    """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
     tokens: dict[str, int]
-    """Tokens by treatment: trained, masked (by the gate), too_old (trained although older than max_lag)."""
+    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older than max_lag)."""
     given_up: int
     """Prompts that were dropped after max_reissues further issues."""
     eval: int
@@ -123,7 +123,7 @@ class SampleCounter:
         if disposition == "trained":
             self.trained += 1
         else:
-            self.dropped[disposition] += 1
+            count_of(self.dropped, disposition)
 
     def refuse(self, reason: str, actor: str) -> None:
         """Count an invalid sample by its reason and its actor."""

@@ -37,4 +37,7 @@ def _columns(plan: Plan) -> list[bytes]:
     # Only where a sample has several sequences, so that chains of runs without such samples are those of earlier releases.
     if plan.rows is not None and (plan.rows != 1).any():
         columns.append((plan.rows, "<i4"))
+    if plan.masked is not None:
+        # Its number of columns alone would not tell it from ``rows``.
+        columns += [(np.zeros(0), "<i4"), (plan.masked, "<i8")]
     return [msgpack.packb(scalars), *(np.ascontiguousarray(column, dtype).tobytes() for column, dtype in columns)]

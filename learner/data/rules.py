@@ -27,6 +27,10 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
+_LATER = frozenset({"num_epochs", "filters", "over_sampling"})
+"""Rules that came after the first release."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
     """All settings that the DataSource uses, with the meanings of ``learner.config`` and ``bus.wire.messages.Sampling``."""
@@ -40,6 +44,9 @@ class DataRules:
     max_reissues: int = 3
     order_deadline_s: float = 30.0
     filter_zero_variance: bool = False
+    filters: str = ""
+    """Description of the filters (``filter_settings.identity_of``); with one, complete groups wait for ``DataSource.judged``."""
+    over_sampling: float = 0.0
     max_refill: float = 4.0
     push_every: int = 1
     data_parallel: int = 1
@@ -64,7 +71,7 @@ class DataRules:
     @property
     def admitted(self) -> int:
         """Largest number of tasks that are open, or trained and not yet published."""
-        return (self.max_lag + 1) * self.groups_per_step
+        return (self.max_lag + 1) * self.groups_per_step + round(self.over_sampling * self.groups_per_step)
 
     @property
     def max_filtered(self) -> float:
@@ -80,6 +87,6 @@ class DataRules:
     @property
     def digest(self) -> str:
         """Short digest of all rules, which is recorded with every plan."""
-        # Without ``num_epochs`` where there is none, so that plans of such runs have the digest of earlier releases.
-        told = sorted((name, value) for name, value in asdict(self).items() if value or name != "num_epochs")
+        # Without those that are not set, so that plans of such runs have the digest of earlier releases.
+        told = sorted((name, value) for name, value in asdict(self).items() if value or name not in _LATER)
         return hashlib.sha256(msgpack.packb(told)).hexdigest()[:16]

@@ -12,6 +12,14 @@ from learner.data.plans import chain_of
 from learner.data.rules import DataRules
 from learner.errors import ReplayMismatch
 
+FILTERED = "filtered"
+"""Reason of groups that a filter dropped; the name of a filter follows a colon."""
+
+
+def is_filtered(reason: str) -> bool:
+    """Return whether a group was dropped for its content, by a filter."""
+    return reason == FILTERED or reason.startswith(f"{FILTERED}:")
+
 
 def oldest_step(rules: DataRules, step: int) -> int:
     """Return the oldest step of weights whose tokens step ``step`` trains with a lag of at most ``max_lag``."""
@@ -21,16 +29,17 @@ def oldest_step(rules: DataRules, step: int) -> int:
 def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
     """Return the reason to drop a complete group when ``step`` is the next one; empty = the group may be trained."""
     by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
+    verdict = "" if group.verdict is None else group.verdict.reason
     if not by_step:
-        return "empty"
+        return verdict or "empty"
     # mask: as long as one token is young enough, the others are masked, and the group is trained.
     if rules.gate == "mask" and max(by_step) < oldest:
         return "stale"
     if rules.gate == "drop" and min(by_step) < oldest:
         return "stale"
     if rules.filter_zero_variance and len(group.scores) == 1:
-        return "filtered"
-    return ""
+        return FILTERED
+    return verdict
 
 
 def age(group: Group, steps: Mapping[int, int]) -> tuple[int, int]:
@@ -38,12 +47,24 @@ def age(group: Group, steps: Mapping[int, int]) -> tuple[int, int]:
     return min(group.tokens_by_step(steps)), group.task.id
 
 
+def in_order(ready: Iterable[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
+    """Return complete groups in the order in which they are trained: those that are too old afterwards, then by priority, then by age."""
+    oldest = oldest_step(rules, step)
+
+    def key(group: Group) -> tuple[bool, float, tuple[int, int]]:
+        """Return the sort key."""
+        its_age = age(group, steps)
+        return its_age[0] > oldest, -group.priority, its_age
+
+    return sorted(ready, key=key)
+
+
 def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
     """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
     if step >= rules.steps:
         return []
     oldest = oldest_step(rules, step)
-    last = age(chosen[-1], steps) if len(chosen) >= rules.groups_per_step else None
+    last = max(age(group, steps) for group in chosen) if len(chosen) >= rules.groups_per_step else None
     return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
 
 
@@ -71,6 +92,7 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         minibatches=rules.minibatches,
         group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
     )
+    masked = [sample.seq for group in chosen for sample in group.rows if sample.seq in group.masked]
     version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
     # Tokens of weights that this step has yet to make: the registry and the plans belong to different histories.
     if max(version_steps.values()) >= step:
@@ -91,5 +113,6 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         config_digest=rules.digest,
         chain="",
         rows=rows if (rows > 1).any() else None,
+        masked=np.array(masked, np.int64) if masked else None,
     )
     return replace(plan, chain=chain_of(chain, plan))

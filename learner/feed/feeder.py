@@ -1,6 +1,7 @@
 """The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.curriculum import CurriculumRules
+from learner.data.filter_settings import FilterConfig, identity_of
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_loops import Feeder
 from learner.feed.feeder_rules import FeederRules
+from learner.feed.filtering import opened_filters
 from learner.feed.places import FeederPlaces
 
 
@@ -51,14 +54,17 @@ async def run_feeder(
     draining: asyncio.Event,
     evaluation: EvalPlan | None = None,
     curriculum: CurriculumRules | None = None,
+    filters: Sequence[FilterConfig] = (),
     rollout: str = "",
     budget: Budget | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
-    ``rollout``: that of the training tasks, with the ``budget`` of its episodes; empty = single turns.
+    ``filters``: those of complete groups. ``rollout``: that of the training tasks, with the ``budget`` of its episodes; empty = single
+    turns.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
-    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError; of the bus
+    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
+    UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
     rules = DataRules(
@@ -71,6 +77,7 @@ async def run_feeder(
         seed=prompts.seed,
         prompts_digest=prompts.digest,
         model=model.identity,
+        filters=identity_of(filters),
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )
@@ -87,9 +94,12 @@ async def run_feeder(
         rank_silence_s=places.rank_silence_s,
     )
     try:
-        async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
+        async with (
+            opened_filters(filters) as opened,
+            connect(places.bus_url, places.run, places.bus, name="feeder") as connected,
+        ):
             await connected.create_layout()
-            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan()).run(draining))
+            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))
     except BaseException as error:
         first = first_error(error)
         ended = isinstance(first, asyncio.CancelledError)

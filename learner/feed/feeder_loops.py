@@ -2,12 +2,13 @@
 
     TASKS  <-- issue ---- wanted() --+                     +--- plan() --> PLAN --> apply() --> batches --> ranks (ZMQ)
     SAMPLES --- read ---> add() -----+---- DataSource -----+
+    filters ------------> judged()
     DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
     acks of TASKS ------> lost()
 
-SAMPLES and DEAD are read in intake.py, heartbeats are made in feeder_row.py, evaluations in evaluations.py. Each loop documents what it
-consumes, produces and waits for, and what unblocks it. All run in one thread; only packing and file work run in others. A record is in
-the log PLAN before it is applied, and applied before its batch is offered.
+SAMPLES and DEAD are read in intake.py, filters run in filtering.py, heartbeats are made in feeder_row.py, evaluations in evaluations.py.
+Each loop documents what it consumes, produces and waits for, and what unblocks it. All run in one thread; only packing and file work run
+in others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -44,6 +46,7 @@ from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from learner.feed.feeder_rules import FeederRules
+from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.issuing import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
@@ -66,10 +69,17 @@ class Feeder:
     """One start of the feeder, on an open bus."""
 
     def __init__(
-        self, bus: Bus, rules: FeederRules, data_rules: DataRules, prompts: PromptFile, server: FeedServer, evaluation: EvalPlan
+        self,
+        bus: Bus,
+        rules: FeederRules,
+        data_rules: DataRules,
+        prompts: PromptFile,
+        server: FeedServer,
+        evaluation: EvalPlan,
+        filters: Sequence[OpenFilter] = (),
     ) -> None:
         self._bus, self._rules, self._data_rules, self._prompts, self._server = bus, rules, data_rules, prompts, server
-        self._eval_plan = evaluation
+        self._eval_plan, self._filters = evaluation, filters
         self._issuing = asyncio.Lock()
         """Held from the issue of a task until it is registered: ids are registered in their order."""
         self._admit = Waiter()
@@ -107,6 +117,7 @@ class Feeder:
                     self._read,
                     self._intake.follow_dead,
                     self._follow_head,
+                    self._judge,
                     self._feed,
                     self._find_lost,
                     self._refuse,
@@ -175,14 +186,16 @@ class Feeder:
             evaluations=self._evaluations,
             senders=self._senders,
             lost=self._lost,
-            wake=self._decide.wake,
+            wake=self._wake,
         )
+        self._filtering = Filtering(self._filters, self._source, lambda: self._intake.samples, self._decide.wake)
         self._row.parts = Parts(
             source=self._source,
             prompts=self._prompts,
             curriculum=self._curriculum,
             senders=self._senders,
             intake=self._intake,
+            filtering=self._filtering,
             evaluations=self._evaluations,
             replayed=self._replayed,
         )
@@ -277,6 +290,14 @@ class Feeder:
         self._admit.wake()
         self._decide.wake()
 
+    def _wake(self) -> None:
+        self._filtering.waiter.wake()
+        self._decide.wake()
+
+    async def _judge(self) -> None:
+        await self._replayed.wait()
+        await self._filtering.run()
+
     async def _find_lost(self) -> None:
         await self._replayed.wait()
         await self._lost.run()
@@ -335,6 +356,7 @@ class Feeder:
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
             self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
+        filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
         self._intake.keep_only(self._source.buffered())
@@ -351,7 +373,7 @@ class Feeder:
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
         build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
         batches = await asyncio.to_thread(build)
-        self._outcomes.planned(record, facts_of(record, batches))
+        self._outcomes.planned(record, facts_of(record, batches, filtered))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:

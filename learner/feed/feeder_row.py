@@ -11,11 +11,13 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from learner.data.curriculum import Curriculum
 from learner.data.datasource import DataSource
 from learner.data.prompts import PromptFile
+from learner.data.selection import is_filtered
 from learner.data.senders import Senders
 from learner.errors import NoProgress
 from learner.feed.copies import Copies
 from learner.feed.evaluations import Evaluations
 from learner.feed.feed_server import FeedServer
+from learner.feed.filtering import Filtering
 from learner.feed.intake import Intake
 
 BEAT_S = 1.0
@@ -31,6 +33,7 @@ class Parts:
     curriculum: Curriculum
     senders: Senders
     intake: Intake
+    filtering: Filtering
     evaluations: Evaluations
     replayed: asyncio.Event
     """Set when all recorded steps are repeated."""
@@ -83,11 +86,12 @@ class FeederRow:
             "behind": parts.intake.behind,
         }
         load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}
+        load["filtered"] = sum(count for reason, count in accounting.settled.items() if is_filtered(reason))
         version = parts.source.head[0] if parts.source.head else -1
         return {
             "phase": self.phase,
             "waits_for": self._waits_for(),
-            "trouble": parts.prompts.trouble,
+            "trouble": "; ".join(text for text in (parts.prompts.trouble, parts.filtering.trouble) if text),
             "version": version,
-            "load": {key: float(value) for key, value in load.items()},
+            "load": {key: float(value) for key, value in load.items()} | parts.filtering.load(),
         }

@@ -224,8 +224,8 @@ def _refuse_newer(newest: int, epoch: int) -> None:
         raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
 
 
-def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
-    """Return the metrics of a step's data, for its Done record."""
+def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dict[str, float]:
+    """Return the metrics of a step's data, for its Done record. ``filtered``: groups that filters dropped for it."""
     in_queue, in_flight = lags_of(batches)
     lags = in_queue + in_flight
     first = batches[0]
@@ -233,6 +233,8 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
     return {
         "data/groups": float(len(plan.tasks)),
         "data/samples": float(len(plan.seqs)),
+        "data/filtered_share": filtered / (filtered + len(plan.tasks)),
+        "data/masked_samples": 0.0 if plan.masked is None else float(len(plan.masked)),
         "data/tokens": float(first.num_tokens),
         "data/packed_tokens": float(packed),
         "data/micro_batches": float(plan.num_micro_batches),

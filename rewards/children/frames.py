@@ -4,17 +4,11 @@ The code of a user can write to the worker's end. So a frame that an actor reads
 """
 
 import asyncio
-import base64
 import json
 import socket
 import struct
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-
-from bus.wire.messages import Status
-from rewards.port import RewardRequest
 
 MAX_RESULT_BYTES = 1 << 20
 """Size of the largest result that an actor reads, in bytes."""
@@ -74,30 +68,3 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             return b""
         found += piece
     return bytes(found)
-
-
-def from_request(request: RewardRequest) -> bytes:
-    """Return a request as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
-    found = {
-        "prompt": request.prompt,
-        "response": request.response,
-        "label": request.label,
-        "status": request.status.value,
-        "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
-        "metadata": dict(request.metadata),
-        "response_length": request.response_length,
-    }
-    return json.dumps(found).encode()
-
-
-def to_request(found: Mapping[str, Any]) -> RewardRequest:
-    """Return the request in the map that ``from_request`` encoded."""
-    return RewardRequest(
-        prompt=found["prompt"],
-        response=found["response"],
-        label=found["label"],
-        status=Status(found["status"]),
-        tokens=np.frombuffer(base64.b64decode(found["tokens"]), "<i4").astype(np.int32),
-        metadata=found["metadata"],
-        response_length=found["response_length"],
-    )

@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 from rewards.children import limits, worker
+from rewards.contract import contract_at
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.registry import Bound, bind
 
@@ -56,17 +57,17 @@ def main() -> None:
     os.dup2(2, 1)
     limits.become_subreaper()
     try:
-        reward = bind(start["name"], start["options"])
+        function = bind(start["name"], start["options"], contract_at(start["contract"]))
     except (UnknownReward, BadRewardOption) as error:
         _send(control, {"refused": type(error).__name__, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
         return
     except BaseException as error:  # the module is the user's, and may raise anything while it is imported
-        _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON]]})
+        _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]})
         return
     forks = len(os.listdir("/proc/self/task")) == 1
-    keeper = _Keeper(control, reward, start, forks=forks)
+    keeper = _Keeper(control, function, start, forks=forks)
     limits.outlive_parent()  # from here on the end of the control socket ends it, after its workers
-    _send(control, {"ready": True, "async": reward.is_async, "forks": forks})
+    _send(control, {"ready": True, "async": function.is_async, "forks": forks})
     keeper.run()
 
 
@@ -76,8 +77,8 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 class _Keeper:
-    def __init__(self, control: socket.socket, reward: Bound, start: dict[str, Any], *, forks: bool) -> None:
-        self._control, self._reward, self._start, self._forks = control, reward, start, forks
+    def __init__(self, control: socket.socket, function: Bound, start: dict[str, Any], *, forks: bool) -> None:
+        self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.Limits(**start["limits"])
         self._workers: dict[int, int] = {}
         """Worker id by process id."""
@@ -142,7 +143,7 @@ class _Keeper:
             signal.set_wakeup_fd(-1)
             for end in (self._control, self._waker, self._woken):
                 end.close()
-            worker.serve(socket.socket(fileno=descriptor), self._reward, self._limits, keeper)
+            worker.serve(socket.socket(fileno=descriptor), self._function, self._limits, keeper)
             code = 0
         finally:
             os._exit(code)  # nothing of the keeper's may run in its copy, exit handlers of the user's module neither

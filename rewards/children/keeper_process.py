@@ -18,6 +18,7 @@ from typing import Any
 from rewards.children import frames
 from rewards.children.keeper import command, settings_file
 from rewards.children.limits import Limits
+from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ START_S = 120.0
 """Seconds for the import of a reward, with the packages that it needs."""
 KILL_S = 10.0
 """Seconds in which a keeper ends a worker or itself; a keeper that needs longer is killed, and its workers with it."""
+LAST_WORDS_S = 1.0
+"""Seconds for reading what a process wrote before it ended; its connection stays open where a process below it lives on."""
 SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
 """Variables that children do not inherit: they may hold the credentials of the bus."""
 
@@ -79,6 +82,20 @@ class Worker:
             else:
                 self._calls.pop(id, None)
                 future.cancel()
+
+    def process_ended(self, reason: str) -> None:
+        """End, once what the process has written before its end is read: the keeper's word may come before its last reply."""
+        if self._reading is None or self._reading.done():
+            self.end(reason)
+            return
+        timer = asyncio.get_running_loop().call_later(LAST_WORDS_S, self.end, reason)
+
+        def read(_: object) -> None:
+            """End, now that nothing is left to read."""
+            timer.cancel()
+            self.end(reason)
+
+        self._reading.add_done_callback(read)
 
     def end(self, reason: str) -> None:
         """Take no more calls, and fail those that run."""
@@ -141,12 +158,13 @@ class KeeperProcess:
         self._started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, name: str, options: Mapping[str, object], limits: Limits) -> "KeeperProcess":
-        """Start a keeper and wait until it has imported the reward.
+    async def start(cls, name: str, options: Mapping[str, object], limits: Limits, contract: Contract) -> "KeeperProcess":
+        """Start a keeper and wait until it has imported the function.
 
         Raises UnknownReward, BadRewardOption, and RewardFailed when it ends or is not ready within ``START_S``.
         """
-        settings = settings_file({"name": name, "options": dict(options), "limits": asdict(limits)})
+        start = {"name": name, "options": dict(options), "limits": asdict(limits), "contract": contract.path, "word": contract.word}
+        settings = settings_file(start)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
         try:
@@ -167,12 +185,12 @@ class KeeperProcess:
                 ready = await keeper._started
         except TimeoutError:
             await keeper.close()
-            raise RewardFailed(name, f"not imported within {START_S:g} s") from None
+            raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word) from None
         except BaseException:
             await keeper.close()
             raise
         keeper.is_async = bool(ready["async"])
-        logger.info("reward imported name=%s pid=%d async=%s forks=%s", name, process.pid, keeper.is_async, ready["forks"])
+        logger.info(contract.word + " imported name=%s pid=%d async=%s forks=%s", name, process.pid, keeper.is_async, ready["forks"])
         return keeper
 
     async def worker(self) -> Worker:
@@ -246,7 +264,7 @@ class KeeperProcess:
         if timer is not None:
             timer.cancel()
         if worker is not None:
-            worker.end(message["reason"])
+            worker.process_ended(message["reason"])
         if message.get("left"):
             logger.warning("processes of a reward that go on forking count=%d", message["left"])
 

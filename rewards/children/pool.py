@@ -13,13 +13,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from rewards.children import frames
 from rewards.children.keeper_process import KeeperProcess, Worker
 from rewards.children.limits import Limits
+from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import IN_THREAD, TABLE, UNBOUNDED, checked, load
+from rewards.registry import IN_THREAD, REWARD, TABLE, UNBOUNDED, load
 
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
@@ -40,12 +42,8 @@ async def opened(name: str, options: Mapping[str, object] | None = None, limits:
         return
     if ":" not in name and name not in TABLE:
         load(name, options)  # raises UnknownReward
-    pool = Children(name, options or {}, limits)
-    await pool.start()
-    try:
-        yield pool.score
-    finally:
-        await pool.close()
+    async with Children(name, options or {}, limits, REWARD) as pool:
+        yield pool.call
 
 
 def _within(score: Scorer, timeout_s: float) -> Scorer:
@@ -58,10 +56,10 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 
 
 class Children:
-    """The workers of one reward. ``start`` it before the first call, and ``close`` it."""
+    """The workers of one reward, or of another function with a contract, while entered."""
 
-    def __init__(self, name: str, options: Mapping[str, object], limits: Limits) -> None:
-        self._name, self._options, self._limits = name, options, limits
+    def __init__(self, name: str, options: Mapping[str, object], limits: Limits, contract: Contract) -> None:
+        self._name, self._options, self._limits, self._contract = name, options, limits, contract
         self._keeper: KeeperProcess | None = None
         self._starting = asyncio.Lock()
         self._refused, self._refused_s = "", 0.0
@@ -69,32 +67,37 @@ class Children:
         self._idle: list[Worker] = []
         self._shared: Worker | None = None
 
-    async def start(self) -> None:
-        """Import the reward in its process. Raises UnknownReward, BadRewardOption, RewardFailed."""
+    async def __aenter__(self) -> "Children":
+        """Import the function in its process. Raises UnknownReward, BadRewardOption, RewardFailed."""
+        contract = self._contract
         try:
             frames.encode(self._options)
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRewardOption(self._name, "*", f"want values that JSON has, for a reward in a process of its own: {error}") from None
+            reason = f"want values that JSON has, for a {contract.word} in a process of its own: {error}"
+            raise BadRewardOption(self._name, "*", reason, contract.word, contract.options) from None
         await self._running_keeper()
+        return self
 
-    async def close(self) -> None:
-        """End every process of the reward."""
+    async def __aexit__(self, *error: object) -> None:
+        """End every process of the function."""
         if self._keeper is not None:
             await self._keeper.close()
 
-    async def score(self, request: RewardRequest) -> float | dict[str, float]:
+    async def call(self, argument: object) -> Any:
         """Return the checked result of one call. Raises RewardFailed, TimeoutError."""
         try:
-            message = frames.from_request(request)
+            message = self._contract.encode(argument)
         except (TypeError, ValueError, RecursionError) as error:
-            reason = f"want values that JSON has in label, prompt and metadata: {error}"
-            raise RewardFailed(self._name, reason) from None
+            raise self._failed(f"want values that JSON has in label, prompt and metadata: {error}") from None
         try:
             keeper = await self._running_keeper()
             result = await (self._call_shared(keeper, message) if keeper.is_async else self._call_one(keeper, message))
         except RewardFailed as error:
-            raise RewardFailed(self._name, error.reason) from None
-        return checked(self._name, result)
+            raise self._failed(error.reason) from None
+        return self._contract.checked(self._name, result)
+
+    def _failed(self, reason: str) -> RewardFailed:
+        return RewardFailed(self._name, reason, self._contract.word)
 
     async def _call_one(self, keeper: KeeperProcess, message: bytes) -> object:
         async with self._places:
@@ -129,12 +132,12 @@ class Children:
             if self._keeper is not None and not self._keeper.ended:
                 return self._keeper
             if self._refused and time.monotonic() < self._refused_s + RESTART_S:
-                raise RewardFailed(self._name, self._refused)
+                raise self._failed(self._refused)
             if self._keeper is not None:
                 await self._keeper.close()
             self._idle.clear()
             try:
-                self._keeper = await KeeperProcess.start(self._name, self._options, self._limits)
+                self._keeper = await KeeperProcess.start(self._name, self._options, self._limits, self._contract)
             except (RewardFailed, UnknownReward, BadRewardOption) as error:
                 self._refused, self._refused_s = error.reason, time.monotonic()
                 raise

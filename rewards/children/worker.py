@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from rewards.children import frames, limits
+from rewards.contract import contract_at
 from rewards.errors import RewardFailed
-from rewards.registry import Bound, bind, checked
+from rewards.registry import Bound, bind
 
 MAX_REASON = 2000
 """Characters of the text of an error that are sent."""
@@ -27,10 +28,10 @@ def main() -> None:
     """Run a worker that imports the reward by itself; its settings are on stdin."""
     start, parent = json.load(sys.stdin), os.getppid()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    serve(connection, bind(start["name"], start["options"]), limits.Limits(**start["limits"]), parent)
+    serve(connection, bind(start["name"], start["options"], contract_at(start["contract"])), limits.Limits(**start["limits"]), parent)
 
 
-def serve(connection: socket.socket, reward: Bound, limit: limits.Limits, keeper: int) -> None:
+def serve(connection: socket.socket, function: Bound, limit: limits.Limits, keeper: int) -> None:
     """Answer requests until the connection ends. Does not return before."""
     limits.end_with_parent(keeper)
     if os.getsid(0) != os.getpid():
@@ -42,10 +43,10 @@ def serve(connection: socket.socket, reward: Bound, limit: limits.Limits, keeper
     _seed()
     connection.setblocking(True)
     connection.sendall(frames.encode({"up": True}))
-    if reward.is_async:
-        asyncio.run(_serve_many(connection, reward, limit))
+    if function.is_async:
+        asyncio.run(_serve_many(connection, function, limit))
     else:
-        _serve_one_by_one(connection, reward, limit)
+        _serve_one_by_one(connection, function, limit)
 
 
 def _seed() -> None:
@@ -55,22 +56,22 @@ def _seed() -> None:
         numpy.random.seed()
 
 
-def _serve_one_by_one(connection: socket.socket, reward: Bound, limit: limits.Limits) -> None:
+def _serve_one_by_one(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
     while (message := frames.receive(connection)) is not None:
         limits.limit_cpu(limit.timeout_s * (os.cpu_count() or 1))
-        reply, goes_on = _answer(reward, message)
+        reply, goes_on = _answer(function, message)
         connection.sendall(reply)
         if not goes_on:
             return
 
 
-def _answer(reward: Bound, message: Mapping[str, Any]) -> tuple[bytes, bool]:
+def _answer(function: Bound, message: Mapping[str, Any]) -> tuple[bytes, bool]:
     """Return the reply to a request, and whether this process can be used again."""
     try:
-        result = reward(frames.to_request(message["request"]))
+        result = function(function.contract.decode(message["request"]))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        return _reply(message["id"], result=checked(reward.name, result)), True
+        return _reply(message["id"], result=function.contract.checked(function.name, result)), True
     except BaseException as error:  # of the user's code, SystemExit and KeyboardInterrupt too
         # After a failed allocation anything may be half done: the actor takes another process.
         out_of_memory = isinstance(error, MemoryError)
@@ -96,15 +97,15 @@ def _failed(id: int, error: BaseException, **fields: object) -> bytes:
     return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
 
 
-async def _serve_many(connection: socket.socket, reward: Bound, limit: limits.Limits) -> None:
+async def _serve_many(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     calls: dict[int, asyncio.Task[None]] = {}
 
     async def call(message: Mapping[str, Any]) -> None:
         """Answer one request; a cancelled call has its reply, too, by which the actor knows that the loop is not blocked."""
         try:
-            result = await reward(frames.to_request(message["request"]))
-            reply = _reply(message["id"], result=checked(reward.name, result))
+            result = await function(function.contract.decode(message["request"]))
+            reply = _reply(message["id"], result=function.contract.checked(function.name, result))
         except BaseException as error:  # of the user's code
             reply = _failed(message["id"], error)
         writer.write(reply)

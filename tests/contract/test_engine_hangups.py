@@ -73,7 +73,7 @@ async def test_a_client_that_hangs_up_ends_nothing_but_its_connection(path: str,
     async with serving(model_dir) as served:
         async with busy(served):
             await hang_up_on(served, path, body)
-        await served.until(lambda: True)  # the thread has reached the command, and goes on
+        await asyncio.wrap_future(served.engine.scheduler.call(lambda: None))  # calls are taken in order: the command is done
         assert served.engine.scheduler.alive
         assert served.engine.scheduler.paused == (path == "/pause_generation"), "what was asked for is done"
         await served.client.resume()

@@ -224,6 +224,16 @@ def test_the_module_and_the_interpreter_of_a_rollout_are_looked_for(tmp_path: Pa
     assert not report.errors and len([text for text in texts(report.warnings) if "rollouts." in text]) == 2
 
 
+def test_filters_are_loaded_with_their_options(tmp_path: Path) -> None:
+    good = ("data.filters.a=equal_rewards", "data.filters.b.use=tests.child_filters:by_label", "data.filters.b.options.dropped=[1]")
+    assert not checked(tmp_path, *good).errors
+    found = texts(checked(tmp_path, "data.filters.a.use=mean_reward", "data.filters.a.options.atleast=0.5").errors)
+    assert len(found) == 1 and "data.filters.a.options.atleast" in found[0] and "nearest: 'at_least'" in found[0]
+    for use, words in (("nosuch.module:f", "cannot import nosuch.module"), ("tests.child_filters:nothing", "has no 'nothing'")):
+        found = texts(checked(tmp_path, f"data.filters.a={use}").errors)
+        assert len(found) == 1 and "data.filters.a.use" in found[0] and words in found[0]
+
+
 def test_a_reward_elsewhere_is_doubted_where_no_actor_starts(tmp_path: Path) -> None:
     for report in (
         checked(tmp_path, "actor.reward=nomod:fn", "up.actors=0"),

@@ -14,6 +14,7 @@ from bus.errors import WireError
 from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
 from learner.data.batch import trainable_lags
 from learner.data.datasource import DataSource, Disposition, Waits
+from learner.data.groups import Verdict
 from learner.data.rules import DataRules
 from tests.data_kit import rules, sample, task
 
@@ -47,8 +48,10 @@ class History(RuleBasedStateMachine):
         filtering=st.booleans(),
         data_parallel=st.integers(1, 2),
         num_epochs=st.sampled_from([0, 0, 1, 2]),
+        rejected=st.sampled_from([0.0, 0.0, 0.5, 0.99]),
     )
-    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int) -> None:
+    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int, rejected: float = 0.0) -> None:
+        self.rejected = rejected
         self.rules: DataRules = rules(
             steps=6,
             num_epochs=num_epochs,
@@ -59,6 +62,8 @@ class History(RuleBasedStateMachine):
             max_refill=1.0,
             order_deadline_s=1.0,
             data_parallel=data_parallel,
+            filters=f"drop {rejected}" if rejected else "",
+            over_sampling=rejected,
         )
         self.source = DataSource(self.rules)
         self.steps[0] = self.after[0] = 0
@@ -82,6 +87,7 @@ class History(RuleBasedStateMachine):
             self.complete(chance)
             self.read(chance.randint(0, 12))
             if chance.random() < 0.8:
+                self.judge(chance.randint(1, 9))
                 self.propose()
             if chance.random() < 0.7:
                 self.publish(chance)
@@ -201,6 +207,20 @@ class History(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    @rule(count=st.integers(1, 4))
+    def judge(self, count: int) -> None:
+        """Have the filters decide on some of the complete groups."""
+        for of, seqs in self.source.unjudged()[:count]:
+            self.source.judged(of.id, self.verdict(of, seqs))
+
+    def verdict(self, of: Task, seqs: list[int]) -> Verdict:
+        """Return what a filter decides, which depends on the group alone."""
+        chance = random.Random(of.id * 1000 + sum(seqs))
+        masked = frozenset(index for index in range(of.group_size) if chance.random() < 0.3)
+        if chance.random() < self.rejected or len(masked) == of.group_size:
+            return Verdict(reason=f"filtered:f{of.id % 3}", masked=masked)
+        return Verdict(masked=masked, priority=chance.choice([0.0, 0.0, 1.0, -2.0]))
+
     @rule()
     def propose(self) -> None:
         """Propose and record everything that can be recorded now."""
@@ -233,6 +253,9 @@ class History(RuleBasedStateMachine):
             new.published(*old.head)
         if old._admission._passes_done:  # it finds that out by its next look for a prompt
             new.passed(self.rules.num_epochs)
+        for source in (old, new):
+            for of, seqs in source.unjudged():
+                source.judged(of.id, self.verdict(of, seqs))
         assert new.exhausted == old.exhausted
         assert new.snapshot() == old.snapshot()
         assert new.accounting() == old.accounting()
@@ -284,7 +307,7 @@ class History(RuleBasedStateMachine):
         gone = {int(id) for record in self.log if isinstance(record, Settle) for id in record.tasks}
         gone |= {int(id) for plan in self.plans if plan.step <= self.source.head[1] for id in plan.tasks}
         out = [one for one in self.tasks if one.id not in gone and one.kind is Kind.TRAIN]
-        assert len(out) <= (self.rules.max_lag + 1) * self.rules.groups_per_step
+        assert len(out) <= self.rules.admitted
         planned = {int(id) for plan in self.plans for id in plan.tasks}
         short = sum(self.rules.groups_per_step - len(plan.tasks) for plan in self.plans)  # with groups left over
         left = (self.rules.steps - self.source.step) * self.rules.groups_per_step + short
@@ -320,6 +343,9 @@ class History(RuleBasedStateMachine):
     def plans_hold_whole_groups_of_first_valid_samples(self) -> None:
         for plan in self.plans:
             rows = [self.stream[int(seq) - 1] for seq in plan.seqs]
+            masked = set[int]() if plan.masked is None else set(plan.masked.tolist())
+            if not self.rejected:
+                assert not masked
             wanted = [(int(id), index) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for index in range(size)]
             assert [(row.task, row.index) for row in rows if isinstance(row, Sample)] == wanted
             for row, seq in zip(rows, plan.seqs, strict=True):
@@ -369,7 +395,12 @@ def test_long_histories(seed: int) -> None:
     """Histories longer than those that hypothesis builds from small steps: up to the plan of the last step, with crashes on the way."""
     chance, history = random.Random(seed), History()
     history.begin(
-        chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2), 2 if seed % 4 == 0 else 0
+        chance.randint(0, 2),
+        ("mask", "drop", "train")[seed % 3],
+        chance.random() < 0.3,
+        chance.randint(1, 2),
+        2 if seed % 4 == 0 else 0,
+        (0.0, 0.5, 0.9)[seed // 3 % 3],
     )
     for _ in range(80):
         history.turns(chance.randint(0, 1 << 32), 1)
@@ -384,7 +415,9 @@ def test_long_histories(seed: int) -> None:
             history.plans_hold_whole_groups_of_first_valid_samples,
         ):
             check()
-    REACHED.update(record.reason for record in history.log if isinstance(record, Settle))
+    REACHED.update(record.reason.partition(":f")[0] for record in history.log if isinstance(record, Settle))
+    REACHED["masked samples"] += sum(plan.masked is not None for plan in history.plans)
+    REACHED["by a filter"] += sum(record.reason.startswith("filtered:") for record in history.log if isinstance(record, Settle))
     REACHED.update(name for name, count in history.source.accounting().tokens.items() if count)
     REACHED["requeued"] += sum(isinstance(record, Requeue) for record in history.log)
     REACHED["steps"] += history.source.step
@@ -393,7 +426,21 @@ def test_long_histories(seed: int) -> None:
 
 
 def test_long_histories_reach_every_outcome() -> None:
-    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up", "requeued", "lies", "exhausted"):
+    for outcome in (
+        "stale",
+        "filtered",
+        "dead",
+        "lost",
+        "masked",
+        "too_old",
+        "trained",
+        "given up",
+        "requeued",
+        "lies",
+        "exhausted",
+        "masked samples",
+        "by a filter",
+    ):
         assert REACHED[outcome], (outcome, REACHED)
 
 

@@ -185,6 +185,12 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
             ["learner.group_size=1", "learner.algorithm.advantage=reinforce", "staleness.filter_zero_variance=true"],
             "staleness.filter_zero_variance: want learner.group_size >= 2",
         ),
+        (
+            ["learner.group_size=1", "learner.algorithm.advantage=reinforce", "data.filters.f=equal_rewards"],
+            "data.filters.f: want learner.group_size >= 2",
+        ),
+        (["data.filters.f.use=nosuch"], "filters.f.use: want equal_rewards"),
+        (["staleness.over_sampling=-1"], "over_sampling: want 0..100"),
         (["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"], "overlong_buffer: want <= sampling.max_new_tokens = 6"),
         (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),

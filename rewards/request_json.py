@@ -1,0 +1,42 @@
+"""Requests of rewards as JSON, in which they reach child processes and servers."""
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bus.wire.messages import Status
+from rewards.port import RewardRequest
+
+
+def from_request(request: RewardRequest) -> bytes:
+    """Return a request as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    return json.dumps(fields_of(request)).encode()
+
+
+def fields_of(request: RewardRequest) -> dict[str, Any]:
+    """Return the map that is a request's JSON. ``tokens``: base64 of little-endian int32."""
+    return {
+        "prompt": request.prompt,
+        "response": request.response,
+        "label": request.label,
+        "status": request.status.value,
+        "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
+        "metadata": dict(request.metadata),
+        "response_length": request.response_length,
+    }
+
+
+def to_request(found: Mapping[str, Any]) -> RewardRequest:
+    """Return the request in the map that ``fields_of`` returned."""
+    return RewardRequest(
+        prompt=found["prompt"],
+        response=found["response"],
+        label=found["label"],
+        status=Status(found["status"]),
+        tokens=np.frombuffer(base64.b64decode(found["tokens"]), "<i4").astype(np.int32),
+        metadata=found["metadata"],
+        response_length=found["response_length"],
+    )

@@ -1,0 +1,35 @@
+"""Filters for the tests of child processes: well-behaved ones, and one for each way in which a filter can fail its feeder.
+
+In a module of its own, which keepers import: it must need nothing of pytest.
+"""
+
+import os
+import time
+from typing import Any
+
+from learner.data.filters import Decision, FilterGroup
+
+
+def by_label(group: FilterGroup, *, dropped: list[int]) -> Any:
+    """Drop the groups of some prompts, and mask the first sample of the others."""
+    assert [sample.index for sample in group.samples] == [0, 1]
+    assert all(len(sample.log_probs) == len(sample.loss_mask) for sample in group.samples)
+    if group.label in dropped:
+        return Decision(keep=False, reason=f"label {group.label}")
+    return {"masked": [0]}
+
+
+def misbehaves(group: FilterGroup) -> Any:
+    """Do what the prompt's number says: every third group is judged well."""
+    match group.label % 3:
+        case 0:
+            return True
+        case 1:
+            raise KeyError("filter")
+    if group.label == 2:
+        time.sleep(60)
+    os._exit(3)
+
+
+def newest_first(group: FilterGroup) -> dict[str, float]:
+    return {"priority": -float(max(sample.lag for sample in group.samples))}

@@ -1,0 +1,82 @@
+"""Filters by import path in a feeder: their processes, failures and records, and starts that repeat what was recorded."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from bus.wire.messages import Settle
+from learner.data.filter_settings import read_filters
+from learner.data.selection import is_filtered
+from rewards.errors import BadRewardOption, UnknownReward
+from tests.feeder_kit import World
+from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
+
+OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
+HERE = "tests.child_filters"
+
+
+async def tasks_of(world: World) -> dict[int, int]:
+    """Return the prompt's number, its label, of every task."""
+    return {task.id: int(task.label) async for task in world.bus.tasks.scan()}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(open_world: OpenWorld, step: int) -> None:  # noqa: F811
+    filters = read_filters({"labels": {"use": f"{HERE}:by_label", "options": {"dropped": [1, 4]}}})
+    async with open_world(max_lag=1) as world:
+        async with world.actors():
+            async with world.feeder(filters=filters) as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == ("done", step))
+            before = await world.plans()
+            async with world.feeder(filters=filters) as (url, feeding):
+                await world.train(url)
+                await feeding
+        plans = await check_history(world)
+        assert [plan.chain for plan in plans[: len(before)]] == [plan.chain for plan in before]
+        labels = await tasks_of(world)
+        assert {labels[int(id)] for plan in plans for id in plan.tasks} <= {0, 2, 3, 5, 6}
+        for plan in plans:
+            assert plan.masked is not None
+            assert plan.masked.tolist() == plan.seqs[::2].tolist(), "the first of every group of two"
+        settled = [record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)]
+        assert {record.reason for record in settled} <= {"filtered:labels:label_1", "filtered:labels:label_4"}
+        assert all(labels[int(id)] == int(record.reason[-1]) for record in settled for id in record.tasks)
+        assert settled
+
+
+async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(open_world: OpenWorld) -> None:  # noqa: F811
+    filters = read_filters({"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}})
+    async with open_world(max_lag=1, max_refill=100.0) as world:
+        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
+            await world.train(url)
+            await feeding
+        plans = await check_history(world)
+        labels = await tasks_of(world)
+        assert {labels[int(id)] for plan in plans for id in plan.tasks} == {0, 3, 6}
+        reasons = Counter(record.reason for record in await world.records() if isinstance(record, Settle))
+        assert reasons["filtered:mine:failed"]
+
+
+async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWorld) -> None:  # noqa: F811
+    async with open_world() as world:
+        for use, error, words in (
+            (f"{HERE}:nothing", UnknownReward, f"filter '{HERE}:nothing': {HERE} has no 'nothing'"),
+            (f"{HERE}:by_label", BadRewardOption, r"options.dropped: missing, and it has no default \(filter "),
+        ):
+            async with world.feeder(filters=read_filters({"f": use})) as (_, feeding):
+                with pytest.raises(error, match=words):
+                    async with asyncio.timeout(60):
+                        await feeding
+
+
+async def test_count_only_changes_nothing(open_world: OpenWorld) -> None:  # noqa: F811
+    filters = read_filters({"easy": {"use": "mean_reward", "options": {"at_most": -1.0}, "count_only": True}})
+    async with open_world() as world:
+        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
+            await world.train(url)
+            await feeding
+        await check_history(world)
+        assert not [record for record in await world.records() if isinstance(record, Settle)]
