@@ -11,11 +11,13 @@ from fnmatch import fnmatchcase
 
 from actors.config import ActorConfig, EngineConfig
 from actors.errors import NotAllowed
+from rewards.group import TABLE as OF_GROUPS
 from rewards.registry import TABLE
 
 GUARDED = {
     "actor.reward": "code",
     "actor.reward_parts": "code",
+    "actor.group_reward": "code",
     "engine.sglang.python": "a program",
     "engine.sglang.arguments": "an argument of a program",
     "engine.sglang.environment": "the environment of a program",
@@ -75,5 +77,6 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
 def _harmless(path: str, value: object, own: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
-    of_the_house = path.startswith("actor.reward") and isinstance(named, str) and named in TABLE
+    tables = {"actor.reward": TABLE, "actor.reward_parts": TABLE, "actor.group_reward": OF_GROUPS}
+    of_the_house = any(path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items())
     return value is None or value == own or is_number or of_the_house

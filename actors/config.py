@@ -96,6 +96,10 @@ class ActorConfig:
     """Passed to the reward."""
     reward_parts: dict[str, Any] = field(default_factory=dict)
     """Instead of ``reward``: named rewards whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
+    group_reward: str = ""
+    """Reward of all samples of a task at once, by name or import path; it replaces what ``reward`` gave (docs/rewards.md). Empty = none."""
+    group_reward_options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the reward of groups."""
     reward_timeout_s: float = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: int = 16

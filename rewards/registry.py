@@ -21,6 +21,7 @@ from rewards.port import Parts, RewardRequest, Scorer
 from rewards.request_json import from_request, to_request
 
 TABLE = {
+    "code": "rewards.code.tests_passed:code",
     "dapo": "rewards.dapo:dapo",
     "deepscaler": "rewards.deepscaler:deepscaler",
     "digits": "rewards.digits:digits",
@@ -30,17 +31,21 @@ TABLE = {
     "gpqa": "rewards.gpqa:gpqa",
     "gsm8k": "rewards.gsm8k:gsm8k",
     "ifeval": "rewards.ifeval:ifeval",
+    "judge": "rewards.http.judge:Judge",
     "math": "rewards.deepscaler:math",
     "math_answer": "rewards.math_answer:math_answer",
     "overlong": "rewards.overlong:overlong",
     "regex": "rewards.regex:regex",
+    "remote": "rewards.http.remote:Remote",
     "repetition": "rewards.repetition:repetition",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
-UNBOUNDED = frozenset({"regex"})
+UNBOUNDED = frozenset({"code", "judge", "regex", "remote"})
 """Built-in rewards that can take long: an actor runs them in child processes."""
 
+ASKING = frozenset({"judge", "remote"})
+"""Built-in rewards that ask a server."""
 COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer"})
 """Built-in rewards that compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math"})
@@ -104,8 +109,18 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     contract = contract or REWARD
     function = _find(name, contract)
     own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
-    _check_options(name, function, own, contract)
-    return Bound(name, function, own, contract)
+    if not inspect.isclass(function):
+        _check_options(name, function, own, contract)
+        return Bound(name, function, own, contract)
+    # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
+    _check_options(name, function.__init__, own, contract)
+    try:
+        made = function(**own)
+    except (TypeError, ValueError) as error:
+        raise BadRewardOption(name, "*", str(error), contract.word, contract.options) from error
+    if not callable(made):
+        raise UnknownReward(name, f"want a class whose instances can be called with the {contract.argument}", contract.word)
+    return Bound(name, made, {}, contract)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

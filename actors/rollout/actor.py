@@ -5,6 +5,7 @@
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (acked when all n are stored)
                        |                          |
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
+                       |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
 
 Consumes tasks of every kind, and training tasks of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
@@ -18,9 +19,10 @@ stores when it drains is not repeated: the next actor finds finished samples and
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,10 +40,15 @@ from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task
 from rewards.errors import RewardFailed
+from rewards.group import GroupRequest, GroupScorer
 from rewards.port import RewardRequest, Scorer
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+GROUP_GRACE_S = 5.0
+"""Seconds beyond its limit in which the result of a reward of groups must come; its processes end calls by themselves."""
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 NAK_DELAY_S = 1.0
@@ -76,12 +83,17 @@ class Actor:
         config: ActorConfig,
         responses: Responses,
         rollouts: Mapping[str, Rollout],
-        score: Scorer,
+        score: Scorer | None,
         activity: Activity,
+        group_score: GroupScorer | None = None,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none, and of those for evaluation."""
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none, and of those for evaluation.
+
+        ``score``: the reward of each sample; None = the reward of groups alone, ``group_score``.
+        """
         self.id = id
         self._bus, self._config, self._responses, self._score, self._activity = bus, config, responses, score, activity
+        self._group_score = group_score
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0
@@ -215,25 +227,45 @@ class Actor:
             return False
 
     async def _group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
-        """Generate and store the samples of a task concurrently."""
-        making: list[asyncio.Task[RolloutOutcome]] = []
+        """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are scored."""
+        alone = lease.task.kind is Kind.EVAL and self._score is not None  # an evaluation scores each sample by itself
+        if self._group_score is None or alone:
+            return await self._each(lease, lambda index: self._sample(lease, index, partials.get(index)), counted=True)
+        # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the others.
+        try:
+            made = await self._each(lease, lambda index: self._make(lease, index, None), counted=False)
+            unfinished = [one for one in made if isinstance(one, RolloutOutcome)]
+            if unfinished:
+                return [RolloutOutcome(unfinished=unfinished[0].unfinished)] * len(made)
+            samples = await self._scored_together(lease.task, [one for one in made if isinstance(one, Sample)])
+            return list(await asyncio.gather(*(self._publish(sample) for sample in samples)))
+        finally:
+            self._add_in_flight(-lease.task.group_size)
+
+    async def _each(self, lease: Lease, make: Callable[[int], Coroutine[Any, Any, Result]], *, counted: bool) -> list[Result]:
+        """Make every sample of a task concurrently. ``counted``: each counts as done when it is made."""
+        making: list[asyncio.Task[Result]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(lease.task.group_size):
-                    making.append(
-                        group.create_task(self._sample(lease, index, partials.get(index)), name=f"sample {lease.task.id}.{index}")
-                    )
-                    making[-1].add_done_callback(lambda _: self._add_in_flight(-1))
+                    making.append(group.create_task(make(index), name=f"sample {lease.task.id}.{index}"))
+                    if counted:
+                        making[-1].add_done_callback(lambda _: self._add_in_flight(-1))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return [done.result() for done in making]
 
     async def _sample(self, lease: Lease, index: int, partial: Partial | None) -> RolloutOutcome:
         """Generate, score and store one sample, if it is missing."""
-        task, counters = lease.task, self._activity.counters
         if partial is not None and partial.sample_seq:
-            counters.samples_found += 1
+            self._activity.counters.samples_found += 1
             return RolloutOutcome()
+        made = await self._make(lease, index, partial)
+        return made if isinstance(made, RolloutOutcome) else await self._publish(made)
+
+    async def _make(self, lease: Lease, index: int, partial: Partial | None) -> Sample | RolloutOutcome:
+        """Generate and score one sample; return it, FAILED too, or the outcome of one that is unfinished."""
+        task, counters = lease.task, self._activity.counters
         try:
             made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial)
             counters.tokens_generated += made.sample.response_length
@@ -245,31 +277,51 @@ class Actor:
         except GenerationFailed as error:
             sample = failed_sample(task, index, lease.attempt, str(error))
         except WireError as error:
-            self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
-            sample = failed_sample(task, index, lease.attempt, f"invalid sample: {error}")
+            sample = self._invalid(lease.task, index, lease.attempt, error)
+        return sample
+
+    def _invalid(self, task: Task, index: int, attempt: str, error: WireError) -> Sample:
+        self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
+        return failed_sample(task, index, attempt, f"invalid sample: {error}")
+
+    async def _publish(self, sample: Sample) -> RolloutOutcome:
+        """Store a sample."""
         sample = replace(sample, actor=self.id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
-        counters.samples_published += 1
+        self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:
             return RolloutOutcome(partial=_finished_partial(sample, seq))
         reason = str(sample.metadata["error"])
         self._activity.failed(reason)
         return RolloutOutcome(failed=reason)
 
+    async def _scored_together(self, task: Task, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of a whole group with their rewards; if one has failed, or the reward does, all are FAILED."""
+        assert self._group_score is not None
+        if broken := [sample for sample in samples if sample.status is Status.FAILED]:
+            reason = f"sample {broken[0].index} of its group: {broken[0].metadata['error']}"
+            return [sample if sample in broken else failed(sample, reason) for sample in samples]
+        rewards = tuple(sample.reward for sample in samples) if self._score is not None else ()
+        request = GroupRequest(samples=tuple(_request_of(task, sample) for sample in samples), rewards=rewards)
+        try:
+            with self._activity:
+                async with asyncio.timeout(self._config.reward_timeout_s + GROUP_GRACE_S):
+                    found = await self._group_score(request)
+        except TimeoutError:
+            reason = f"no result within {self._config.reward_timeout_s:g} s"
+        except Exception as error:
+            reason = error.reason if isinstance(error, RewardFailed) else repr(error)
+        else:
+            return [replace(sample, reward=reward) for sample, reward in zip(samples, found, strict=True)]
+        self._repeated("group reward failed", f"task={task.id} error={reason}")
+        return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
+
     async def _scored(self, task: Task, made: Made) -> Sample:
         """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""
         sample = made.sample
-        if made.scored:
+        if made.scored or self._score is None:
             return sample
-        request = RewardRequest(
-            prompt=task.prompt,
-            response=sample.response,
-            label=task.label,
-            status=sample.status,
-            tokens=sample.tokens,
-            metadata=task.metadata,
-            response_length=sample.response_length,
-        )
+        request = _request_of(task, sample)
         begin = time.monotonic()
         try:
             with self._activity:
@@ -303,6 +355,18 @@ class Actor:
         if not self._in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
+
+
+def _request_of(task: Task, sample: Sample) -> RewardRequest:
+    return RewardRequest(
+        prompt=task.prompt,
+        response=sample.response,
+        label=task.label,
+        status=sample.status,
+        tokens=sample.tokens,
+        metadata=task.metadata,
+        response_length=sample.response_length,
+    )
 
 
 def _finished_partial(sample: Sample, seq: int) -> Partial:

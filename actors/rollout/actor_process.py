@@ -26,8 +26,10 @@ from bus.wire.json_object import JsonMapping
 from bus.wire.subjects import refused
 from rewards.children.limits import Limits
 from rewards.children.pool import opened
+from rewards.group import GroupScorer, opened_group
 from rewards.part_settings import read_parts
 from rewards.parts import opened_parts
+from rewards.port import Scorer
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -100,16 +102,22 @@ async def _work(
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     async with AsyncExitStack() as stack:
+        score: Scorer | None = None
         if config.reward_parts:
             score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
-        else:
+        elif config.reward or not config.group_reward:
             score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+        group_score: GroupScorer | None = None
+        if config.group_reward:
+            group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
         if programs is not None and programs.rollouts:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
             rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses))
-        actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, activity=activity)
+        actor = Actor(
+            bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, group_score=group_score, activity=activity
+        )
         await _act(bus, id, actor, activity, engines, draining)
 
 

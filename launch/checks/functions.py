@@ -17,9 +17,10 @@ from learner.data.filter_settings import read_filters
 from learner.data.filters import FILTER
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
+from rewards.group import GROUP
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import COMPARING, SEVERAL, TABLE, bind, load
+from rewards.registry import ASKING, COMPARING, SEVERAL, TABLE, bind, load
 
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
@@ -41,8 +42,27 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
     if config.actor.reward_parts:
         at = "actor.reward_parts"
         named = [(part.reward, dict(part.options), at, f"{at}.{part.name}.options") for part in read_parts(config.actor.reward_parts)]
+    if config.actor.group_reward:
+        _check_group(report, config)
+        named = named if config.actor.reward or config.actor.reward_parts else []
     for name, options, setting, options_setting in named:
         _check_one(report, name, options, row, settings=(setting, options_setting), here=here, call=call)
+
+
+def _check_group(report: Report, config: RunConfig) -> None:
+    name = config.actor.group_reward
+    try:
+        bind(name, config.actor.group_reward_options, GROUP)
+    except BadRewardOption as error:
+        where = report.at(f"actor.group_reward_options.{error.option}")
+        report.error("reward", where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
+    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything while it is imported
+        got = error.reason if isinstance(error, UnknownReward) else f"{type(error).__name__}: {error}"
+        cure = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
+        want = "a reward of groups that can be loaded"
+        report.error("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {got}", cure=cure)
+    else:
+        report.good("reward", f"{name} loaded, not called")
 
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
@@ -109,10 +129,10 @@ def _check_one(
         got = f"{type(error).__name__}: {error}"
         report.error("reward", where, want=f"{name} imported", got=got, cure="fix the module")
         return
-    if row is not None and (call or name in TABLE):
+    if row is not None and (call or (name in TABLE and name not in ASKING)):
         _call(report, name, score, row)
     else:
-        report.good("reward", f"{name} loaded" + ("" if name in TABLE else ", not called (--check-reward calls it once)"))
+        report.good("reward", f"{name} loaded" + ", not called (--check-reward calls it once)")
 
 
 def _call(report: Report, name: str, score: Scorer, row: Row) -> None:

@@ -262,6 +262,55 @@ def router(args: argparse.Namespace) -> int:
     return code
 
 
+def reward_server(args: argparse.Namespace) -> int:
+    """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use, OSError."""
+    import math
+
+    from bus.config import is_loopback
+    from launch.run import process, roles
+    from rewards.children.limits import Limits
+
+    token = os.environ.get(args.token_env, "") if args.token_env else ""
+    if args.token_env and not token:
+        raise ValueError(f"--token-env: want the variable {args.token_env} set")
+    if not is_loopback(args.host) and not token and not args.insecure:
+        raise ValueError(f"--host {args.host}: want --token-env VARIABLE, or --insecure: other machines could use the reward")
+    if not 0 < args.timeout < math.inf or args.workers < 1 or args.memory_mb < 0:
+        raise ValueError("want --timeout > 0, --workers >= 1 and --memory-mb >= 0")
+    limits = Limits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
+    process.set_up_logging("reward-server", args.reward)
+    options = _options(args.option)
+    refused: list[ValueError] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        """Serve. A ValueError is recorded, for the caller to raise as wrong use of the command."""
+        try:
+            await roles.run_reward_server(args.reward, options, limits, draining, host=args.host, port=args.port, token=token)
+        except ValueError as error:
+            refused.append(error)
+
+    code = process.run(body, drain_s=args.timeout + 5)
+    if refused:
+        raise refused[0]
+    return code
+
+
+def _options(words: list[str]) -> dict[str, object]:
+    """Return the options in ``KEY=VALUE`` words, values as YAML. Raises ValueError."""
+    import yaml
+
+    found: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option: want KEY=VALUE, got {word!r}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--option {key}: want YAML, got {value!r}: {error}") from None
+    return found
+
+
 def host(args: argparse.Namespace) -> int:
     """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
     from pathlib import Path

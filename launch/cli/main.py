@@ -52,7 +52,7 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_processes, _add_router, _add_hosts, _add_dead, _add_onlookers):
+    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers):
         add(commands)
     return parser
 
@@ -155,6 +155,21 @@ def _add_router(commands: "Commands") -> None:
     router.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, to its last byte")
     router.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves")
     router.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
+
+
+def _add_reward_server(commands: "Commands") -> None:
+    server = commands.add_parser("reward-server", help="host a reward over HTTP, for `actor.reward: remote` and other clients")
+    server.add_argument("reward", metavar="NAME", help="a name, or package.module:function")
+    server.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the reward (YAML); may be repeated"
+    )
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=8002, help="0 = any free port")
+    server.add_argument("--token-env", default="", metavar="VARIABLE", help="variable with the bearer token that requests must have")
+    server.add_argument("--insecure", action="store_true", help="answer requests of other machines without a token")
+    server.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for one call of the reward")
+    server.add_argument("--workers", type=int, default=16, metavar="N", help="child processes of a plain reward")
+    server.add_argument("--memory-mb", type=int, default=4096, metavar="MB", help="private memory of each; 0 = no limit")
 
 
 def _add_hosts(commands: "Commands") -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from learner.data.prompts import PromptFile
     from learner.feed.evaluations import EvalPlan
     from learner.feed.feed_keys import FeedKeys
+    from rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +261,20 @@ async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, dr
         if not run:
             return
     await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
+
+
+async def run_reward_server(
+    name: str, options: Mapping[str, object], limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str
+) -> None:
+    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
+    from rewards.children.limits import become_undumpable
+    from rewards.children.pool import opened
+    from rewards.http.server import RewardServer, serving
+
+    become_undumpable()
+    async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port) as url:
+        print(f"reward {name} at {url}/score", flush=True)
+        await draining.wait()
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:

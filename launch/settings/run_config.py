@@ -166,7 +166,7 @@ class RunConfig:
                 del parts["learner"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
-        for name in ("reward", "reward_key", "sampling_key", "tools_key", "rollout"):  # so the digests of former runs stay
+        for name in ("reward", "reward_key", "sampling_key", "tools_key", "rollout", "filters"):  # so the digests of former runs stay
             if not parts["data"][name]:
                 del parts["data"][name]
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
@@ -175,6 +175,10 @@ class RunConfig:
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
         if self.actor.reward_parts:  # so the digests of former runs stay
             parts["reward"] = self.actor.reward_parts
+        if self.actor.group_reward:
+            parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
+        if not self.staleness.over_sampling:
+            del parts["staleness"]["over_sampling"]
         if (rollout := self.rollout) is not None:
             parts["rollout"] = (rollout.use, rollout.options, dataclasses.asdict(rollout.budget))
         parts["push_every"] = self.weights.push_every

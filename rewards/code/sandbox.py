@@ -1,0 +1,168 @@
+"""Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
+
+Linux on x86_64 and aarch64, without privileges. What a program may do: compute, start threads, read the interpreter's files and its
+standard input, write to its standard output. It has no network, starts no process, and changes nothing outside of itself.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewards.code import jail
+from rewards.errors import RewardFailed
+
+JAIL = str(Path(jail.__file__).resolve())
+MAX_INPUT_BYTES = 64 << 20
+"""Size of the largest standard input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Limits of one run of a program."""
+
+    seconds: float = 6.0
+    """By the wall clock; processor time has this limit, rounded up, too."""
+    memory_mb: int = 1024
+    """Address space, the interpreter's own (about 30 MB) included."""
+    output_bytes: int = 1 << 20
+    """Of standard output and of a result; a program that writes more is ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of one run."""
+
+    output: str = ""
+    """Standard output."""
+    passed: bool = False
+    """Whether it ended well: without an error, and with its tests passed, if there are any."""
+    value: Any = None
+    """Result of the function that was called."""
+    reason: str = ""
+    """Why it did not end well: an error's name and text, ``time``, ``output``, or the signal that ended it."""
+
+
+def refuse_machine() -> None:
+    """Raise RewardFailed on a machine that has no such sandbox."""
+    if sys.platform != "linux" or platform.machine() not in jail.ARCHITECTURES:
+        raise RewardFailed("code", f"want Linux on {' or '.join(jail.ARCHITECTURES)}, this is {sys.platform} on {platform.machine()}")
+
+
+def run(
+    program: str, bounds: Bounds, *, stdin: str = "", call: tuple[str, Sequence[Any]] | None = None, tests: str = "", python: str = ""
+) -> Outcome:
+    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that raises).
+
+    ``python``: interpreter; default this one. Raises RewardFailed where no process can be started or confined.
+    """
+    refuse_machine()
+    word = secrets.token_hex(16)
+    settings = {
+        "program": program,
+        "call": list(call) if call is not None else None,
+        "tests": tests,
+        "word": word,
+        "memory_mb": bounds.memory_mb,
+        "cpu_s": int(bounds.seconds) + 1,
+        "max_result": bounds.output_bytes,
+    }
+    settings_at = os.memfd_create("settings", os.MFD_CLOEXEC)
+    os.write(settings_at, json.dumps(settings).encode())
+    os.lseek(settings_at, 0, os.SEEK_SET)
+    result_at, theirs = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [python or sys.executable, "-I", "-B", "-X", "utf8", JAIL, str(settings_at), str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(settings_at, theirs),
+            cwd="/",
+            env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(result_at)
+        raise RewardFailed("code", f"no process could be started: {error}") from None
+    finally:
+        os.close(settings_at)
+        os.close(theirs)
+    try:
+        output, result, reason = _talk(process, result_at, stdin.encode(errors="replace")[:MAX_INPUT_BYTES], bounds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        os.close(result_at)
+    return _outcome(process.returncode, output, result, reason, word)
+
+
+def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:
+    """Write the input and read output and result until both end. Returns them, and the reason to end the process before."""
+    assert process.stdin is not None and process.stdout is not None
+    end_s = time.monotonic() + bounds.seconds
+    found = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
+    os.set_blocking(process.stdin.fileno(), False)
+    with selectors.DefaultSelector() as waiting, process.stdin, process.stdout:
+        for descriptor in found:
+            waiting.register(descriptor, selectors.EVENT_READ)
+        waiting.register(process.stdin, selectors.EVENT_WRITE)
+        while any(descriptor in waiting.get_map() for descriptor in found):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return bytes(found[process.stdout.fileno()]), b"", "time"
+            for key, _ in waiting.select(left_s):
+                if key.fileobj is process.stdin:
+                    stdin = _write(process.stdin.fileno(), stdin)
+                    if not stdin:
+                        waiting.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                piece = os.read(key.fd, 1 << 16)
+                found[key.fd] += piece
+                if not piece:
+                    waiting.unregister(key.fd)
+                elif len(found[key.fd]) > bounds.output_bytes:
+                    return b"", b"", "output"
+        return bytes(found[process.stdout.fileno()]), bytes(found[result_at]), ""
+
+
+def _write(descriptor: int, data: bytes) -> bytes:
+    """Write what fits, and return the rest; nothing is left once the program reads no more."""
+    try:
+        return data[os.write(descriptor, data[: 1 << 16]) :] if data else b""
+    except BlockingIOError:
+        return data
+    except BrokenPipeError:
+        return b""
+
+
+def _outcome(code: int, output: bytes, result: bytes, reason: str, word: str) -> Outcome:
+    text = output.decode(errors="replace")
+    if reason:
+        return Outcome(output=text, reason=reason)
+    try:
+        found = json.loads(result)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        if code == 0:  # it left by os._exit
+            return Outcome(output=text, reason="it ended itself")
+        return Outcome(output=text, reason=signal.Signals(-code).name if code < 0 else f"code {code}")
+    if "unconfined" in found:
+        raise RewardFailed("code", f"the kernel gives no sandbox: {found['unconfined']}")
+    if "error" in found:
+        return Outcome(output=text, reason=f"{found['error']}: {found.get('text', '')}"[:400])
+    passed = found.get("passed") == word or found.get("ended") is True or "value" in found
+    return Outcome(output=text, passed=passed, value=found.get("value"), reason="" if passed else "exit code")

@@ -1,0 +1,157 @@
+"""Reward for a response whose program passes the tests of the label."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewards.code.sandbox import Bounds, run
+from rewards.errors import RewardFailed
+from rewards.port import RewardRequest
+
+BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("python", "python3", "py", "")
+MAX_PROGRAM = 1 << 20
+"""Characters of the longest program that is run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test: standard input, or a call of a function, and what is expected; or code that raises."""
+
+    stdin: str = ""
+    call: tuple[str, list[Any]] | None = None
+    want: Any = None
+    code: str = ""
+
+
+def code(
+    request: RewardRequest,
+    *,
+    seconds: float = 6.0,
+    memory_mb: int = 1024,
+    max_tests: int = 0,
+    share: bool = False,
+    whole: bool = False,
+    function: str = "",
+    python: str = "",
+) -> dict[str, float]:
+    """Return ``score`` 1 if the response's program passes all tests, else 0, with ``passed`` and ``tests``, their numbers.
+
+    The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is one of
+
+    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that function;
+    - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
+    - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
+
+    ``seconds`` and ``memory_mb`` are those of one test. ``max_tests``: only so many, those with the longest input (0 = all). ``share``: the
+    score is the share of tests passed, and all are run; else the first failure ends them. Raises RewardFailed for a label without tests.
+    """
+    tests = tests_in(request.label, function=function)
+    if max_tests and len(tests) > max_tests:
+        tests = sorted(tests, key=lambda test: -len(test.stdin) - len(repr(test.call)))[:max_tests]
+    program = program_in(request.response, whole=whole)
+    passed = 0
+    bounds = Bounds(seconds=seconds, memory_mb=memory_mb)
+    for test in tests if program else ():
+        passed += (good := passes(program, test, bounds, python=python))
+        if not good and not share:
+            break
+    score = passed / len(tests) if share else float(passed == len(tests))
+    return {"score": score, "passed": float(passed), "tests": float(len(tests))}
+
+
+def program_in(response: str, *, whole: bool = False) -> str:
+    """Return the last block of Python in a response; empty without one, unless ``whole``."""
+    blocks = [text for language, text in BLOCK.findall(response) if language.lower() in PYTHON]
+    found = blocks[-1] if blocks else response if whole else ""
+    return found if len(found) <= MAX_PROGRAM else ""
+
+
+def passes(program: str, test: Test, bounds: Bounds, *, python: str = "") -> bool:
+    """Return whether a program passes one test. Raises RewardFailed where no sandbox can be had."""
+    outcome = run(program, bounds, stdin=test.stdin, call=test.call, tests=test.code, python=python)
+    if not outcome.passed:
+        return False
+    if test.code:
+        return True
+    return same_value(outcome.value, test.want) if test.call is not None else same_output(outcome.output, str(test.want))
+
+
+def same_output(got: str, want: str) -> bool:
+    """Compare outputs line by line without spaces at line ends and empty lines at the end; numbers that differ by 1e-6 are equal."""
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (got, want)]
+    if lines[0] == lines[1]:
+        return True
+    words = [[line.split() for line in text if line.strip()] for text in lines]
+    if [len(line) for line in words[0]] != [len(line) for line in words[1]]:
+        return False
+    return all(_same_word(a, b) for ours, theirs in zip(*words, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_word(got: str, want: str) -> bool:
+    if got == want:
+        return True
+    try:
+        # Whole numbers are compared digit by digit: 1e-6 of a large one would be many.
+        if got.lstrip("+-").isdecimal() and want.lstrip("+-").isdecimal():
+            return int(got) == int(want)
+        return math.isclose(float(got), float(want), rel_tol=1e-6, abs_tol=1e-6)
+    except (ValueError, OverflowError):
+        return False
+
+
+def same_value(got: Any, want: Any) -> bool:
+    """Compare results as JSON has them; floats that differ by 1e-6 are equal."""
+    if isinstance(got, bool) or isinstance(want, bool):
+        return got is want
+    if isinstance(got, int | float) and isinstance(want, int | float):
+        return got == want or (not (isinstance(got, int) and isinstance(want, int)) and math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-6))
+    if isinstance(got, list) and isinstance(want, list):
+        return len(got) == len(want) and all(same_value(a, b) for a, b in zip(got, want, strict=True))
+    if isinstance(got, dict) and isinstance(want, dict):
+        return got.keys() == want.keys() and all(same_value(got[key], want[key]) for key in got)
+    return bool(got == want)
+
+
+def tests_in(label: object, *, function: str = "") -> list[Test]:
+    """Return the tests of a label. Raises RewardFailed where it has none."""
+    if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):  # code may begin with a bracket, too
+            label = json.loads(label)
+    if isinstance(label, str) and label.strip():
+        return [Test(code=label + (f"\ncheck({function})\n" if function else ""))]
+    found: list[Test] = []
+    if isinstance(label, Mapping):
+        name, inputs, outputs = label.get("fn_name"), label.get("inputs"), label.get("outputs")
+        if isinstance(inputs, Sequence) and isinstance(outputs, Sequence) and len(inputs) == len(outputs) and not isinstance(inputs, str):
+            found = [_test(name, given, want) for given, want in zip(inputs, outputs, strict=True)]
+    elif isinstance(label, Sequence) and not isinstance(label, str) and all(isinstance(one, Mapping) for one in label):
+        found = [_test(one.get("fn_name"), one["input"], one["output"]) for one in label if {"input", "output"} <= one.keys()]
+        found = found if len(found) == len(label) else []
+    if not found:
+        want = "code with assertions, {inputs, outputs} of the same number, or a list of {input, output}"
+        raise RewardFailed("code", f"label: want {want}, got {label!r}"[:500])
+    return found
+
+
+def _test(name: object, given: Any, want: Any) -> Test:
+    if not isinstance(name, str) or not name:
+        lines = ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, want)]
+        return Test(stdin=lines[0] if lines[0].endswith("\n") else lines[0] + "\n", want=lines[1])
+    if isinstance(given, str):  # one argument a line, as JSON
+        given = [_json(line) for line in given.splitlines()]
+        want = _json(want) if isinstance(want, str) else want
+    elif isinstance(want, list) and len(want) == 1 and isinstance(given, list):
+        want = want[0]  # as APPS has results
+    return Test(call=(name, list(given) if isinstance(given, list) else [given]), want=want)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

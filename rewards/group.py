@@ -1,0 +1,123 @@
+"""Rewards of groups: functions of all responses to a prompt at once, which see what ``actor.reward`` gave to each.
+
+The actor calls one when every sample of a task is generated; its results replace the rewards of the samples.
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bus.wire.messages import score_of
+from rewards.children.limits import Limits
+from rewards.children.pool import Children
+from rewards.contract import Contract
+from rewards.errors import RewardFailed
+from rewards.port import Parts, RewardRequest
+from rewards.registry import bind, checked
+from rewards.request_json import fields_of, to_request
+
+Reward = float | dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """All finished responses to a prompt: the argument of a reward of groups."""
+
+    samples: tuple[RewardRequest, ...]
+    """By index."""
+    rewards: tuple[Reward, ...] = ()
+    """What ``actor.reward`` or ``actor.reward_parts`` gave to each; empty without them."""
+
+
+GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
+"""A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
+
+
+@asynccontextmanager
+async def opened_group(name: str, options: Mapping[str, object], limits: Limits) -> AsyncIterator[GroupScorer]:
+    """Give the scorer of a reward of groups: a built-in one runs here, one by import path in child processes.
+
+    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    """
+    if name in TABLE or ":" not in name:
+        bound = bind(name, options, GROUP)
+
+        async def call(request: GroupRequest) -> Any:
+            """Call a built-in reward."""
+            return GROUP.checked(name, bound(request))
+
+        yield _of_all(name, call)
+        return
+    async with Children(name, options, limits, GROUP) as pool:
+        yield _of_all(name, pool.call)
+
+
+def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
+    async def score(request: GroupRequest) -> list[Reward]:
+        """Score, and compare the number of rewards with that of the samples."""
+        found = await call(request)
+        if len(found) != len(request.samples):
+            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
+        return found
+
+    return score
+
+
+# ---- the reward of groups that ships
+
+
+def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by length; a wrong one gets at most 0.
+
+    A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
+    """
+    if not request.rewards:
+        raise RewardFailed("relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word)
+    lengths = [sample.response_length for sample in request.samples]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    found = []
+    for length, reward in zip(lengths, request.rewards, strict=True):
+        score = score_of(reward)
+        bonus = 0.5 - (length - shortest) / spread if spread else 0.0
+        bonus = bonus if score >= right_at else min(0.0, bonus)
+        found.append({"score": score + weight * bonus, "reward": score, "length": bonus})
+    return found
+
+
+TABLE = {"relative_length": "rewards.group:relative_length"}
+"""Built-in rewards of groups."""
+
+
+# ---- contract
+
+
+def _checked(name: str, result: object) -> list[Reward]:
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Sequence):
+        raise RewardFailed(name, f"want a list with a reward for each sample, got {result!r}"[:500], "group reward")
+    return [checked(f"{name}[{place}]", one) for place, one in enumerate(result)]
+
+
+def _encode(request: GroupRequest) -> bytes:
+    return json.dumps({"samples": [fields_of(one) for one in request.samples], "rewards": list(request.rewards)}).encode()
+
+
+def _decode(found: Mapping[str, Any]) -> GroupRequest:
+    return GroupRequest(samples=tuple(to_request(one) for one in found["samples"]), rewards=tuple(found["rewards"]))
+
+
+GROUP = Contract(
+    word="group reward",
+    options="group_reward_options",
+    argument="GroupRequest",
+    path="rewards.group:GROUP",
+    table=TABLE,
+    encode=_encode,
+    decode=_decode,
+    checked=_checked,
+)
+"""The contract of rewards of groups: a GroupRequest in, a list of numbers or of named numbers out."""
+
+GroupReward = Callable[[GroupRequest], Sequence[Parts] | Awaitable[Sequence[Parts]]]
+"""A plain or an async callable; its keyword parameters are its options."""

@@ -1,0 +1,100 @@
+"""One POST of JSON with bounded retries and a circuit breaker, for rewards that ask a server."""
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from rewards.errors import RewardFailed
+
+AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which a call is repeated."""
+MAX_ANSWER_BYTES = 4 << 20
+"""Size of the largest answer that is read."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
+"""Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole."""
+OPEN_AFTER = 8
+"""Calls in a row without an answer, after which the server is left alone."""
+OPEN_S = 5.0
+"""Seconds for which it is left alone; then one call tries it."""
+
+
+class Calls:
+    """Calls of one URL. The session is made at the first call, in the event loop that makes it."""
+
+    def __init__(self, name: str, url: str, *, headers: Mapping[str, str], timeout_s: float, retries: int, connections: int) -> None:
+        """``name``: of the reward, for messages. Raises ValueError for values that cannot be."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url: want http://... or https://..., got {url!r}")
+        if not 0 < timeout_s < math.inf or not 0 <= retries <= 100 or not 1 <= connections <= 4096:
+            raise ValueError(f"want timeout_s > 0, retries 0..100 and connections 1..4096, got {timeout_s}, {retries}, {connections}")
+        self._name, self._url, self._headers = name, url, dict(headers)
+        self._timeout_s, self._retries, self._connections = timeout_s, retries, connections
+        self._session: aiohttp.ClientSession | None = None
+        self._failures, self._closed_until_s = 0, 0.0
+
+    async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
+        """Return ``read`` of the answer's JSON.
+
+        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is repeated. Raises
+        RewardFailed with the last reason, at once while the circuit is open.
+        """
+        if time.monotonic() < self._closed_until_s:
+            raise RewardFailed(self._name, f"{self._url} is left alone: its last {self._failures} calls failed")
+        pause_s, reason = FIRST_PAUSE_S, ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            try:
+                found = read(await self._once(body))
+            except _Refused as error:
+                raise RewardFailed(self._name, str(error)) from None
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
+                reason = f"{self._url}: {error or type(error).__name__}"[:1000]
+                self._note_failure()
+                continue
+            self._failures = 0
+            return found
+        raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)")
+
+    def _note_failure(self) -> None:
+        self._failures += 1
+        if self._failures >= OPEN_AFTER:
+            self._closed_until_s = time.monotonic() + OPEN_S
+
+    async def _once(self, body: object) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._connections)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
+            content = await _bounded(response)
+            if response.status in AGAIN:
+                raise ValueError(f"status {response.status}: {content[:200]!r}")
+            if response.status >= 300:
+                raise _Refused(f"{self._url}: status {response.status}: {content[:200]!r}")
+        return json.loads(content)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class _Refused(Exception):
+    """An answer that says that the call itself is wrong."""
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for piece in response.content.iter_any():
+        content += piece
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)

@@ -1,0 +1,107 @@
+"""A language model as a judge, over OpenAI's chat API: its last number, in bounds, is the reward."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rewards.errors import RewardFailed
+from rewards.http.calls import Calls
+from rewards.http.remote import bearer
+from rewards.port import RewardRequest
+
+TEMPLATE = """Grade a response to a task.
+
+Task:
+{prompt}
+
+Reference answer:
+{label}
+
+Response:
+{response}
+
+Explain in one or two sentences how good the response is. Then end with a line "Score: N", where N is a number from {low} to {high}."""
+PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
+MAX_PART = 200_000
+"""Characters of a prompt, label or response that are put in front of the judge."""
+
+
+class Judge:
+    """Asks a chat model to grade a response; ``score`` is its number, scaled to 0..1, ``grade`` the number itself.
+
+    Options: ``url`` of an API (``.../v1``); ``model``; ``template`` with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``;
+    ``pattern``, whose first group is the number and whose last match counts; ``low``, ``high``; ``key_env``: variable with the API's key;
+    ``max_tokens``, ``temperature``; ``timeout_s``, ``retries``, ``connections``. An answer without a number in bounds is asked for again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str = TEMPLATE,
+        pattern: str = PATTERN,
+        low: float = 0.0,
+        high: float = 10.0,
+        key_env: str = "",
+        max_tokens: int = 1024,
+        temperature: float = 0.0,
+        timeout_s: float = 60.0,
+        retries: int = 3,
+        connections: int = 64,
+    ) -> None:
+        if not low < high:
+            raise ValueError(f"want low < high, got {low} and {high}")
+        if "{response}" not in template:
+            raise ValueError("template: want {response} in it")
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: {error}") from None
+        if not self._pattern.groups:
+            raise ValueError("pattern: want a group for the number")
+        address = url.rstrip("/") + "/chat/completions"
+        headers = bearer(key_env)
+        self._calls = Calls("judge", address, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections)
+        self._template, self._low, self._high = template, low, high
+        self._asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+
+    async def __call__(self, request: RewardRequest) -> dict[str, float]:
+        text = fill(self._template, request, low=self._low, high=self._high)
+        body = {**self._asked, "messages": [{"role": "user", "content": text}]}
+        grade: float = await self._calls.post(body, self._read)
+        return {"score": (grade - self._low) / (self._high - self._low), "grade": grade}
+
+    def _read(self, answer: Any) -> float:
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"want choices[0].message.content, got {answer!r}"[:300]) from None
+        found = self._pattern.findall(text) if isinstance(text, str) else []
+        last = found[-1] if found else None
+        number = last[0] if isinstance(last, tuple) else last
+        try:
+            grade = float(number)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ValueError(f"want {self._pattern.pattern!r} in the judge's answer, got {str(text)[-200:]!r}") from None
+        if not self._low <= grade <= self._high:
+            raise ValueError(f"want a grade from {self._low:g} to {self._high:g}, got {grade:g}")
+        return grade
+
+
+def fill(template: str, request: RewardRequest, **more: float) -> str:
+    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in as they are."""
+    values = {"prompt": _text(request.prompt), "label": _text(request.label), "response": request.response}
+    values = {name: text[:MAX_PART] for name, text in values.items()} | {name: f"{number:g}" for name, number in more.items()}
+    return re.sub(r"\{(prompt|label|response|low|high)\}", lambda found: values.get(found[1], found[0]), template)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return "\n\n".join(f"{one.get('role', '')}: {one.get('content', '')}" for one in value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RewardFailed("judge", f"want a label that JSON has, got {type(value).__name__}") from None

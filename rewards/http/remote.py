@@ -1,0 +1,54 @@
+"""A reward that another server computes: the request as JSON by POST, the answer a number or named numbers."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rewards.errors import RewardFailed
+from rewards.http.calls import Calls
+from rewards.port import Parts, RewardRequest
+from rewards.request_json import fields_of
+
+
+class Remote:
+    """Asks a server: ``tidemill reward-server``, or any that takes ``{prompt, response, label, ...}``, as slime's remote_rm does.
+
+    The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason. Options: ``url``; ``timeout_s`` of one
+    attempt; ``retries``; ``connections``; ``token_env``: variable with a bearer token; ``key``: member of the answer with the reward.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = "", key: str = ""
+    ) -> None:
+        headers = bearer(token_env)
+        self._calls, self._key = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections), key
+
+    async def __call__(self, request: RewardRequest) -> Parts:
+        found: Parts = await self._calls.post(fields_of(request), self._read)
+        return found
+
+    def _read(self, answer: Any) -> Any:
+        if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
+            raise RewardFailed("remote", f"failed there: {answer['failed'][:500]}")
+        key = self._key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
+        if key:
+            answer = answer.get(key) if isinstance(answer, Mapping) else None
+        if not _is_reward(answer):
+            raise ValueError(f"want a number or a map of numbers{' under ' + key if key else ''}, got {answer!r}"[:300])
+        return answer
+
+
+def bearer(variable: str) -> dict[str, str]:
+    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it is not set."""
+    if not variable:
+        return {}
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ValueError(f"want the variable {variable} set where the actor runs")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _is_reward(answer: object) -> bool:
+    if isinstance(answer, Mapping):
+        return bool(answer) and all(_is_reward(value) and not isinstance(value, Mapping) for value in answer.values())
+    return isinstance(answer, int | float) and not isinstance(answer, bool)
