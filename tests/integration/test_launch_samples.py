@@ -258,6 +258,7 @@ async def test_show_prints_tokens_versions_and_outcome(open_bus: BusOpener, caps
             "micro_batch": 6,
             "lags": [0, 3],
             "masked_tokens": 2,
+            "masked_by_filter": False,
             "step_logprob_diff_abs": 0.0125,
         }
         twice = json.loads(await printed(capsys, show_sample, bus, "show", f"{sample.task}.0", "--json"))
