@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from actors.config import ActorConfig, EngineConfig
 from actors.errors import NotAllowed
 from rewards.group import TABLE as OF_GROUPS
-from rewards.registry import TABLE
+from rewards.registry import NAMING, TABLE
 
 GUARDED = {
     "actor.reward": "code",
@@ -24,7 +24,8 @@ GUARDED = {
     "engine.sglang.log": "a file to write",
     "rollouts": "code",
 }
-"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed."""
+"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed, but
+for those whose options name servers, variables or programs."""
 
 ROLLOUTS = {"use": "code", "python": "a program"}
 """Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""
@@ -77,6 +78,7 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
 def _harmless(path: str, value: object, own: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
-    tables = {"actor.reward": TABLE, "actor.reward_parts": TABLE, "actor.group_reward": OF_GROUPS}
+    ours = TABLE.keys() - NAMING
+    tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys()}
     of_the_house = any(path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items())
     return value is None or value == own or is_number or of_the_house

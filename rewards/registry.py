@@ -32,23 +32,27 @@ TABLE = {
     "gsm8k": "rewards.gsm8k:gsm8k",
     "ifeval": "rewards.ifeval:ifeval",
     "judge": "rewards.http.judge:Judge",
+    "length": "rewards.length:length",
     "math": "rewards.deepscaler:math",
     "math_answer": "rewards.math_answer:math_answer",
     "overlong": "rewards.overlong:overlong",
+    "math_verify": "rewards.symbolic:math_verify",
     "regex": "rewards.regex:regex",
     "remote": "rewards.http.remote:Remote",
     "repetition": "rewards.repetition:repetition",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
-UNBOUNDED = frozenset({"code", "judge", "regex", "remote"})
+UNBOUNDED = frozenset({"code", "judge", "math_verify", "regex", "remote"})
 """Built-in rewards that can take long: an actor runs them in child processes."""
 
 ASKING = frozenset({"judge", "remote"})
 """Built-in rewards that ask a server."""
-COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer"})
+NAMING = ASKING | {"code"}
+"""Built-in rewards whose options name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
+COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"})
 """Built-in rewards that compare the response with the label, which must be text or a number."""
-SEVERAL = frozenset({"deepscaler", "exact", "f1", "math"})
+SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
 """Those of them that take a list of labels, too."""
 
 IN_THREAD = "in_thread"

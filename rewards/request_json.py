@@ -36,7 +36,7 @@ def to_request(found: Mapping[str, Any]) -> RewardRequest:
         response=found["response"],
         label=found["label"],
         status=Status(found["status"]),
-        tokens=np.frombuffer(base64.b64decode(found["tokens"]), "<i4").astype(np.int32),
+        tokens=np.frombuffer(base64.b64decode(found["tokens"], validate=True), "<i4").astype(np.int32),
         metadata=found["metadata"],
         response_length=found["response_length"],
     )

@@ -58,16 +58,16 @@ class WatchedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-ty
         self.blocked_s: list[float] = []
         """Durations of more than ``BLOCKED_S``."""
         self._left_s = self._noted_s = time.monotonic()
-        self._waited_s = _waited_for_a_core_s()
+        self._waited_s = waited_for_a_core_s()
 
     def select(self, timeout: float | None = None) -> Any:
         away_s = time.monotonic() - self._left_s
-        if away_s > BLOCKED_S and away_s - (_waited_for_a_core_s() - self._waited_s) > BLOCKED_S:
+        if away_s > BLOCKED_S and away_s - (waited_for_a_core_s() - self._waited_s) > BLOCKED_S:
             self.blocked_s.append(round(away_s, 1))
         found = super().select(timeout)
         self._left_s = time.monotonic()
         if self._left_s - self._noted_s > 1:  # reading the file each time would cost more than most callbacks
-            self._noted_s, self._waited_s = self._left_s, _waited_for_a_core_s()
+            self._noted_s, self._waited_s = self._left_s, waited_for_a_core_s()
         return found
 
 
@@ -81,7 +81,7 @@ async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[st
     assert not leaked, f"tasks left running: {leaked}"
 
 
-def _waited_for_a_core_s() -> float:
+def waited_for_a_core_s() -> float:
     """Return the seconds for which this thread was runnable and did not run. Source: Linux, Documentation/scheduler/sched-stats.rst."""
     file = Path("/proc/thread-self/schedstat")
     return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0

@@ -51,6 +51,10 @@ GROUP_GRACE_S = 5.0
 """Seconds beyond its limit in which the result of a reward of groups must come; its processes end calls by themselves."""
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
+FAILURES_IN_A_ROW = 8
+"""Tasks in a row that failed, after which an actor pauses before it leases more: something is wrong that is no single prompt's."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
+"""Bounds of that pause; it doubles with each further failure."""
 NAK_DELAY_S = 1.0
 """Seconds before a task that found no engine is delivered again."""
 CANCEL_NAK_DELAY_S = 0.5
@@ -99,6 +103,8 @@ class Actor:
         self._in_flight = 0
         self._changed = Waiter()
         self._draining = False
+        self._failed_in_a_row = 0
+        self._told_to_drain = asyncio.Event()
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
@@ -120,7 +126,9 @@ class Actor:
         waits_for = self._responses.waits_for() if self._in_flight else ""
         if self._in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
-        if not self._in_flight and not self._draining:
+        if not self._in_flight and not self._draining and self._failed_in_a_row > FAILURES_IN_A_ROW:
+            waits_for = f"the end of a pause: the last {self._failed_in_a_row} tasks failed"
+        elif not self._in_flight and not self._draining:
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
         if self._draining:
             return "draining", waits_for or f"{self._in_flight} samples"
@@ -130,6 +138,7 @@ class Actor:
         await draining.wait()
         logger.info("draining in_flight=%d", self._in_flight)
         self._draining = True
+        self._told_to_drain.set()
         self._responses.stop_waiting()
         self._changed.wake()
         if self._config.partials:
@@ -152,6 +161,7 @@ class Actor:
             if self._in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
+            await self._pause()
             lease = await self._next_lease(kind, rollout)
             if lease is None:
                 continue
@@ -160,6 +170,14 @@ class Actor:
             else:
                 self._add_in_flight(lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
+
+    async def _pause(self) -> None:
+        """Wait while every task fails, so that a broken reward or program does not use up all prompts at once."""
+        excess = self._failed_in_a_row - FAILURES_IN_A_ROW
+        if excess >= 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(FIRST_PAUSE_S * 2 ** min(excess, 20), MAX_PAUSE_S)):
+                    await self._told_to_drain.wait()
 
     async def _next_lease(self, kind: Kind, rollout: str) -> Lease | None:
         """Wait up to ``LEASE_WAIT_S`` for a task. Returns None when there is none, or no bus."""
@@ -190,6 +208,7 @@ class Actor:
                 await self._nak(lease, 0.0 if self._draining else NAK_DELAY_S)
             else:
                 await lease.ack()
+                self._failed_in_a_row = 0
                 self._activity.counters.tasks_done += 1
         except asyncio.CancelledError:
             await self._nak(lease, CANCEL_NAK_DELAY_S)
@@ -337,6 +356,7 @@ class Actor:
         return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
+        self._failed_in_a_row += 1
         self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
         try:
             await lease.fail(reason, actor=self.id)

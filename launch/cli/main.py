@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from launch.cli import commands
 
     try:
-        return _explained(getattr(commands, args.command), args)
+        return _explained(getattr(commands, args.command.replace("-", "_")), args)
     except ValueError as bad:  # configuration and input errors state location, expected and actual value
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
         return int(getattr(bad, "exit_code", 2))

@@ -7,6 +7,7 @@ from bus import exit_codes
 EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
+    "math": ("math_verify",),
     "plots": ("matplotlib",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": ("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors", "einops", "zmq", "pyarrow"),

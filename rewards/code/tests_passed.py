@@ -19,7 +19,7 @@ MAX_PROGRAM = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Case:
     """One test: standard input, or a call of a function, and what is expected; or code that raises."""
 
     stdin: str = ""
@@ -50,7 +50,7 @@ def code(
     ``seconds`` and ``memory_mb`` are those of one test. ``max_tests``: only so many, those with the longest input (0 = all). ``share``: the
     score is the share of tests passed, and all are run; else the first failure ends them. Raises RewardFailed for a label without tests.
     """
-    tests = tests_in(request.label, function=function)
+    tests = cases_in(request.label, function=function)
     if max_tests and len(tests) > max_tests:
         tests = sorted(tests, key=lambda test: -len(test.stdin) - len(repr(test.call)))[:max_tests]
     program = program_in(request.response, whole=whole)
@@ -71,7 +71,7 @@ def program_in(response: str, *, whole: bool = False) -> str:
     return found if len(found) <= MAX_PROGRAM else ""
 
 
-def passes(program: str, test: Test, bounds: Bounds, *, python: str = "") -> bool:
+def passes(program: str, test: Case, bounds: Bounds, *, python: str = "") -> bool:
     """Return whether a program passes one test. Raises RewardFailed where no sandbox can be had."""
     outcome = run(program, bounds, stdin=test.stdin, call=test.call, tests=test.code, python=python)
     if not outcome.passed:
@@ -109,7 +109,7 @@ def same_value(got: Any, want: Any) -> bool:
     if isinstance(got, bool) or isinstance(want, bool):
         return got is want
     if isinstance(got, int | float) and isinstance(want, int | float):
-        return got == want or (not (isinstance(got, int) and isinstance(want, int)) and math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-6))
+        return got == want or (not (isinstance(got, int) and isinstance(want, int)) and _close(got, want))
     if isinstance(got, list) and isinstance(want, list):
         return len(got) == len(want) and all(same_value(a, b) for a, b in zip(got, want, strict=True))
     if isinstance(got, dict) and isinstance(want, dict):
@@ -117,14 +117,21 @@ def same_value(got: Any, want: Any) -> bool:
     return bool(got == want)
 
 
-def tests_in(label: object, *, function: str = "") -> list[Test]:
+def _close(got: float, want: float) -> bool:
+    try:
+        return math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-6)
+    except OverflowError:  # a whole number beyond floats
+        return False
+
+
+def cases_in(label: object, *, function: str = "") -> list[Case]:
     """Return the tests of a label. Raises RewardFailed where it has none."""
     if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):  # code may begin with a bracket, too
             label = json.loads(label)
     if isinstance(label, str) and label.strip():
-        return [Test(code=label + (f"\ncheck({function})\n" if function else ""))]
-    found: list[Test] = []
+        return [Case(code=label + (f"\ncheck({function})\n" if function else ""))]
+    found: list[Case] = []
     if isinstance(label, Mapping):
         name, inputs, outputs = label.get("fn_name"), label.get("inputs"), label.get("outputs")
         if isinstance(inputs, Sequence) and isinstance(outputs, Sequence) and len(inputs) == len(outputs) and not isinstance(inputs, str):
@@ -138,16 +145,16 @@ def tests_in(label: object, *, function: str = "") -> list[Test]:
     return found
 
 
-def _test(name: object, given: Any, want: Any) -> Test:
+def _test(name: object, given: Any, want: Any) -> Case:
     if not isinstance(name, str) or not name:
         lines = ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, want)]
-        return Test(stdin=lines[0] if lines[0].endswith("\n") else lines[0] + "\n", want=lines[1])
+        return Case(stdin=lines[0] if lines[0].endswith("\n") else lines[0] + "\n", want=lines[1])
     if isinstance(given, str):  # one argument a line, as JSON
         given = [_json(line) for line in given.splitlines()]
         want = _json(want) if isinstance(want, str) else want
     elif isinstance(want, list) and len(want) == 1 and isinstance(given, list):
         want = want[0]  # as APPS has results
-    return Test(call=(name, list(given) if isinstance(given, list) else [given]), want=want)
+    return Case(call=(name, list(given) if isinstance(given, list) else [given]), want=want)
 
 
 def _json(text: str) -> Any:

@@ -21,7 +21,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 OPEN_AFTER = 8
 """Calls in a row without an answer, after which the server is left alone."""
 OPEN_S = 5.0
-"""Seconds for which it is left alone; then one call tries it."""
+"""Seconds for which it is left alone; then one call tries it, and the others wait for its end."""
 
 
 class Calls:
@@ -36,23 +36,23 @@ class Calls:
         self._name, self._url, self._headers = name, url, dict(headers)
         self._timeout_s, self._retries, self._connections = timeout_s, retries, connections
         self._session: aiohttp.ClientSession | None = None
-        self._failures, self._closed_until_s = 0, 0.0
+        self._failures, self._open_until_s = 0, 0.0
+        self._trying = asyncio.Lock()
+        """Held by the one call that tries a server which is left alone."""
 
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.
 
-        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is repeated. Raises
-        RewardFailed with the last reason, at once while the circuit is open.
+        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is repeated. While the server
+        is left alone, calls wait: failing at once would use up prompts as fast as they come. Raises RewardFailed with the last reason.
         """
-        if time.monotonic() < self._closed_until_s:
-            raise RewardFailed(self._name, f"{self._url} is left alone: its last {self._failures} calls failed")
         pause_s, reason = FIRST_PAUSE_S, ""
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             try:
-                found = read(await self._once(body))
+                found = read(await self._permitted(body))
             except _Refused as error:
                 raise RewardFailed(self._name, str(error)) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
@@ -63,10 +63,19 @@ class Calls:
             return found
         raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)")
 
+    async def _permitted(self, body: object) -> Any:
+        """Call at once, or, while the server is left alone, when its time is over and no other call is trying it."""
+        if self._failures < OPEN_AFTER:
+            return await self._once(body)
+        async with self._trying:
+            if self._failures >= OPEN_AFTER:
+                await asyncio.sleep(self._open_until_s - time.monotonic())
+            return await self._once(body)
+
     def _note_failure(self) -> None:
         self._failures += 1
         if self._failures >= OPEN_AFTER:
-            self._closed_until_s = time.monotonic() + OPEN_S
+            self._open_until_s = time.monotonic() + OPEN_S
 
     async def _once(self, body: object) -> Any:
         if self._session is None:

@@ -19,9 +19,13 @@ from bus.wire.messages import Status
 from rewards.children.limits import Limits
 from rewards.children.pool import opened
 from rewards.port import RewardRequest
-from rewards.registry import TABLE, bind
+from rewards.registry import ASKING, TABLE, bind
 
-OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 200, "buffer": 50}, "regex": {"pattern": r"#### (\S+)", "group": "1"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlong": {"max_tokens": 200, "buffer": 50},
+    "regex": {"pattern": r"#### (\S+)", "group": "1"},
+    "length": {"target": 100},
+}
 NOTATIONS = {"math": r"\boxed{{{}}}", "deepscaler": r"</think> \boxed{{{}}}", "dapo": "Answer: {}", "gpqa": "The answer is ({})."}
 RULES = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words", "keywords:frequency"],
@@ -75,7 +79,7 @@ async def children(size: int, at_once: int, seconds: float) -> tuple[float, floa
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench rewards")
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--names", default=",".join(sorted(TABLE)))
+    parser.add_argument("--names", default=",".join(sorted(TABLE.keys() - ASKING)))
     args = parser.parse_args()
     for name in args.names.split(","):
         rate = per_second(name, args.seconds)

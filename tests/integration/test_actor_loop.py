@@ -12,6 +12,7 @@ import pytest
 
 from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
+from actors.rollout import actor as loop
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
@@ -219,6 +220,20 @@ async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
             assert sample.status is Status.FAILED
             assert reason in sample.metadata["error"]
             assert sample.response_length > 0, "what was generated stays"
+
+
+async def test_an_actor_whose_tasks_all_fail_pauses_and_drains_at_once(
+    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(loop, "MAX_PAUSE_S", 1000.0)
+    async with open_bus(max_attempts=1) as bus, engine(bus):
+        await issue(bus, await take_over(bus), 40, group_size=1)
+        async with acting(bus, nats_server, reward="tests.child_rewards:raises", max_samples_in_flight=2):
+            row = await row_until(bus.rows("live"), "actor.a1", lambda row: "tasks failed" in row["waits_for"])
+        assert row["waits_for"].startswith("the end of a pause: the last ")
+        dead = [letter async for _, letter in bus.dead.scan()]
+        assert loop.FAILURES_IN_A_ROW <= len(dead) <= loop.FAILURES_IN_A_ROW + 3
 
 
 async def test_a_request_no_engine_can_serve_is_dead_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

@@ -15,6 +15,7 @@ from launch.settings.run_config import RunConfig
 OPEN = {
     "actor.engines": "addresses it asks",
     "actor.reward_options": "values for a reward that is allowed",
+    "actor.group_reward_options": "values for a reward that is allowed",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
@@ -45,6 +46,17 @@ HARMLESS: list[dict[str, Any]] = [
     {"engine": {"sglang": {"python": "python3", "arguments": {"tp_size": 2, "mem_fraction_static": 0.8}, "environment": {}, "log": ""}}},
     to_map(RunConfig()),
 ]
+
+
+@pytest.mark.parametrize("setting", ["actor.reward", "actor.reward_parts.a", "actor.group_reward"])
+@pytest.mark.parametrize("name", ["judge", "remote", "code", "mine:f"])
+def test_rewards_that_ask_servers_or_run_programs_are_taken_only_where_they_are_allowed(setting: str, name: str) -> None:
+    """Their options name servers, variables of the environment and interpreters: whoever writes the row must not choose those."""
+    values: dict[str, Any] = {"actor": {"reward_parts": {"a": name}} if "parts" in setting else {setting.partition(".")[2]: name}}
+    with pytest.raises(NotAllowed, match=f"{setting}={name} names code"):
+        refuse_foreign(values, "actor", (), where="the row")
+    refuse_foreign(values, "actor", checked([f"{setting}={name}"]), where="the row")
+    refuse_foreign(values, "engine", (), where="the row")
 
 
 def test_programs_of_rollouts_are_taken_only_where_they_are_allowed() -> None:

@@ -149,10 +149,14 @@ MISTAKES: dict[str, Mistake] = {
         prompts({"prompt": "what", "label": {"answer": "3"}}),
     ),
     "no reward": Mistake(
-        "actor.reward", "a reward: one of dapo, deepscaler, digits, exact", "got none", "actor: {reward: exact}", ("actor.reward=''",)
+        "actor.reward", "a reward: one of code, dapo, deepscaler, digits, exact", "got none", "actor: {reward: exact}", ("actor.reward=''",)
     ),
     "a reward that is not known": Mistake(
-        "--set: actor.reward", "one of ['dapo', 'deepscaler', 'digits', 'exact'", "'nosuch'", "fix the name", ("actor.reward=nosuch",)
+        "--set: actor.reward",
+        "one of ['code', 'dapo', 'deepscaler', 'digits', 'exact'",
+        "'nosuch'",
+        "fix the name",
+        ("actor.reward=nosuch",),
     ),
     "a reward in a module that is not there": Mistake(
         "--set: actor.reward", "a reward that can be loaded", "cannot import nomod", "PYTHONPATH", ("actor.reward=nomod:fn",)

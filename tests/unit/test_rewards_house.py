@@ -23,7 +23,7 @@ from rewards.math_equality import same_math
 from rewards.overlong import overlong
 from rewards.port import RewardRequest
 from rewards.regex import regex
-from rewards.registry import TABLE, UNBOUNDED, bind
+from rewards.registry import ASKING, TABLE, UNBOUNDED, bind
 from rewards.repetition import repetition
 from rewards.token_f1 import f1
 
@@ -236,14 +236,14 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
             ifeval(request("a", wrong))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}}
+OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}, "length": {"target": 5}}
 BOUNDED = sorted(TABLE.keys() - UNBOUNDED)
 LABELS = st.one_of(st.text(max_size=20), st.integers(), st.floats(allow_nan=False), st.none(), st.lists(st.text(max_size=5), max_size=3))
 WORDS = r"\boxed{ \frac{ \sqrt[ } ( ) [ ] , ^ - + * / = x 1 2. #### Answer: </think> <answer> A yes \text{ $ %"
 PIECES = st.lists(st.sampled_from([*WORDS.split(" "), " ", "\n"]) | st.text(max_size=4), max_size=40)
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
+@pytest.mark.parametrize("name", sorted(TABLE.keys() - ASKING - {"code"}))
 @settings(deadline=None, max_examples=60)
 @given(PIECES.map("".join), LABELS | PIECES.map("".join), st.integers(0, 100))
 def test_any_input_gets_numbers_or_a_refused_label(name: str, response: str, label: Any, length: int) -> None:
@@ -270,3 +270,42 @@ def test_time_is_bounded_for_a_response_that_repeats(name: str) -> None:
         for response in (text, rf"</think>\boxed{{{text}}}", f"Answer: {text[:290]}"):
             reward(request(response, "A" if name == "gpqa" else "18", **rules))
     assert time.process_time() - begin < 10, "66 responses of 60,000 characters"
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "score"),
+    [
+        ("1/2", r"\boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", r"so $\frac{2}{4}$", 1.0),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{pmatrix}1\\2\end{pmatrix}$", 1.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{pmatrix}2\\1\end{pmatrix}$", 0.0),
+        ("[1,2)", r"\boxed{[1,2)}", 1.0),
+        ("[1,2)", r"\boxed{(1,2)}", 0.0),
+        (r"x \geq 3", r"$x \ge 3$", 1.0),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", 1.0),
+        (5, "the answer is 5", 1.0),
+        (5, "the answer is 6", 0.0),
+        (["4", "5"], r"\boxed{5}", 1.0),
+        ("3", "", 0.0),
+    ],
+)
+def test_math_verify(label: Any, response: str, score: float) -> None:
+    assert bind("math_verify")(request(response, label)) == score
+
+
+def test_math_verify_may_want_a_box_and_refuses_labels_without_an_answer() -> None:
+    boxed = bind("math_verify", {"boxed": True})
+    assert boxed(request("the answer is 5", "5")) == 0.0
+    assert boxed(request(r"7, no, \boxed{5} and 6", "5")) == 1.0
+    for label in ("", None, {"a": 1}, True):
+        with pytest.raises(RewardFailed, match="label: "):
+            bind("math_verify")(request("5", label))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "score"),
+    [(50, {}, 0.0), (100, {}, 0.0), (150, {}, -0.5), (500, {}, -1.0), (110, {"slope": 2.0}, -0.2), (50, {"shorter": True}, -0.5)],
+)
+def test_length(tokens: int, options: dict[str, Any], score: float) -> None:
+    assert bind("length", {"target": 100, **options})(request("", length=tokens)) == pytest.approx(score)

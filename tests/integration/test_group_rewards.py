@@ -1,0 +1,115 @@
+"""Rewards of groups: what they see, what their failure costs, and evaluation without them."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from bus.server.nats_server import EmbeddedServer
+from bus.wire.messages import Kind, Status, score_of
+from rewards.children.limits import Limits
+from rewards.errors import BadRewardOption, RewardFailed
+from rewards.group import GROUP, GroupRequest, opened_group, relative_length
+from rewards.port import RewardRequest
+from rewards.registry import bind
+from tests.actor_kit import all_samples, complete, engine, issue, samples_until, settled, take_over
+from tests.bus_fixtures import BusOpener
+from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
+
+HERE = "tests.integration.test_group_rewards"
+
+
+def ranks(request: GroupRequest, *, offset: float = 0.0) -> list[float]:
+    """Rank the responses by their text; without the rewards of each."""
+    order = sorted(sample.response for sample in request.samples)
+    return [order.index(sample.response) + offset for sample in request.samples]
+
+
+async def with_own(request: GroupRequest) -> list[dict[str, float]]:
+    return [{"score": 10.0 + score_of(reward), "own": score_of(reward)} for reward in request.rewards]
+
+
+def too_few(request: GroupRequest) -> list[float]:
+    return [1.0]
+
+
+def raises(request: GroupRequest) -> list[float]:
+    raise KeyError("group")
+
+
+async def test_all_samples_of_a_task_are_scored_together(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus):
+        tasks = await issue(bus, await take_over(bus), 3)
+        async with acting(bus, nats_server, reward="", group_reward=f"{HERE}:ranks", group_reward_options={"offset": 1.0}):
+            found = await samples_until(bus, complete(tasks))
+            await settled(bus)
+        for task in tasks:
+            texts = sorted(sample.response for sample in found if sample.task == task)
+            assert {sample.index: sample.reward for sample in found if sample.task == task} == {
+                sample.index: texts.index(sample.response) + 1.0 for sample in found if sample.task == task
+            }
+
+
+async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus):
+        epoch = await take_over(bus)
+        (training,) = await issue(bus, epoch)
+        (evaluation,) = await issue(bus, epoch, kind=Kind.EVAL)
+        async with acting(bus, nats_server, reward="digits", group_reward=f"{HERE}:with_own"):
+            found = await samples_until(bus, complete([training, evaluation]))
+            await settled(bus)
+        for sample in found:
+            if sample.task == evaluation:
+                assert isinstance(sample.reward, float)
+            else:
+                assert isinstance(sample.reward, dict)
+                assert sample.reward["score"] == 10.0 + sample.reward["own"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("too_few", "want 4 rewards, one for each sample, got 1"), ("raises", "KeyError('group')")])
+async def test_a_failure_fails_the_whole_group(open_bus: BusOpener, nats_server: EmbeddedServer, name: str, reason: str) -> None:
+    async with open_bus(max_attempts=1) as bus, engine(bus):
+        (task,) = await issue(bus, await take_over(bus))
+        async with acting(bus, nats_server, reward="", group_reward=f"{HERE}:{name}"):
+            await settled(bus)
+        found = await all_samples(bus)
+        assert Counter(sample.status for sample in found) == {Status.FAILED: 4}
+        assert all(reason in sample.metadata["error"] and sample.response_length for sample in found)
+        assert [letter.task async for _, letter in bus.dead.scan()] == [task]
+
+
+async def test_a_sample_that_fails_fails_its_group(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(max_attempts=1) as bus, engine(bus):
+        await issue(bus, await take_over(bus))
+        async with acting(bus, nats_server, reward="tests.child_rewards:raises", group_reward=f"{HERE}:ranks"):
+            await settled(bus)
+        found = await all_samples(bus)
+        assert len(found) == 4
+        assert all(sample.status is Status.FAILED and "the judge answered 500" in sample.metadata["error"] for sample in found)
+
+
+def requests(*lengths: int) -> tuple[RewardRequest, ...]:
+    return tuple(RewardRequest(prompt="", response="", label=None, status=Status.COMPLETED, response_length=length) for length in lengths)
+
+
+def test_relative_length() -> None:
+    found = relative_length(GroupRequest(samples=requests(10, 20, 30, 10), rewards=(1.0, 1.0, 1.0, 0.0)), weight=0.5)
+    assert [one["score"] for one in found] == [1.25, 1.0, 0.75, 0.0], "a wrong response gains nothing by being short"
+    assert [one["length"] for one in found] == [0.5, 0.0, -0.5, 0.0]
+    assert relative_length(GroupRequest(samples=requests(5, 5), rewards=(1.0, 0.0)))[0]["score"] == 1.0
+    with pytest.raises(RewardFailed, match=r"want actor\.reward"):
+        relative_length(GroupRequest(samples=requests(5)))
+
+
+@pytest.mark.parametrize("result", [None, 1.0, "12", {"score": 1.0}, [1.0, "x"], [1.0, float("nan")], [1.0, {"score": 1e39}]])
+async def test_what_a_reward_of_groups_may_not_return(result: Any) -> None:
+    with pytest.raises(RewardFailed):
+        GROUP.checked("g", result)
+
+
+async def test_options_and_names_are_checked() -> None:
+    with pytest.raises(BadRewardOption, match=r"group_reward_options.wieght: no such option.*nearest: 'weight'"):
+        bind("relative_length", {"wieght": 1.0}, GROUP)
+    with pytest.raises(ValueError, match="group reward 'relative': want one of"):
+        async with opened_group("relative", {}, Limits()):
+            pass

@@ -1,0 +1,174 @@
+"""The sandbox of programs: what a program may do, every way to harm that was thought of, and nothing left of any."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bus.wire.messages import Status
+from rewards.children.limits import Limits, children_of
+from rewards.children.pool import opened
+from rewards.code.sandbox import Bounds, Outcome, run
+from rewards.errors import RewardFailed
+from rewards.port import RewardRequest
+
+BOUNDS = Bounds(seconds=20.0, memory_mb=512)
+BRIEF = Bounds(seconds=1.0, memory_mb=512)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    before = children_of({os.getpid()})
+    yield
+    assert children_of({os.getpid()}) <= before
+
+
+@pytest.mark.parametrize(
+    ("program", "stdin", "output"),
+    [
+        ("print(int(input()) * 2)", "21\n", "42\n"),
+        ("import sys\nfor line in sys.stdin: print(line.strip()[::-1])", "ab\ncd\n", "ba\ndc\n"),
+        (
+            "import math, heapq, itertools, collections, re, json, random, datetime, functools, bisect, decimal\nprint(1)",
+            "",
+            "1\n",
+        ),
+        ("import numpy as np\nprint(int(np.eye(3).sum()))", "", "3\n"),
+        ("import threading\nx = []\nt = threading.Thread(target=lambda: x.append(1))\nt.start(); t.join(); print(x)", "", "[1]\n"),
+        ("def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))", "", "20000\n"),
+        ("print(7 ** 20_000 > 0, len(str(7 ** 20_000)))", "", "True 16902\n"),
+        ("print('é\\u4e2d')", "", "é中\n"),
+        ("import sys\nsys.exit()", "", ""),
+        ("if __name__ == '__main__': print('main')", "", "main\n"),
+    ],
+)
+def test_programs_that_compute(program: str, stdin: str, output: str) -> None:
+    assert run(program, BOUNDS, stdin=stdin) == Outcome(output=output, passed=True)
+
+
+def test_calls_and_tests() -> None:
+    assert run("def f(a, b): return a + b", BOUNDS, call=("f", [1, 2])).value == 3
+    assert run("class Solution:\n def f(self, a): return (a, {1})", BOUNDS, call=("f", ["x"])).value == ["x", [1]]
+    assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 3").passed
+    assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 4").reason == "AssertionError: "
+    assert run("def f(a): return a", BOUNDS, call=("g", [1])).reason.startswith("KeyError")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("x = [", "SyntaxError"),
+        ("import sys; sys.exit(3)", "exit code"),
+        ("import os; os._exit(0)", "it ended itself"),
+        ("import os; os.abort()", "SIGABRT"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("x = bytearray(10 * 2**30)", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytes(2**20))", "MemoryError"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import sys\nsys.stderr.write('x' * 2**24)\nraise KeyError", "KeyError"),
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import socket; socket.create_connection(('127.0.0.1', 1))", "PermissionError"),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1')", "URLError"),
+        ("import os; os.fork()", "PermissionError"),
+        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
+        ("import multiprocessing as m\np = m.get_context('fork').Process(target=print); p.start()", "PermissionError"),
+        ("import os; os.execv('/bin/true', ['true'])", "PermissionError"),
+        ("import os; os.posix_spawn('/bin/true', ['true'], {})", "PermissionError"),
+        ("open('/tmp/tidemill-sandbox', 'w')", "PermissionError"),
+        ("import os; os.open('/tmp', os.O_TMPFILE | os.O_WRONLY)", "PermissionError"),
+        ("open('/etc/passwd').read()", "PermissionError"),
+        ("import os; os.listdir('/')", "PermissionError"),
+        ("open('/proc/1/environ').read()", "PermissionError"),
+        ("import os; os.mkdir('/tmp/tidemill-sandbox')", "PermissionError"),
+        ("import os; os.rename('/tmp', '/tmp2')", "PermissionError"),
+        ("import os; os.chmod('/tmp', 0)", "PermissionError"),
+        ("import os; os.symlink('/', '/tmp/tidemill-sandbox')", "PermissionError"),
+        ("import os; os.memfd_create('x')", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("import os; os.kill(-1, 9)", "PermissionError"),
+        ("import signal, os; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "PermissionError"),
+        ("import os; os.setsid()", "PermissionError"),
+        ("import os; os.setuid(0)", "PermissionError"),
+        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
+        ("import resource as r, os; r.prlimit(os.getppid(), r.RLIMIT_CPU, (0, 0))", "PermissionError"),
+        ("import os; os.nice(-5)", "PermissionError"),
+        ("import os; os.unshare(os.CLONE_NEWUSER)" if hasattr(os, "unshare") else "import os; os.chroot('/')", "PermissionError"),
+        ("import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.ptrace(16, 1, 0, 0) == 0", "AssertionError"),
+        (
+            "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(425, 8, 0) >= 0",  # io_uring_setup
+            "AssertionError",
+        ),
+        ("import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(435, 0, 0) >= 0  # clone3", "AssertionError"),
+        ("import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"),
+    ],
+)
+def test_what_a_program_may_not_do(program: str, reason: str) -> None:
+    outcome = run(program, BOUNDS)
+    assert not outcome.passed
+    assert outcome.reason.startswith(reason), outcome.reason
+    assert not Path("/tmp/tidemill-sandbox").exists()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(1000)",
+        "input()\nimport time; time.sleep(1000)",
+        "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+        "import threading as t, time\nwhile True:\n try: t.Thread(target=time.sleep, args=(99,)).start()\n except Exception: pass",
+        "import signal, time\nfor n in (2, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+        "x = 9 ** 9 ** 9",
+        "import re; re.fullmatch('(a+)+b', 'a' * 60)",
+    ],
+)
+def test_what_never_ends_is_ended(program: str) -> None:
+    assert run(program, BRIEF, stdin="x").reason in ("time", "SIGXCPU", "SIGKILL")
+
+
+def test_an_open_descriptor_is_not_inherited(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)), secret.open():
+        found = run("import os\nfor n in range(64):\n try: os.fstat(n); print(n)\n except OSError: pass", BOUNDS)
+    assert len(found.output.split()) <= 4, "standard ones, and that of the result"
+    listed = run("import os\nfor n in range(3, 64):\n try: print(os.read(n, 10))\n except OSError: pass", BRIEF)
+    assert "secret" not in listed.output
+
+
+def test_credentials_are_not_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NATS_PASSWORD", "secret")
+    assert "NATS" not in run("import os; print(dict(os.environ))", BOUNDS).output
+
+
+def test_programs_run_beside_each_other() -> None:
+    found: list[Outcome] = []
+    threads = [threading.Thread(target=lambda: found.append(run("print(sum(range(10**6)))", BOUNDS))) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert [one.output for one in found] == ["499999500000\n"] * 8
+
+
+def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(RewardFailed, match="want Linux on x86_64 or aarch64, this is linux on riscv64"):
+        run("print(1)", BOUNDS)
+
+
+async def test_the_reward_in_an_actor_s_children_leaves_nothing_running() -> None:
+    label = {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "6\n"]}
+    async with opened("code", {"seconds": 5.0}, Limits(timeout_s=60.0, workers=2)) as score:
+        for program, want in (("print(int(input()) + 1)", 1.0), ("print(2)", 0.0), ("import os\nos.fork()", 0.0)):
+            response = f"I would write\n```python\n{program}\n```\nand that is it."
+            found = await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED))
+            assert isinstance(found, dict)
+            assert (found["score"], found["tests"]) == (want, 2.0)
+    async with opened("code", {"seconds": 30.0}, Limits(timeout_s=0.5, workers=1)) as score:
+        with pytest.raises(TimeoutError):
+            await score(RewardRequest(prompt="p", response="```python\nwhile True: pass\n```", label=label, status=Status.COMPLETED))
