@@ -12,6 +12,8 @@ from bus.wire.budget import Budget
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
+BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
+"""Rollouts that ship, by name."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
@@ -22,7 +24,7 @@ class RolloutConfig:
     """One rollout, an entry of ``rollouts``."""
 
     use: str
-    """``agent:MODULE:NAME``, a class with ``run(data, **extra)`` or a function (docs/rollouts.md)."""
+    """``multi_turn``, or ``agent:MODULE:NAME``, a class with ``run(data, **extra)`` or a function (docs/rollouts.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
@@ -39,7 +41,7 @@ class RolloutConfig:
     @property
     def program(self) -> str:
         """``MODULE:NAME`` of the program."""
-        return self.use.removeprefix(PROGRAM)
+        return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,15 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(sorted(known))}")
     use = value.get("use")
-    if not isinstance(use, str) or not use.startswith(PROGRAM) or not _PATH.fullmatch(use.removeprefix(PROGRAM)):
-        raise ValueError(f"{where}.use: want agent:MODULE:NAME, got {use!r}")
+    if not isinstance(use, str) or (use not in BUILT_IN and not (use.startswith(PROGRAM) and _PATH.fullmatch(use.removeprefix(PROGRAM)))):
+        raise ValueError(f"{where}.use: want {', '.join(BUILT_IN)} or agent:MODULE:NAME, got {use!r}")
     options, python = value.get("options", {}), value.get("python", "")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(python, str):
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
+    if python and use in BUILT_IN:
+        raise ValueError(f"{where}.python: want none with {use}, which runs in the actor's own interpreter, got {python!r}")
     counts = {
         one: _count(value.get(one, default), f"{where}.{one}", least=1)
         for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))

@@ -83,11 +83,14 @@ class TokenHistory:
         return await answering(request, handler)
 
     def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
-        """Return a text as its remembered pieces and, tokenised, the rest."""
+        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest for text that has no tokens."""
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
-        ids = self._text.encode(text[end:], add_special=add_special and end == 0)
+        try:
+            ids = self._text.encode(text[end:], add_special=add_special and end == 0)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
         return [*known, Piece(text=text[end:], tokens=tuple(ids))]
 
     # -- /generate ------------------------------------------------------------------------------------------------------

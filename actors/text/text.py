@@ -46,7 +46,10 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        except Exception as error:  # the library raises nothing narrower, for a vocabulary without a token for unknown text
+            raise ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""

@@ -267,9 +267,9 @@ async def run_reward_server(
     name: str, options: Mapping[str, object], limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str
 ) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
+    from launch.run.reward_server import RewardServer, serving
     from rewards.children.limits import become_undumpable
     from rewards.children.pool import opened
-    from rewards.http.server import RewardServer, serving
 
     become_undumpable()
     async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port) as url:

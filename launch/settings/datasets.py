@@ -23,13 +23,28 @@ def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
 
 
 def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
-    """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in order."""
+    """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in order.
+
+    For the task ``sum``: ``12+7=`` with the label ``19``.
+    """
     rng = random.Random(config.seed)
+    if config.task == "sum":
+        yield from sum_prompts(config, rng)
+        return
     for _ in range(config.count):
         length = rng.randint(config.min_digits, config.max_digits)
         digits = "".join(rng.choice("0123456789") for _ in range(length))
         filler = FILLER * (config.max_digits - length) if config.fill else ""
         yield {"prompt": f"{digits}{filler}=", "label": solve(config.task, digits)}
+
+
+def sum_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str, str]]:
+    """Yield sums of two numbers without leading zeros."""
+    for _ in range(config.count):
+        lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(2)]
+        one, other = (str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths)
+        filler = FILLER * (2 * config.max_digits + 1 - len(f"{one}+{other}")) if config.fill else ""
+        yield {"prompt": f"{one}+{other}{filler}=", "label": str(int(one) + int(other))}
 
 
 def solve(task: str, digits: str) -> str:

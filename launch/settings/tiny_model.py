@@ -23,7 +23,7 @@ def make_model(directory: Path, config: PrepareConfig) -> None:
     if config.kind == "gsm8k":
         tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.vocab_size or 512)
     else:
-        tokenizer = character_tokenizer(config.vocab_size or 16)
+        tokenizer = character_tokenizer(config.vocab_size or (17 if config.task == "sum" else 16))
     directory.mkdir(parents=True)
     _save_weights(directory, config, len(tokenizer))
     tokenizer.model_max_length = config.max_position

@@ -1,1 +1,1 @@
-"""Rewards over HTTP: the client of a reward server, the server, and a language model as a judge."""
+"""Rewards over HTTP: the client of a reward server, and a language model as a judge."""

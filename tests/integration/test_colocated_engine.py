@@ -234,7 +234,8 @@ async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
             assert await release == ("e1",)
             assert order == ["loaded", "released"]
             await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"].get("released") == 2 and not row["taking_memory"])
-            assert await do(publisher.resume) == ("e1",)
+            # The engine may be taking the version by itself at this moment; then it refuses the publisher's.
+            assert set(await do(publisher.resume)) <= {"e1"}
             await greedy((await served(bus))["address"])
 
 

@@ -3,7 +3,6 @@
 Consumes requests of ``remote`` rewards and of any other client; runs the reward as an actor does, in child processes with limits.
 """
 
-import asyncio
 import hmac
 import json
 from collections import Counter
@@ -17,6 +16,7 @@ from bus.wire.messages import Status
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest, Scorer
 from rewards.request_json import to_request
+from weightstore.listener import Access, Listener
 
 MAX_REQUEST_BYTES = 64 << 20
 """Size of the largest request that is read."""
@@ -34,12 +34,10 @@ class RewardServer:
         """Requests by outcome: scored, failed, refused, busy."""
         self._running = 0
 
-    def application(self) -> web.Application:
-        """Return the application."""
-        found = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        found.router.add_post("/score", self._answer)
-        found.router.add_get("/health", self._health)
-        return found
+    def listener(self) -> Listener:
+        """Return its routes as a listener."""
+        routes = {"POST /score": self._answer, "GET /health": self._health}
+        return Listener(routes, Access(None), max_body_bytes=MAX_REQUEST_BYTES)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"reward": self._name, "running": self._running, **self.counts})
@@ -49,8 +47,6 @@ class RewardServer:
             return self._reply(401, "refused", "want the header Authorization: Bearer with the server's token")
         try:
             request = request_in(json.loads(await http.read()))
-        except web.HTTPRequestEntityTooLarge:
-            return self._reply(413, "refused", f"want at most {MAX_REQUEST_BYTES} bytes")
         except (ValueError, RecursionError) as error:
             return self._reply(400, "refused", str(error)[:1000])
         if self._running >= MAX_WAITING:
@@ -99,12 +95,8 @@ def request_in(found: Any) -> RewardRequest:
 @asynccontextmanager
 async def serving(server: RewardServer, host: str, port: int) -> AsyncIterator[str]:
     """Serve while entered; yields the URL. Raises OSError for an address that cannot be taken."""
-    runner = web.AppRunner(server.application(), access_log=None, handle_signals=False)
-    await runner.setup()
+    listener = server.listener()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        yield await listener.start(host, port, insecure=True)  # whether others may ask is the caller's choice
     finally:
-        async with asyncio.timeout(30):
-            await runner.cleanup()
+        await listener.close()

@@ -1,0 +1,48 @@
+"""The policy as the programs that ship ask it: OpenAI's API at the gateway of the episode's actor."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+
+class BudgetSpent(Exception):
+    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
+
+
+class Policy:
+    """The model of one episode. Close it at the end."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url
+        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
+        )
+
+    async def __aenter__(self) -> "Policy":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **more: Any) -> dict[str, Any]:
+        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **more}
+        return await self._choice("/chat/completions", body)
+
+    async def complete(self, prompt: str, **more: Any) -> dict[str, Any]:
+        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
+        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **more})
+
+    async def _choice(self, path: str, body: object) -> dict[str, Any]:
+        async with self._session.post(self._base_url + path, json=body) as response:
+            content = await response.read()
+            if response.status != 200:
+                text = content[:1000].decode(errors="replace")
+                if response.status == 400 and "context_length_exceeded" in text:
+                    raise BudgetSpent(text)
+                raise RuntimeError(f"the model answered {response.status}: {text}")
+        answer = json.loads(content)
+        return {**answer["choices"][0], "id": answer["id"]}

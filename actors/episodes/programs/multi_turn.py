@@ -1,0 +1,231 @@
+"""The rollout ``multi_turn``: the model asks tools, or plays an environment, until it is done.
+
+::
+
+    chat    messages --> answer with tool calls --> results as messages of role "tool" --> ... --> an answer without calls
+    text    prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> a text without a call
+    play    observation --> action --> observation, reward --> ... --> done
+
+Every request begins with the texts of the one before, so tokens are reused and results are context: they are never trained.
+"""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.episodes.programs.model import BudgetSpent, Policy
+from actors.episodes.programs.tools import FAILED, Tool, tools_of
+
+PROTOCOLS = ("chat", "text")
+CALL = r"<call>(.*?)</call>"
+RESULT = "<result>{result}</result>"
+
+
+@dataclass(slots=True)
+class Played:
+    """An episode so far."""
+
+    answers: list[str] = field(default_factory=list)
+    """What the model said, turn by turn."""
+    ids: list[str] = field(default_factory=list)
+    """Names of these turns."""
+    calls: list[tuple[str, object, str]] = field(default_factory=list)
+    """(tool, arguments, result) of every call."""
+    rewards: list[float] = field(default_factory=list)
+    """Of the turns, by an environment."""
+    spent: bool = False
+    """Whether the budget ended it."""
+
+
+class MultiTurn:
+    """Plays episodes with tools or an environment. The reward is ``actor.reward`` of the last answer, or the environment's, by turn."""
+
+    def __init__(
+        self,
+        tools: Sequence[object] = (),
+        protocol: str = "chat",
+        max_turns: int = 8,
+        system: str = "",
+        stop: Sequence[str] = (),
+        max_tokens: int = 0,
+        tool_seconds: float = 10.0,
+        errors: str = "show",
+        call: str = CALL,
+        result: str = RESULT,
+        environment: str = "",
+        environment_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``tools``: names, import paths, or maps (``programs/tools.py``). ``protocol``: chat (the template writes the tools) | text.
+
+        ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with groups
+        ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn. ``environment``: import
+        path of a class with ``reset(data)`` and ``step(text)`` instead of tools. ``max_tokens`` of one turn, 0 = the task's.
+        ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
+        """
+        if protocol not in PROTOCOLS:
+            raise ValueError(f"protocol: want {' or '.join(PROTOCOLS)}, got {protocol!r}")
+        if errors not in ("show", "end"):
+            raise ValueError(f"errors: want show or end, got {errors!r}")
+        if environment and tools:
+            raise ValueError("environment: want either tools or an environment, got both")
+        if max_turns < 1 or not 0 < tool_seconds < 3600 or max_tokens < 0:
+            raise ValueError(
+                f"want max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0, got {max_turns}, {tool_seconds}, {max_tokens}"
+            )
+        if "{result}" not in result:
+            raise ValueError("result: want {result} in it")
+        try:
+            self._call = re.compile(call, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"call: {error}") from None
+        if protocol == "text" and tools and not self._call.groups:
+            raise ValueError("call: want a group for the argument")
+        self._tools = tools_of(tools)
+        self._protocol, self._max_turns, self._system, self._result = protocol, max_turns, system, result
+        self._tool_seconds, self._ends_at_errors = tool_seconds, errors == "end"
+        self._more: dict[str, Any] = {**({"stop": list(stop)} if stop else {}), **({"max_tokens": max_tokens} if max_tokens else {})}
+        self._environment = _environment(environment, environment_options or {}) if environment else None
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float | dict[str, float] | None:
+        """Play one episode; return its reward: None = that of the last answer."""
+        return self.reward(data, await self.play(data, base_url, api_key))
+
+    def reward(self, data: Mapping[str, Any], played: Played) -> float | dict[str, float] | None:
+        """Return the reward of an episode: those of an environment by turn, else None. Subclasses have others."""
+        return dict(zip(played.ids, played.rewards, strict=True)) if played.rewards else None
+
+    async def play(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Played:
+        """Play one episode. Raises RuntimeError for answers that are no answers; TypeError for a prompt of another form."""
+        played = Played()
+        async with Policy(base_url, api_key) as policy:
+            try:
+                if self._environment is not None:
+                    await self._step(policy, data, played)
+                elif self._protocol == "chat":
+                    await self._chat(policy, _messages(data["prompt"], self._system), played)
+                else:
+                    await self._text(policy, _text(data["prompt"]), played)
+            except BudgetSpent:
+                if not played.ids:  # the prompt alone is too long
+                    raise
+                played.spent = True
+        return played
+
+    async def _chat(self, policy: Policy, messages: list[Mapping[str, Any]], played: Played) -> None:
+        schemas = [tool.schema for tool in self._tools.values()]
+        for turn in range(self._max_turns):
+            message = _noted(played, await policy.chat(messages, schemas, **self._more))
+            calls = message.get("tool_calls") or []
+            if not calls or turn + 1 == self._max_turns:
+                return
+            messages.append(message)
+            for call in calls:
+                asked = call["function"]
+                result = await self._called(asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
+                if self._ends_at_errors and result.startswith(FAILED):
+                    return
+                messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
+
+    async def _text(self, policy: Policy, text: str, played: Played) -> None:
+        for turn in range(self._max_turns):
+            choice = await policy.complete(text, **self._more)
+            said = str(choice["text"])
+            played.ids.append(choice["id"])
+            played.answers.append(said)
+            found = self._call.search(said) if self._tools else None
+            if found is None or turn + 1 == self._max_turns:
+                return
+            groups = found.groupdict()
+            name = groups.get("tool") or next(iter(self._tools))
+            argument = groups.get("argument") if "argument" in groups else found[1]
+            result = await self._called(name, self._argument(name, argument or ""), played)
+            if self._ends_at_errors and result.startswith(FAILED):
+                return
+            text += said + self._result.replace("{result}", result)
+
+    async def _step(self, policy: Policy, data: Mapping[str, Any], played: Played) -> None:
+        assert self._environment is not None
+        made, options = self._environment
+        game = made(**options)
+        observation = await _awaited(game.reset(dict(data)))
+        messages = _messages(observation, self._system) if self._protocol == "chat" else []
+        text = "" if messages else _text(observation)
+        for _ in range(self._max_turns):
+            if messages:
+                message = _noted(played, await policy.chat(messages, **self._more))
+                said = str(message.get("content") or "")
+            else:
+                choice = await policy.complete(text, **self._more)
+                said = str(choice["text"])
+                played.ids.append(choice["id"])
+                played.answers.append(said)
+            observation, reward, done = await _awaited(game.step(said))
+            played.rewards.append(float(reward))
+            if done:
+                return
+            if messages:
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": _text(observation)}]
+            else:
+                text += said + _text(observation)
+
+    async def _called(self, name: str, arguments: object, played: Played) -> str:
+        tool: Tool | None = self._tools.get(name)
+        if tool is None:
+            result = f"{FAILED} no tool {name!r}; there are {', '.join(self._tools) or 'none'}"
+        else:
+            result = await tool.call(arguments, seconds=self._tool_seconds)
+        played.calls.append((name, arguments, result))
+        return result
+
+    def _argument(self, name: str, text: str) -> object:
+        """Return a text argument as a map: JSON if it is one, else the value of the tool's first parameter."""
+        found = _arguments(text)
+        if isinstance(found, Mapping) or name not in self._tools:
+            return found
+        first = next(iter(self._tools[name].schema["function"]["parameters"]["properties"]), None)
+        return {} if first is None else {first: text}
+
+
+def _noted(played: Played, choice: Mapping[str, Any]) -> dict[str, Any]:
+    message: dict[str, Any] = dict(choice["message"])
+    played.ids.append(choice["id"])
+    played.answers.append(str(message.get("content") or ""))
+    return message
+
+
+def _arguments(text: object) -> object:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def _messages(prompt: object, system: str) -> list[Mapping[str, Any]]:
+    found = [dict(one) for one in prompt] if isinstance(prompt, list) else [{"role": "user", "content": _text(prompt)}]
+    return [{"role": "system", "content": system}, *found] if system else [*found]
+
+
+def _text(prompt: object) -> str:
+    if not isinstance(prompt, str):
+        raise TypeError(f"want a text, got {type(prompt).__name__} (protocol: chat takes messages)")
+    return prompt
+
+
+def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise ValueError(f"environment: want module:Class, got {path!r}")
+    made = getattr(importlib.import_module(module), name)
+    for method in ("reset", "step"):
+        if not callable(getattr(made, method, None)):
+            raise ValueError(f"environment: want a class with {method}, {path} has none")
+    inspect.signature(made).bind(**options)
+    return made, dict(options)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

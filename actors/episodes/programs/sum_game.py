@@ -1,0 +1,33 @@
+"""A small task for two turns: ask the calculator for a sum, then say it. A model learns it from random weights on two cores.
+
+::
+
+    12+7.=   ->  12+7      the call: an expression, and nothing else
+    [19]     ->  19        the answer, behind the calculator's result
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.episodes.programs.multi_turn import MultiTurn, Played
+from bus.wire.messages import Status
+from rewards.digits import digits
+from rewards.port import RewardRequest
+
+
+class SumGame(MultiTurn):
+    """``multi_turn`` with the calculator, and a dense reward: half for the call, half for the answer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(tools=["calculator"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}=")
+
+    def reward(self, data: Mapping[str, Any], played: Played) -> dict[str, float]:
+        """Return the score and its parts: shares of right positions of the call and of the answer, 0 without a call."""
+        expression = str(data["prompt"]).rstrip("=").rstrip(".")
+        call = _share(played.answers[0], expression)
+        answer = _share(played.answers[1], str(data["label"])) if len(played.answers) > 1 else 0.0
+        return {"score": (call + answer) / 2, "call": call, "answer": answer}
+
+
+def _share(said: str, wanted: str) -> float:
+    return digits(RewardRequest(prompt="", response=said, label=wanted, status=Status.COMPLETED))

@@ -1,0 +1,227 @@
+"""Tools of multi-turn rollouts: functions of named arguments to a text, with a JSON schema that the model is shown."""
+
+import ast
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rewards.code.sandbox import Bounds, run
+
+FAILED = "Error:"
+"""Beginning of the result of a call that failed."""
+MAX_RESULT = 20_000
+"""Characters of a result that the model is shown."""
+KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    """Its entry in ``tools`` of a chat request."""
+
+    async def call(self, arguments: object, *, seconds: float) -> str:
+        """Return the result as text; every failure is a text, too, that begins with ``Error:``."""
+        if not isinstance(arguments, Mapping):
+            return f"{FAILED} want a map of arguments, got {type(arguments).__name__}"
+        try:
+            inspect.signature(self.function).bind(**arguments)
+            async with asyncio.timeout(seconds):
+                if inspect.iscoroutinefunction(self.function):
+                    found = await self.function(**arguments)
+                else:
+                    found = await asyncio.to_thread(self.function, **arguments)
+        except TimeoutError:
+            return f"{FAILED} no result within {seconds:g} s"
+        except Exception as error:  # a tool is the user's code, and its arguments are the model's
+            return f"{FAILED} {type(error).__name__}: {error}"[:MAX_RESULT]
+        text = found if isinstance(found, str) else json.dumps(found, default=str)
+        return text if len(text) <= MAX_RESULT else text[:MAX_RESULT] + " ..."
+
+
+def tools_of(wanted: Sequence[object]) -> dict[str, Tool]:
+    """Return the tools by name. Each is a name, ``module:function``, or a map with ``use``, ``options`` and, if needed, ``name``.
+
+    Raises ValueError naming the entry. A class is made with the options, and its instance is called; a function gets them besides its
+    arguments.
+    """
+    found = [_tool(one, f"tools[{place}]") for place, one in enumerate(wanted)]
+    if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+        raise ValueError(f"tools: want different names, got {twice[0]!r} twice; name one of them by name:")
+    return {one.name: one for one in found}
+
+
+def _tool(wanted: object, where: str) -> Tool:
+    entry: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {"use": wanted}
+    use, options = entry.get("use"), entry.get("options", {})
+    if not isinstance(use, str) or not isinstance(options, Mapping) or not entry.keys() <= {"use", "options", "name"}:
+        raise ValueError(f"{where}: want a name, module:function, or a map with use, options and name, got {wanted!r}")
+    path = TABLE.get(use, use)
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise ValueError(f"{where}: want one of {', '.join(TABLE)}, or module:function, got {use!r}")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where}: {use!r}: {error}") from error
+    if inspect.isclass(made):
+        made, options = made(**options), {}
+    function: Callable[..., Any] = made if inspect.isroutine(made) else made.__call__
+    name = str(entry.get("name") or (use if use in TABLE else attribute))
+    return Tool(name, _with(function, options), schema_of(name, function, options))
+
+
+def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    if not options:
+        return function
+    signature = inspect.signature(function)
+    rest = signature.replace(parameters=[one for one in signature.parameters.values() if one.name not in options])
+
+    if inspect.iscoroutinefunction(function):
+
+        async def later(**arguments: Any) -> Any:
+            """Call with the options."""
+            return await function(**arguments, **options)
+
+        later.__signature__ = rest  # type: ignore[attr-defined]
+        return later
+
+    def now(**arguments: Any) -> Any:
+        """Call with the options."""
+        return function(**arguments, **options)
+
+    now.__signature__ = rest  # type: ignore[attr-defined]
+    return now
+
+
+def schema_of(name: str, function: Callable[..., Any], hidden: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without those that are ``hidden``."""
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):
+        hints = {}
+    parameters = {
+        one.name: one
+        for one in inspect.signature(function).parameters.values()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in hidden
+    }
+    properties = {key: {"type": KINDS[hints[key]]} if hints.get(key) in KINDS else {} for key in parameters}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0],
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": [key for key, one in parameters.items() if one.default is one.empty],
+            },
+        },
+    }
+
+
+# ---- the tools that ship
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")},
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "round": round,
+}
+_NAMES = {"pi": math.pi, "e": math.e}
+MAX_EXPRESSION = 1000
+"""Characters of an expression."""
+MAX_BITS = 4096
+"""Bits of a whole number that an expression may reach."""
+
+
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression, such as (2 + 3) * sqrt(16) / 7."""
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"want at most {MAX_EXPRESSION} characters")
+    found = _value(ast.parse(expression.replace("^", "**").strip(), mode="eval").body)
+    return str(int(found)) if isinstance(found, float) and found.is_integer() and abs(found) < 1e15 else str(found)
+
+
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            found: Any = value
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, exponent = _value(left), _value(right)
+            if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
+                raise ValueError("the result is too large")
+            found = base**exponent
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            found = _BINARY[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            found = _UNARY[type(op)](_value(operand))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            found = _FUNCTIONS[name](*map(_value, arguments))
+        case ast.Name(id=name) if name in _NAMES:
+            found = _NAMES[name]
+        case _:
+            raise ValueError(f"want numbers, + - * / // % ^, parentheses and {', '.join(_FUNCTIONS)}")
+    if isinstance(found, complex) or (isinstance(found, int) and found.bit_length() > MAX_BITS):
+        raise ValueError("the result is too large or no real number")
+    return found
+
+
+class Python:
+    """Runs programs in the sandbox of the reward ``code``: no network, no processes, no files."""
+
+    def __init__(self, seconds: float = 6.0, memory_mb: int = 1024) -> None:
+        self._bounds = Bounds(seconds=seconds, memory_mb=memory_mb, output_bytes=1 << 16)
+
+    def __call__(self, code: str) -> str:
+        """Run a Python program, and return what it prints."""
+        outcome = run(code, self._bounds)
+        return outcome.output if not outcome.reason else f"{outcome.output}\nError: {outcome.reason}".strip()
+
+
+class Search:
+    """Searches a file of texts, JSONL with ``text`` and, if there is one, ``title``: those that share the rarest words with the query."""
+
+    def __init__(self, path: str, results: int = 3) -> None:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        self._texts = [f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"]) for row in rows]
+        self._words = [set(_words(text)) for text in self._texts]
+        self._rows_of: Counter[str] = Counter(word for words in self._words for word in words)
+        self._results = results
+
+    def __call__(self, query: str) -> str:
+        """Search for texts that answer a query."""
+        asked = set(_words(query))
+        scores = [sum(1 / self._rows_of[word] for word in asked & words) for words in self._words]
+        best = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[: self._results]
+        return "\n\n".join(self._texts[row] for row in best if scores[row]) or "Nothing found."
+
+
+def _words(text: str) -> list[str]:
+    return "".join(letter.lower() if letter.isalnum() else " " for letter in text).split()
+
+
+_HERE = "actors.episodes.programs.tools"
+TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:Search"}
+"""Built-in tools."""

@@ -1,0 +1,199 @@
+"""The rollout ``multi_turn`` on a real engine: what is trained and what is context, protocols, environments and ends."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM
+
+from actors.episodes.programs.multi_turn import MultiTurn, Played
+from actors.episodes.programs.sum_game import SumGame
+from actors.rollout_settings import parse_rollouts
+from bus.wire.budget import Budget
+from bus.wire.codec import check_sample
+from bus.wire.messages import Sample, Status
+from tests.engine_serving import log_probs_of, scores
+from tests.episode_kit import Client, stage, task
+from tests.tiny_models import write_tiny_model
+
+HERE = "tests.contract.test_multi_turn"
+ANYTHING = r"([\s\S]*)"
+"""A call, whatever the model says."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_model(tmp_path_factory.mktemp("multi_turn") / "model", max_position_embeddings=1024)
+
+
+def told(text: str) -> str:
+    """Say something."""
+    return "the tool says so"
+
+
+class Game:
+    """Ends after three actions; each earns its number."""
+
+    def __init__(self, actions: int = 3) -> None:
+        self.actions, self.number = actions, 0
+
+    def reset(self, data: dict[str, Any]) -> str:
+        return f"Play {data['prompt']}."
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        self.number += 1
+        return f" You said {len(action)} letters.", float(self.number), self.number == self.actions
+
+
+async def made(model_dir: Path, rollout: MultiTurn, prompt: Any = "hello", **options: Any) -> tuple[Sample, Any]:
+    """Play one episode; return its sample and the model."""
+
+    async def program(client: Client) -> Any:
+        return await rollout.run({"prompt": prompt, "label": "l"}, client.base_url, client.api_key)
+
+    async with stage(model_dir, program) as scene:
+        sample = (await scene.rollout.sample(task(**options), 0, "n0")).sample
+    check_sample(sample)
+    return sample, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+async def test_results_of_tools_are_context_and_the_rest_has_the_log_probs_of_a_forward_pass(model_dir: Path) -> None:
+    rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", max_turns=3, call=ANYTHING, result="[{result}]")
+    sample, model = await made(model_dir, rollout)
+    assert sample.turns is not None and len(sample.turns.at) == 3
+    assert len(sample.sizes) == 1, "one sequence: each prompt begins with the ids of the one before"
+    (size,) = sample.sizes
+    ids = sample.tokens.tolist()
+    context, response = ids[: -size.response_length], ids[-size.response_length :]
+    want = log_probs_of((await scores(model, context, response)) / 0.8, response)
+    mask = sample.loss_mask == 1
+    np.testing.assert_allclose(sample.rollout_log_probs[mask], want[mask], atol=1e-4)
+    assert not sample.rollout_log_probs[~mask].any()
+    assert int((~mask).sum()) > 2 * len("[the") // 4, "two results stand between the turns"
+    assert mask.sum() == sample.turns.tokens.sum()
+
+
+async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> None:
+    for protocol in ("text", "chat"):
+        rollout = MultiTurn(protocol=protocol, environment=f"{HERE}:Game", environment_options={"actions": 3})
+        sample, _ = await made(model_dir, rollout)
+        assert sample.turns is not None
+        assert [(number, reward) for number, reward in sample.turns.rewards] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+        assert sample.score == 6.0
+        assert sample.status is Status.COMPLETED
+
+
+async def test_a_spent_budget_is_the_end_and_is_trained(model_dir: Path) -> None:
+    rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", max_turns=50, call=ANYTHING)
+    sample, _ = await made(model_dir, rollout, budget=Budget(turns=3))
+    assert sample.status is Status.TRUNCATED
+    assert sample.turns is not None and len(sample.turns.at) == 3
+
+
+async def test_an_answer_without_a_call_is_the_end(model_dir: Path) -> None:
+    sample, _ = await made(model_dir, MultiTurn(tools=["calculator"], protocol="text", call="never(.*)"))
+    assert sample.turns is not None and len(sample.turns.at) == 1
+
+
+@asynccontextmanager
+async def scripted(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Serve chat answers in their order: the tiny model of these tests calls no tool by name."""
+    asked: list[Any] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        asked.append(await http.json())
+        return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"message": answers[len(asked) - 1]}]})
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
+    finally:
+        await runner.cleanup()
+
+
+def calling(*calls: tuple[str, object]) -> dict[str, Any]:
+    made = []
+    for number, (name, given) in enumerate(calls):
+        function = {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}
+        made.append({"id": f"c{number}", "type": "function", "function": function})
+    return {"role": "assistant", "content": None, "tool_calls": made}
+
+
+async def test_chat_calls_tools_until_an_answer_has_no_call() -> None:
+    done = {"role": "assistant", "content": "It is 5."}
+    first = calling(("calculator", {"expression": "2+3"}), ("nosuch", {}), ("calculator", "{rubbish"))
+    async with scripted(first, calling(("python", {"code": "print(7)"})), done) as (url, asked):
+        rollout = MultiTurn(tools=["calculator", "python"], system="Be brief.")
+        played = await rollout.play({"prompt": "2+3?"}, url, "key")
+    assert rollout.reward({}, played) is None
+    assert played.answers == ["", "", "It is 5."]
+    assert played.ids == ["turn-1", "turn-2", "turn-3"]
+    assert [call[2] for call in played.calls] == [
+        "5",
+        "Error: no tool 'nosuch'; there are calculator, python",
+        "Error: want a map of arguments, got str",
+        "7\n",
+    ]
+    assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["calculator", "python"]
+    assert [message["role"] for message in asked[2]["messages"]] == [
+        *("system", "user", "assistant", "tool", "tool", "tool", "assistant", "tool"),
+    ]
+    assert asked[1]["messages"][3] == {"role": "tool", "tool_call_id": "c0", "content": "5"}
+    assert asked[1]["messages"][2] == first, "what the model said goes back as it is"
+
+
+async def test_a_failed_call_may_end_the_episode() -> None:
+    async with scripted(calling(("calculator", {"expression": "x"}))) as (url, asked):
+        played = await MultiTurn(tools=["calculator"], errors="end").play({"prompt": "?"}, url, "key")
+    assert len(asked) == 1 and played.calls[0][2].startswith("Error: ")
+
+
+async def test_turns_are_bounded() -> None:
+    again = calling(("calculator", {"expression": "1"}))
+    async with scripted(again, again, again) as (url, asked):
+        await MultiTurn(tools=["calculator"], max_turns=2).play({"prompt": "?"}, url, "key")
+    assert len(asked) == 2
+
+
+def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
+    game, data = SumGame(), {"prompt": "12+7.=", "label": "19"}
+    assert game.reward(data, Played(answers=["12+7", "19"])) == {"score": 1.0, "call": 1.0, "answer": 1.0}
+    assert game.reward(data, Played(answers=["12+7", "18"]))["answer"] == pytest.approx(2 / 3)
+    assert game.reward(data, Played(answers=["19"]))["answer"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"protocol": "sse"}, "protocol: want chat or text"),
+        ({"tools": ["calculator"], "environment": "m:C"}, "either tools or an environment"),
+        ({"max_turns": 0}, "max_turns >= 1"),
+        ({"result": "x"}, "want {result}"),
+        ({"call": "("}, "call: "),
+        ({"call": "x", "protocol": "text", "tools": ["calculator"]}, "want a group"),
+        ({"errors": "ignore"}, "errors: want show or end"),
+        ({"environment": f"{HERE}:HERE"}, "want a class with reset"),
+        ({"environment": "Game"}, "want module:Class"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MultiTurn(**options)
+
+
+def test_it_is_a_rollout_by_name() -> None:
+    assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "actors.episodes.programs.multi_turn:MultiTurn"
+    with pytest.raises(ValueError, match=r"rollouts.a.python: want none with multi_turn"):
+        parse_rollouts({"a": {"use": "multi_turn", "python": "/usr/bin/python3"}})
+    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn or agent:MODULE:NAME, got 'multiturn'"):
+        parse_rollouts({"a": {"use": "multiturn"}})

@@ -1,0 +1,148 @@
+"""Tools of multi-turn rollouts: schemas, calls, and every failure as a text."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.episodes.programs.tools import MAX_RESULT, calculator, tools_of
+
+HERE = "tests.unit.test_tools"
+
+
+def weather(city: str, days: int = 1, unit: str = "C") -> dict[str, Any]:
+    """Forecast the weather.
+
+    Nothing of this is shown.
+    """
+    return {"city": city, "days": days, "unit": unit}
+
+
+async def later(word: str) -> str:
+    await asyncio.sleep(0)
+    return word * 2
+
+
+def hangs(seconds: float) -> str:
+    raise SystemError("broken") if seconds < 0 else TimeoutError
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+async def called(use: object, arguments: object, **more: Any) -> str:
+    (tool,) = tools_of([use]).values()
+    return await tool.call(arguments, **{"seconds": 10.0, **more})
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("2+3*4", "14"),
+        (" (2 + 3) * sqrt(16) / 7 ", "2.857142857142857"),
+        ("2^10", "1024"),
+        ("10/2", "5"),
+        ("7//2 + 7%4", "6"),
+        ("-3 - -4", "1"),
+        ("max(1, 2, 3) + floor(2.7)", "5"),
+        ("1e3", "1000"),
+        ("pi", "3.141592653589793"),
+        ("0.1+0.2", "0.30000000000000004"),
+    ],
+)
+def test_the_calculator(expression: str, result: str) -> None:
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("", "1+", "x", "__import__('os')", "().__class__", "9**9**9", "2**100000", "(-1)**0.5", "[1]", "'a'*9", "1 if 1 else 2"),
+        *("lambda: 1", "f'{1}'", "True", "1/0", "log(-1)", "(" * 500, "1" * 1001, "max(key=1)", "10**4000 * 10**4000"),
+    ],
+)
+async def test_the_calculator_refuses_what_is_no_arithmetic(expression: str) -> None:
+    assert (await called("calculator", {"expression": expression})).startswith("Error: ")
+
+
+@given(st.text(alphabet="0123456789+-*/%^().,e sqrtmaxlog", max_size=30))
+def test_the_calculator_ends_for_any_text(expression: str) -> None:
+    assert isinstance(asyncio.run(called("calculator", {"expression": expression})), str)
+
+
+async def test_python_runs_in_the_sandbox() -> None:
+    assert await called("python", {"code": "print(6 * 7)"}) == "42\n"
+    assert (
+        await called("python", {"code": "print(1)\nopen('/tmp/x', 'w')"})
+        == "1\n\nError: PermissionError: [Errno 13] Permission denied: '/tmp/x'"
+    )
+
+
+async def test_search_finds_the_texts_that_share_rare_words(tmp_path: Path) -> None:
+    rows = [{"title": "Paris", "text": "the capital of France"}, {"text": "the capital of Spain is Madrid"}, {"text": "the the the"}]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    search = {"use": "search", "options": {"path": str(tmp_path / "texts.jsonl"), "results": 1}}
+    assert await called(search, {"query": "capital of France?"}) == "Paris\nthe capital of France"
+    assert await called(search, {"query": "Spain"}) == "the capital of Spain is Madrid"
+    assert await called(search, {"query": "nothing like it"}) == "Nothing found."
+
+
+async def test_a_function_of_ones_own() -> None:
+    own = {"use": f"{HERE}:weather", "options": {"unit": "F"}}
+    (tool,) = tools_of([own]).values()
+    assert tool.schema["function"] == {
+        "name": "weather",
+        "description": "Forecast the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    }
+    assert json.loads(await called(own, {"city": "Bern", "days": 2})) == {"city": "Bern", "days": 2, "unit": "F"}
+    assert await called(f"{HERE}:later", {"word": "ab"}) == "abab"
+    assert await called({"use": f"{HERE}:Counter", "options": {"start": 4}}, {}) == "5"
+
+
+@pytest.mark.parametrize(
+    ("use", "arguments", "words"),
+    [
+        (f"{HERE}:weather", {}, "TypeError: missing a required argument: 'city'"),
+        (f"{HERE}:weather", {"town": "x"}, "TypeError"),
+        (f"{HERE}:weather", "Bern", "want a map of arguments, got str"),
+        (f"{HERE}:hangs", {"seconds": -1.0}, "SystemError: broken"),
+        (f"{HERE}:hangs", {"seconds": 1.0}, "no result within 10 s"),
+    ],
+)
+async def test_a_failure_is_a_text(use: str, arguments: object, words: str) -> None:
+    assert (await called(use, arguments)).startswith(f"Error: {words}")
+
+
+async def test_long_results_are_cut() -> None:
+    assert len(await called(f"{HERE}:later", {"word": "x" * MAX_RESULT})) == MAX_RESULT + 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (["calculater"], r"tools\[0\]: want one of calculator, python, search, or module:function"),
+        ([{"use": "calculator", "option": {}}], r"tools\[0\]: want a name"),
+        ([3], r"tools\[0\]: want a name"),
+        (["nosuch.module:f"], "No module named"),
+        ([f"{HERE}:nothing"], "nothing"),
+        (["calculator", "calculator"], "want different names, got 'calculator' twice"),
+    ],
+)
+def test_bad_tools_are_refused(wanted: list[object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tools_of(wanted)
