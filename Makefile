@@ -10,7 +10,7 @@ SGLANG ?= .venv-sglang
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -20,6 +20,10 @@ run: setup
 # The same program on real questions.
 gsm8k: setup
 	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh $(ARGS)
+
+# A model learns to use a calculator: episodes of two turns.
+tools: setup
+	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
 
 # The main job with a real SGLang server, on CPUs, in an environment of its own.
 sglang: setup $(SGLANG)/.ready

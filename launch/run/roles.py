@@ -449,13 +449,7 @@ async def run_feeder(
 
     model = Path(config.model.path)
     vocab_size, max_context = model_shape(model)
-    sampling = Sampling(
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        max_new_tokens=config.sampling.max_new_tokens,
-        stop=config.sampling.stop,
-    )
+    sampling = Sampling(**dataclasses.asdict(config.sampling))
     places = FeederPlaces(
         run=config.run,
         bus_url=bus_url,

@@ -67,20 +67,7 @@ async def run_feeder(
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    rules = DataRules(
-        run=places.run,
-        max_context=model.max_context,
-        push_every=push_every,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=prompts.seed,
-        prompts_digest=prompts.digest,
-        model=model.identity,
-        filters=identity_of(filters),
-        **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
-        **asdict(staleness),
-    )
+    rules = _data_rules(places, prompts, model, learner, staleness, sampling, push_every=push_every, filters=filters)
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
@@ -112,6 +99,33 @@ async def run_feeder(
 def within(budget: Budget, max_context: int) -> Budget:
     """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer ones."""
     return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))
+
+
+def _data_rules(
+    places: FeederPlaces,
+    prompts: PromptFile,
+    model: ModelFacts,
+    learner: LearnerConfig,
+    staleness: StalenessConfig,
+    sampling: Sampling,
+    *,
+    push_every: int,
+    filters: Sequence[FilterConfig],
+) -> DataRules:
+    return DataRules(
+        run=places.run,
+        max_context=model.max_context,
+        push_every=push_every,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=prompts.seed,
+        prompts_digest=prompts.digest,
+        model=model.identity,
+        filters=identity_of(filters),
+        **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
+        **asdict(staleness),
+    )
 
 
 def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfig, sampling: Sampling, *, ahead: int) -> FeederRules:

@@ -2,8 +2,8 @@
 
 ::
 
-    12+7.=   ->  12+7      the call: an expression, and nothing else
-    [19]     ->  19        the answer, behind the calculator's result
+    8+7=     ->  8+7      the call: an expression, and nothing else
+    =15=     ->  15       the answer, behind the calculator's result
 """
 
 from collections.abc import Mapping
