@@ -25,7 +25,7 @@ CALLS = {
     "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
     "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "lseek": (8, 62), "fadvise64": (221, 223),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78),
-    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fcntl": (72, 25), "dup": (32, 23), "dup2": (33, None),
+    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None),
     "dup3": (292, 24),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214),
     "mincore": (27, 232), "membarrier": (324, 283),
@@ -43,13 +43,14 @@ CALLS = {
 }  # fmt: skip
 """System calls that are allowed with any argument."""
 OPEN, OPENAT, CLONE, CLONE3 = (2, None), (257, 56), (56, 220), (435, 435)
-IOCTL, PRLIMIT, KILL, TGKILL = (16, 29), (302, 261), (62, 129), (234, 131)
+IOCTL, PRLIMIT, KILL, TGKILL, FCNTL = (16, 29), (302, 261), (62, 129), (234, 131), (72, 25)
+F_SETFL, F_DUPFD_CLOEXEC = 4, 1030
 CLONE_THREAD = 0x10000
 WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000
 """Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE."""
 EPERM, EACCES, ENOTTY, ENOSYS = 1, 13, 25, 38
 
-_LOAD, _EQUAL, _SET, _AND, _RETURN = 0x20, 0x15, 0x45, 0x54, 0x06
+_LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -81,6 +82,8 @@ def seccomp_filter(machine: str, pid: int) -> bytes:
     when(CLONE3, (_RETURN, 0, 0, _ERRNO | ENOSYS))  # its flags are in memory; without it libc uses clone
     when(IOCTL, (_RETURN, 0, 0, _ERRNO | ENOTTY))
     when(PRLIMIT, argument(2), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 16 + 8 * 2 + 4), (_EQUAL, 0, 1, 0), allow, refuse)
+    # Not F_SETOWN and F_SETSIG, by which the kernel sends signals to any process of this user.
+    when(FCNTL, argument(1), (_EQUAL, 1, 0, F_DUPFD_CLOEXEC), (_GREATER, 1, 0, F_SETFL), allow, refuse)
     for call in (KILL, TGKILL):
         when(call, argument(0), (_EQUAL, 0, 1, pid), allow, refuse)
     code.append(refuse)

@@ -43,6 +43,7 @@ def _nothing_left() -> Iterator[None]:
         ("print('é\\u4e2d')", "", "é中\n"),
         ("import sys\nsys.exit()", "", ""),
         ("if __name__ == '__main__': print('main')", "", "main\n"),
+        ("import os; a, b = os.pipe(); os.set_inheritable(a, True); print(os.fdopen(os.dup(0)).read())", "x", "x\n"),
     ],
 )
 def test_programs_that_compute(program: str, stdin: str, output: str) -> None:
@@ -91,6 +92,9 @@ def test_calls_and_tests() -> None:
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import os; os.kill(-1, 9)", "PermissionError"),
         ("import signal, os; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "PermissionError"),
+        ("import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, 10, 9)", "PermissionError"),  # F_SETSIG
+        ("import fcntl; fcntl.fcntl(0, fcntl.F_SETLEASE, fcntl.F_RDLCK)", "PermissionError"),
         ("import os; os.setsid()", "PermissionError"),
         ("import os; os.setuid(0)", "PermissionError"),
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),

@@ -1,0 +1,58 @@
+"""The command ``tidemill reward-server``: it serves, it is drained, and it refuses what would serve strangers."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+
+ROOT = Path(__file__).parents[2]
+
+
+async def started(*words: str, **environment: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launch", "reward-server", *words),
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_it_serves_until_it_is_drained() -> None:
+    server = await started("exact", "--port", "0", "--option", "case_sensitive=false", "--token-env", "SECRET", SECRET="s")
+    try:
+        assert server.stdout is not None
+        async with asyncio.timeout(60):
+            url = (await server.stdout.readline()).decode().split()[-1]
+        body = {"prompt": "p", "response": "PARIS", "label": "Paris"}
+        async with ClientSession() as session:
+            async with session.post(url, json=body) as response:
+                assert response.status == 401
+            async with session.post(url, json=body, headers={"Authorization": "Bearer s"}) as response:
+                assert await response.json() == {"reward": 1.0}
+        server.terminate()
+        assert await server.wait() == 0
+    finally:
+        if server.returncode is None:
+            server.kill()
+            await server.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("exact", "--host", "0.0.0.0"), 2, "want --token-env VARIABLE, or --insecure"),
+        (("exact", "--token-env", "NOT_SET_ANYWHERE"), 2, "want the variable NOT_SET_ANYWHERE set"),
+        (("exact", "--option", "strip"), 2, "--option: want KEY=VALUE"),
+        (("exact", "--option", "stripp=true"), 78, "nearest: 'strip'"),
+        (("exat",), 78, "nearest: 'exact'"),
+    ],
+)
+async def test_what_it_refuses(words: tuple[str, ...], code: int, said: str) -> None:
+    server = await started(*words)
+    _, errors = await server.communicate()
+    assert said in errors.decode()
+    assert server.returncode == code
