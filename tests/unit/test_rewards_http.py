@@ -129,10 +129,11 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
                 await remote(request())
             begin = time.monotonic()
             many = [asyncio.ensure_future(remote(request())) for _ in range(20)]
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(many[0]), 0.7)
-            tries = len(asked) - calls.OPEN_AFTER
-            assert 1 <= tries <= (time.monotonic() - begin) / calls.OPEN_S, "one call at a time tries it"
+            async with asyncio.timeout(60):
+                while len(asked) < calls.OPEN_AFTER + 3:  # noqa: ASYNC110 - the server tells nobody
+                    await asyncio.sleep(0.01)
+            assert time.monotonic() - begin > 2 * calls.OPEN_S, "one call at a time tries it"
+            assert not any(one.done() for one in many)
             up.set()
             assert await asyncio.gather(*many) == [1.0] * 20
             assert await remote(request()) == 1.0
