@@ -15,6 +15,8 @@ PROGRAM = "agent:"
 BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+AGAIN = ("restart", "replay", "resume")
+"""What an actor does with an episode that another one began."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
 
@@ -35,6 +37,8 @@ class RolloutConfig:
     """Episodes that one child runs at once; 1 = each has OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
+    again: str = "restart"
+    """How an episode goes on whose actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
@@ -83,7 +87,9 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))
     }
     budget = _budget(value.get("budget", {}), f"{where}.budget")
-    return RolloutConfig(use=use, options=dict(options), python=python, budget=budget, **counts)
+    if (again := value.get("again", AGAIN[0])) not in AGAIN:
+        raise ValueError(f"{where}.again: want {', '.join(AGAIN)}, got {again!r}")
+    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, **counts)
 
 
 def _budget(value: object, where: str) -> Budget:

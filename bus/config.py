@@ -24,6 +24,8 @@ class BusConfig:
     """Largest message of the embedded server; larger samples are split."""
     samples_max_bytes: int = 4_000_000_000
     """Bound of the stream SAMPLES; publishers wait when it is full."""
+    turns_max_bytes: int = 1_000_000_000
+    """Bound of the stream TURNS, which runs with rollouts have; when it is full, episodes go on without a log."""
     history_samples: int = 100_000
     """Messages kept behind the oldest kept checkpoint, for tails and replays."""
     duplicate_window_s: float = 600.0
@@ -64,7 +66,15 @@ class BusConfig:
     """host:port of every server of the cluster."""
 
     def __post_init__(self) -> None:
-        for name in ("max_payload_bytes", "samples_max_bytes", "duplicate_window_s", "replicas", "lease_s", "max_attempts"):
+        for name in (
+            "max_payload_bytes",
+            "samples_max_bytes",
+            "turns_max_bytes",
+            "duplicate_window_s",
+            "replicas",
+            "lease_s",
+            "max_attempts",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.max_payload_bytes < 4096:

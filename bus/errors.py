@@ -148,9 +148,10 @@ class NoRoom(BusError):
         self.stream, self.max_bytes = stream, max_bytes
 
     def __str__(self) -> str:
+        setting = f"bus.{self.stream.rpartition('_')[2].lower()}_max_bytes"
         return (
-            f"{self.stream}: want room for {self.max_bytes / 1e9:.1f} GB (bus.samples_max_bytes) in three quarters of what is free on the "
-            "disk of the nats-server, got less; lower bus.samples_max_bytes, or keep the server's store on a larger disk"
+            f"{self.stream}: want room for {self.max_bytes / 1e9:.1f} GB ({setting}) in three quarters of what is free on the "
+            f"disk of the nats-server, got less; lower {setting}, or keep the server's store on a larger disk"
         )
 
 

@@ -2,13 +2,15 @@
 
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
 
-    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool}      then {"type": "ready"} or "refused"
+    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool}
+                                                                                                      then {"type": "ready"} or "refused"
           {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
           {"type": "cancel", "episode": ID}
     out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"
 
 The program is a class, made once with the options, whose ``run(data, **extra)`` is called for each episode, or a function that is called
-as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own.
+as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
+class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state".
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def arrange(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def load(message: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the program as a function of (data, extra). Raises whatever the user's module raises."""
+def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
+    """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
     for entry in message["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
@@ -70,10 +72,13 @@ def load(message: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         run = getattr(program, "run", None)
         if not callable(run):
             raise TypeError("want a class with a method run(data, **extra)")
-        return run, {}
-    if not callable(found):
-        raise TypeError("want a class or a function, got " + type(found).__name__)
-    return found, options
+        resume = getattr(program, "resume", None) if message["resumes"] else None
+        if message["resumes"] and not callable(resume):
+            raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
+        return run, resume, {}
+    if message["resumes"] or not callable(found):
+        raise TypeError(f"want a class{' with again: resume' if message['resumes'] else ' or a function'}, got {type(found).__name__}")
+    return found, None, options
 
 
 def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +137,7 @@ class Child:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.run: Callable[..., Any] = print
+        self.resume: Callable[..., Any] | None = None
         self.options: dict[str, Any] = {}
         self.alone = False
         self.running: dict[str, asyncio.Future[None]] = {}
@@ -161,7 +167,7 @@ class Child:
     def load(self, message: dict[str, Any]) -> None:
         """Import the program."""
         try:
-            self.run, self.options = load(message)
+            self.run, self.resume, self.options = load(message)
         except BaseException as error:  # the module is the user's, and may raise anything
             self.send({"type": "refused", "reason": reason_of(error)})
             return
@@ -189,15 +195,23 @@ class Child:
 
     async def call(self, message: dict[str, Any]) -> Any:
         """Return what the program returns."""
-        extra = {"base_url": message["base_url"], "api_key": message["api_key"], "http_client": self.client()}
+        extra = {
+            "base_url": message["base_url"],
+            "api_key": message["api_key"],
+            "http_client": self.client(),
+            "saves": self.resume is not None,
+        }
         if self.alone:  # variables belong to the process, not to an episode
             root = message["base_url"].rsplit("/v1", 1)[0]
             os.environ.update(OPENAI_BASE_URL=message["base_url"], OPENAI_API_KEY=message["api_key"])
             os.environ.update(ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=message["api_key"])
-        arguments = {**self.options, **accepted(self.run, extra)}
-        if inspect.iscoroutinefunction(self.run):
-            return await self.run(message["task"], **arguments)
-        found = await in_thread(self.run, message["task"], arguments)
+        run, data = self.run, dict(message["task"])
+        if self.resume is not None and "state" in data:
+            run, extra["state"] = self.resume, data.pop("state")
+        arguments = {**self.options, **accepted(run, extra)}
+        if inspect.iscoroutinefunction(run):
+            return await run(data, **arguments)
+        found = await in_thread(run, data, arguments)
         return await found if inspect.isawaitable(found) else found
 
     def client(self) -> Any:

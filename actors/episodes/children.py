@@ -79,13 +79,16 @@ class Children:
         python: str = "",
         processes: int = 4,
         episodes_per_child: int = 8,
+        resumes: bool = False,
         kill_after_s: float = 2.0,
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
 
+        ``resumes``: the program must have a method ``resume``.
+
         ``kill_after_s``: time that an episode has to end after it was cancelled, before its child is killed.
         """
-        self._use, self._options, self._python = use, dict(options), python
+        self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
         self._processes, self._per_child, self._kill_after_s = processes, episodes_per_child, kill_after_s
         self.counters = ChildCounters()
         self._children: list[_Child] = []
@@ -190,7 +193,8 @@ class Children:
         child.reading = asyncio.create_task(self._read(child, reader), name=f"rollout child {process.pid}")
         path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
         try:
-            child.send({"type": "load", "use": self._use, "options": self._options, "path": path, "alone": self._per_child == 1})
+            how = {"path": path, "alone": self._per_child == 1, "resumes": self._resumes}
+            child.send({"type": "load", "use": self._use, "options": self._options, **how})
             async with asyncio.timeout(START_S):
                 await child.loaded
         except TimeoutError:

@@ -4,16 +4,18 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import seeded
+from actors.engines.responses import Response, seeded
 from actors.episodes.clock import Clock
 from actors.episodes.recorder import Output, Recorder
+from actors.episodes.transcript import bounded
+from actors.episodes.turn_log import StoredTurn, TurnLog, digest
 from actors.errors import BadRequest
 from bus.wire.budget import Budget
 from bus.wire.invariants import MAX_REWARD
@@ -59,6 +61,7 @@ class Episode:
     attempt: str
     recorder: Recorder = field(default_factory=Recorder)
     clock: Clock = field(default_factory=Clock)
+    log: TurnLog = field(default_factory=lambda: TurnLog(None))
     spent: str = ""
     """Limit of the budget that refused a call, the first one; empty = none."""
     failed: str = ""
@@ -67,6 +70,8 @@ class Episode:
     """Reason for which the last of its calls was refused; empty = none was, or one that was answered came later."""
     handed_back: str = ""
     """Reason outside the task for which it cannot go on; empty = none."""
+    superseded: bool = False
+    """Whether another actor makes its sample now."""
     engine: str = ""
     """Engine of the last turn."""
     text: str = ""
@@ -102,10 +107,10 @@ class Episode:
         """Sampling parameters of the task, with the seed of this member."""
         return seeded(self.task.sampling, self.index)
 
-    def stop(self, *, failed: str = "", handed_back: str = "") -> None:
+    def stop(self, *, failed: str = "", handed_back: str = "", superseded: bool = False) -> None:
         """End it, with the first reason that is given."""
         if not self.stopped.is_set():
-            self.failed, self.handed_back = failed, handed_back
+            self.failed, self.handed_back, self.superseded = failed, handed_back, superseded
             self.stopped.set()
 
     @contextmanager
@@ -138,11 +143,44 @@ class Episode:
             self._reserved.tokens -= max_new_tokens
             self._reserved.total_tokens -= growth + max_new_tokens
 
-    def record(self, prompt: NDArray[np.int32], output: Output) -> int:
-        """Record a turn that is about to be delivered, and return its number."""
-        number = self.recorder.record(prompt, output)
-        self._turns[output.id] = number
-        return number
+    async def record(self, prompt: NDArray[np.int32], output: Output, response: Response, stored: StoredTurn | None = None) -> None:
+        """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded."""
+        async with self.log.lock:
+            number = len(self.recorder)
+            if stored is None:
+                await self.log.turn(number, *self.recorder.behind(prompt), output, response)
+            else:
+                self.log.noted(number, stored)
+            self._turns[output.id] = self.recorder.record(prompt, output)
+        self.engine, self.text = response.engine, response.generation.text
+        self.queued_s += response.timings.queued_s
+        self.generating_s += response.timings.generating_s
+
+    def restore(self, text_of: Callable[[NDArray[np.int32]], str]) -> None:
+        """Record the turns in front of the stored state. ``text_of``: the text of token ids, for the transcript."""
+        messages: list[JsonObject] = []
+        for turn in self.log.restored:
+            number, context = self.recorder.behind(turn.prompt)
+            if number != len(self.recorder) - 1:
+                messages = []  # another branch
+            output = turn.output(turn.record.id)
+            self.log.noted(len(self.recorder), turn)
+            self.recorder.record(turn.prompt, output)
+            self._asked[digest(turn.prompt)] += 1
+            self.engine, self.text = turn.record.engine, turn.record.text
+            messages += [{"role": "user", "content": text_of(context)}, {"role": "assistant", "content": self.text}]
+        self.transcript = bounded(messages)
+        if self.log.state is not None:
+            numbers = {turn.record.number: number for number, turn in enumerate(self.log.restored)}
+            self._turns = {name: numbers[stored] for name, stored in self.log.state.ids.items()}
+            self.turn_rewards = {numbers[stored]: reward for stored, reward in self.log.state.rewards.items() if stored in numbers}
+
+    async def save(self, state: object) -> None:
+        """Store the program's state, behind all turns so far. Raises BadRequest, Superseded."""
+        if not self.log.resumes:
+            raise BadRequest("state: this rollout does not go on behind a state; want rollouts.NAME.again: resume")
+        async with self.log.lock:
+            await self.log.save({"state": state}, self._turns, self.turn_rewards)
 
     def reward_turn(self, turn: object, reward: object) -> None:
         """Give a turn, by id or number, its reward; null = the last one. Raises BadRequest."""
@@ -174,9 +212,9 @@ class Episode:
         seed = self.sampling.seed
         if seed is None:
             return None
-        digest = hashlib.blake2b(np.ascontiguousarray(prompt, "<i4").tobytes(), digest_size=16).digest()
-        self._asked[digest] += 1
-        mixed = hashlib.blake2b(f"{seed}.{self._asked[digest]}.".encode() + digest, digest_size=8).digest()
+        ids = digest(prompt)
+        self._asked[ids] += 1
+        mixed = hashlib.blake2b(f"{seed}.{self._asked[ids]}.".encode() + ids, digest_size=8).digest()
         return int.from_bytes(mixed, "little") % SEEDS
 
 

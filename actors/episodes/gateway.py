@@ -20,13 +20,15 @@ from aiohttp import web
 from actors.engines.responses import GenerationFailed, Interrupted, Responses
 from actors.episodes import inference_api
 from actors.episodes.episode import Episode, Spent
-from actors.episodes.model_calls import ModelCalls
+from actors.episodes.model_calls import Called, ModelCalls, answer_of
 from actors.episodes.transcript import messages_of
 from actors.errors import BadRequest
 from actors.http_api import json_map
 from actors.openai import openai_api
 from actors.router.exchange import SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
+from actors.router.tree import Piece
+from bus.streams.turns import Superseded
 from bus.wire.messages import Timings
 from weightstore.listener import Access, Listener
 
@@ -91,7 +93,9 @@ class Gateway:
     def opened(self, episode: Episode, *, max_calls_in_flight: int) -> Iterator[str]:
         """Yield the key of an episode. Behind the block its calls are ended, and the key is refused."""
         key = secrets.token_hex(16)
-        open = _Open(episode, TokenHistory(self._model, HISTORY_TEXT), asyncio.Semaphore(max_calls_in_flight))
+        history = TokenHistory(self._model, HISTORY_TEXT)
+        _remember(history, self._model, episode)
+        open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))
         self._open[key] = open
         try:
             yield key
@@ -115,7 +119,13 @@ class Gateway:
         try:
             if path == "/reward":
                 return self._reward(open.episode, await given.read())
+            if path == "/state":
+                return await self._state(open.episode, await given.read())
             made = await self._made(open, given, path, await given.read())
+            if made.status == HTTPStatus.OK:  # to the end, also when the client goes: what is stored must be recorded
+                await asyncio.shield(_deliver(open.episode, made, await given.read(), path))
+            else:
+                open.episode.refused = made.content[:500].decode(errors="replace")
         except BadRequest as error:
             open.episode.refused = str(error)
             spent = isinstance(error, Spent) or "context length" in str(error)
@@ -128,10 +138,9 @@ class Gateway:
         except GenerationFailed as error:
             open.episode.stop(failed=str(error))
             return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-        if made.status == HTTPStatus.OK:
-            _deliver(open.episode, made, await given.read(), path)
-        else:
-            open.episode.refused = made.content[:500].decode(errors="replace")
+        except Superseded:
+            open.episode.stop(superseded=True)
+            return _error("another actor makes this sample now", HTTPStatus.GONE)
         made.calls.held.close()
         return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
 
@@ -187,17 +196,32 @@ class Gateway:
         episode.reward_turn(given.get("turn"), given.get("reward"))
         return web.json_response({"success": True})
 
+    async def _state(self, episode: Episode, body: bytes) -> web.Response:
+        given = json_map(body)
+        if "state" not in given:
+            raise BadRequest('want a map with "state"')
+        await episode.save(given["state"])
+        return web.json_response({"success": True})
 
-def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
-    """Record the turns of an answer, right before it is sent."""
+
+async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
+    """Store and record the turns of an answer, right before it is sent. Raises Superseded."""
     episode.refused = ""
-    for prompt, output, response in made.calls.outputs:
-        episode.record(prompt, output)
-        episode.engine, episode.text = response.engine, response.generation.text
-        episode.queued_s += response.timings.queued_s
-        episode.generating_s += response.timings.generating_s
+    for called in made.calls.outputs:
+        await episode.record(called.prompt, called.output, called.response, called.stored)
     if made.calls.outputs:
         episode.transcript = messages_of(body, path, episode.text)
+
+
+def _remember(history: TokenHistory, model: ModelText, episode: Episode) -> None:
+    """Remember the turns in front of the stored state, so that their texts give the very ids again."""
+    known: dict[int, list[Piece]] = {-1: []}
+    for turn in episode.log.restored:
+        made = turn.record
+        context = tuple(made.context.tolist())
+        piece = [Piece(text=model.text.decode(context, skip_special=False), tokens=context)] if context else []
+        called = Called(turn.prompt, turn.output(made.id), turn.response(), turn)
+        known[made.number] = history.remember([*known.get(made.parent, []), *piece], answer_of(called, made.id), made.agent)
 
 
 def _key(given: web.Request) -> tuple[str, str]:

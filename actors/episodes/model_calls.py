@@ -10,7 +10,7 @@ no task has (grammars, biases) is refused, because the recorded log-probs would 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from actors.engines.responses import Prompt, Response, Responses
 from actors.episodes.episode import Call, Episode
 from actors.episodes.recorder import Output
+from actors.episodes.turn_log import StoredTurn
 from actors.errors import BadRequest
 from actors.events import DONE, event
 from actors.http_api import json_map
@@ -42,6 +43,18 @@ REFUSED = ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "logi
 """Parameters that change the distribution, or when a response ends by the model's own word, in a way that no task has."""
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A model call with its answer. P = tokens of its prompt."""
+
+    prompt: NDArray[np.int32]
+    """[P]."""
+    output: Output
+    response: Response
+    stored: StoredTurn | None
+    """The answer of an earlier attempt that it was given; None = it is new."""
+
+
 class ModelCalls:
     """The calls of one request: a ``Handler``. Leave ``held`` when the outputs are recorded, or will never be."""
 
@@ -52,8 +65,8 @@ class ModelCalls:
         self._episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained = name, model, agent, trained
         self.held = ExitStack()
-        self.outputs: list[tuple[NDArray[np.int32], Output, Response]] = []
-        """Prompt, output and response of each call, by place."""
+        self.outputs: list[Called] = []
+        """Each call, by place."""
 
     async def __call__(self, request: Request) -> Answer:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
@@ -73,8 +86,8 @@ class ModelCalls:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         answered = [call.result() for call in calls]
-        self.outputs = [(prompt, output, response) for prompt, output, response in answered]
-        answers = [_answer(*each, request.id, place) for place, each in enumerate(answered)]
+        self.outputs = answered
+        answers = [answer_of(each, request.id, place) for place, each in enumerate(answered)]
         if streamed:
             return Answer(HTTPStatus.OK, {"Content-Type": "text/event-stream"}, _events(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
@@ -85,10 +98,23 @@ class ModelCalls:
         one = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
         return {"object": "list", "data": [one]}
 
-    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> tuple[NDArray[np.int32], Output, Response]:
+    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> Called:
         episode = self._episode
         sampling = _sampling(episode.sampling, given, self._own if self._trained else None)
         call = self.held.enter_context(episode.call(prompt, sampling.max_new_tokens))
+        stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
+        if stored is not None:
+            response = stored.response()
+            output = stored.output(self._id(place))
+        else:
+            response = await self._generated(call, prompt, sampling, place)
+            output = self._output(call, response, place)
+        if call.limit and response.generation.finish == "length":
+            episode.spent = episode.spent or call.limit
+        return Called(prompt, output, response, stored)
+
+    async def _generated(self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int) -> Response:
+        episode = self._episode
         sampling = replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
         asked = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
@@ -97,10 +123,11 @@ class ModelCalls:
             min_version=episode.task.min_version,
             prefer=episode.engine,
         )
-        response = await self._responses.generate(asked, _accept, episode.clock.stopped)
-        if call.limit and response.generation.finish == "length":
-            episode.spent = episode.spent or call.limit
-        return prompt, self._output(call, response, place), response
+        return await self._responses.generate(asked, _accept, episode.clock.stopped)
+
+    def _id(self, place: int) -> str:
+        """Return the name of a turn."""
+        return self._name if not place else f"{self._name}.{place}"
 
     def _own(self, name: str) -> None:
         """Count a parameter that is overridden."""
@@ -112,7 +139,7 @@ class ModelCalls:
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
-            id=self._name if not place else f"{self._name}.{place}",
+            id=self._id(place),
             finish=made.finish or "",
             agent=self._agent,
             begin_s=call.begin_s,
@@ -215,9 +242,9 @@ def _ids(given: object, default: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _answer(prompt: NDArray[np.int32], output: Output, response: Response, id: str, place: int) -> JsonObject:
+def answer_of(called: Called, id: str, place: int = 0) -> JsonObject:
     """Return SGLang's JSON of a response."""
-    made = response.generation
+    made = called.response.generation
     ends = np.cumsum([span.num_tokens for span in made.spans]).tolist()
     versions = [
         {"version": str(span.version), "start": end - span.num_tokens, "end": end} for span, end in zip(made.spans, ends, strict=True)
@@ -229,9 +256,9 @@ def _answer(prompt: NDArray[np.int32], output: Output, response: Response, id: s
         "output_ids": tokens,
         "meta_info": {
             "id": id,
-            "turn": output.id,
+            "turn": called.output.id,
             "finish_reason": {"type": made.finish, "matched": made.matched},
-            "prompt_tokens": len(prompt),
+            "prompt_tokens": len(called.prompt),
             "completion_tokens": len(tokens),
             "cached_tokens": made.cached_tokens,
             "weight_version": str(made.version),

@@ -8,14 +8,18 @@ from actors.episodes.children import Children
 from actors.episodes.gateway import Gateway
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
+from actors.episodes.turn_log import RESUME
 from actors.errors import BadRow
 from actors.rollout_settings import RolloutPrograms
 from actors.router.token_history import ModelText
+from bus.streams.turns import TurnStream
 
 
 @asynccontextmanager
-async def opened_rollouts(programs: RolloutPrograms, responses: Responses) -> AsyncIterator[dict[str, ProgramRollout]]:
-    """Give the rollouts by name. Every program is loaded once, in a child that stays.
+async def opened_rollouts(
+    programs: RolloutPrograms, responses: Responses, turns: TurnStream | None = None
+) -> AsyncIterator[dict[str, ProgramRollout]]:
+    """Give the rollouts by name; ``turns`` is where their episodes are logged. Every program is loaded once, in a child that stays.
 
     Raises BadRow for a program that cannot be loaded, and for a model that is not on this machine.
     """
@@ -36,11 +40,12 @@ async def opened_rollouts(programs: RolloutPrograms, responses: Responses) -> As
                     python=config.python,
                     processes=config.processes,
                     episodes_per_child=config.episodes_per_child,
+                    resumes=config.again == RESUME,
                 )
             )
             try:
                 await children.load()
             except ProgramFailed as error:
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
-            found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight)
+            found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight, turns=turns, again=config.again)
         yield found

@@ -1,6 +1,6 @@
 """A rollout as the actor's loop sees it: from a task to one unscored or scored sample. Knows no engine and no bus."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ class Made:
     """Whether the rollout has given its reward; else it is 0, and the actor's reward scores it."""
     continued: bool = False
     """Whether another actor had begun it."""
+    stored: Callable[[int], Awaitable[None]] | None = None
+    """To be called with the sequence of the sample once it is stored. Raises Superseded."""
 
 
 class Unfinished(Exception):
@@ -29,11 +31,23 @@ class Unfinished(Exception):
         return self.reason
 
 
+class AlreadyStored(Exception):
+    """An earlier actor has made the sample, and stored it as sequence ``seq`` of SAMPLES."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(seq)
+        self.seq = seq
+
+
 class Rollout(Protocol):
     """Makes the samples of tasks, many at once."""
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Made:
-        """Make sample ``index`` of a task. Raises GenerationFailed (a FAILED sample), Unfinished (the task is handed back)."""
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
+        """Make sample ``index`` of a task. ``first``: no actor had the task before.
+
+        Raises GenerationFailed (a FAILED sample), Unfinished (the task is handed back), AlreadyStored, and Superseded when another actor
+        makes the sample now.
+        """
         ...
 
     def interrupt(self) -> None:

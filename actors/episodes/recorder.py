@@ -125,6 +125,11 @@ class Recorder:
         self._nodes.append(node)
         return node.number
 
+    def behind(self, prompt: NDArray[np.int32]) -> tuple[int, NDArray[np.int32]]:
+        """Return the number of a prompt's parent, -1 = none, and the ids of the prompt beyond the parent's end."""
+        parent = self._parent(_bytes(prompt))
+        return parent.number, prompt[parent.end // _ID_BYTES :]
+
     def growth(self, prompt: NDArray[np.int32]) -> int:
         """Return the tokens that a turn with this prompt adds to ``total_tokens`` besides its output."""
         parent = self._parent(_bytes(prompt))

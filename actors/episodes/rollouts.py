@@ -9,9 +9,11 @@ from dataclasses import replace
 from actors.engines.responses import GenerationFailed
 from actors.episodes.episode import Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
-from actors.episodes.port import EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from actors.episodes.turn_log import RESTART, TurnLog
+from bus.streams.turns import Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
-from bus.wire.messages import Partial, Sample, Status, Task, Timings
+from bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +23,15 @@ LEAVING = "the actor is draining"
 class ProgramRollout:
     """A ``Rollout`` whose samples are made by a program in child processes, which asks the model through the gateway."""
 
-    def __init__(self, gateway: Gateway, programs: Programs, *, max_calls_in_flight: int) -> None:
-        """``max_calls_in_flight``: model calls of one episode at once; others wait."""
+    def __init__(
+        self, gateway: Gateway, programs: Programs, *, max_calls_in_flight: int, turns: TurnStream | None = None, again: str = RESTART
+    ) -> None:
+        """``max_calls_in_flight``: model calls of one episode at once; others wait.
+
+        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began.
+        """
         self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
+        self._turns, self._again = turns, again
         self._open: set[Episode] = set()
         self._leaving = False
 
@@ -33,18 +41,37 @@ class ProgramRollout:
         for episode in self._open:
             episode.stop(handed_back=LEAVING)
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Made:
-        """Run the program for sample ``index`` of a task. It begins anew in every attempt. Raises GenerationFailed, Unfinished."""
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
+        """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored, Superseded."""
         if self._leaving:
             raise Unfinished(LEAVING)
-        episode = Episode(task, index, attempt)
+        episode = Episode(task, index, attempt, log=await self._taken(task, index, attempt, first=first))
+        if episode.log.sample_seq:
+            raise AlreadyStored(episode.log.sample_seq)
         self._open.add(episode)
         try:
             with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
                 result = await self._run(episode, key)
+            made = _made(episode, result)
+        except GenerationFailed:
+            await episode.log.failed()
+            raise
         finally:
             self._open.discard(episode)
-        return _made(episode, result)
+        return replace(made, stored=episode.log.ended)
+
+    async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
+        """Return the log of a sample, with what earlier attempts stored. Raises Superseded."""
+        if self._turns is None or task.kind is not Kind.TRAIN:
+            return TurnLog(None)
+        records, log = await self._turns.take(task.id, index, attempt, first=first)
+        found = TurnLog(log, records, again=self._again)
+        if records and not found.sample_seq:
+            logger.info(
+                "episode goes on task=%d index=%d again=%s turns=%d behind=%d",
+                *(task.id, index, self._again, found.pending, len(found.restored)),
+            )
+        return found
 
     async def _run(self, episode: Episode, key: str) -> EpisodeResult:
         """Return the program's result. Raises GenerationFailed, Unfinished."""
@@ -57,6 +84,8 @@ class ProgramRollout:
         ]
         try:
             await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if episode.superseded:
+                raise Superseded
             if episode.handed_back:
                 raise Unfinished(episode.handed_back)
             if episode.failed:
@@ -77,9 +106,10 @@ class ProgramRollout:
 
 
 def _described(episode: Episode) -> dict[str, object]:
-    """Return what the program is told of its task."""
-    task = episode.task
+    """Return what the program is told of its task, and of the state behind which it goes on."""
+    task, state = episode.task, episode.log.state
     return {
+        **({"state": state.state.get("state")} if state is not None else {}),
         "task": task.id,
         "index": episode.index,
         "attempt": episode.attempt,

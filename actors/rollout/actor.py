@@ -29,13 +29,14 @@ import numpy as np
 from actors.config import ActorConfig
 from actors.engines.activity import Activity
 from actors.engines.responses import GenerationFailed, Responses
-from actors.episodes.port import Made, Rollout, Unfinished
+from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from actors.rollout.single_turn import failed, failed_sample
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
+from bus.streams.turns import Superseded
 from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task
@@ -74,6 +75,8 @@ class RolloutOutcome:
     """Reason for which the sample was not generated; else empty."""
     partial: Partial | None = None
     """Partial for the next actor that leases the task: the unfinished response, or the place of the finished sample."""
+    superseded: bool = False
+    """Whether another actor makes this sample now."""
 
 
 class Actor:
@@ -199,6 +202,9 @@ class Actor:
                 outcomes = await self._group(lease, await self._stored_partials(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
+                if any(outcome.superseded for outcome in outcomes):  # what this actor says of the task would count for the other's lease
+                    logger.info("task left to another actor task=%d", task.id)
+                    return
                 if failures or unfinished:
                     await self._store_partials(outcomes)
             if failures:
@@ -255,9 +261,9 @@ class Actor:
             made = await self._each(lease, lambda index: self._make(lease, index, None), counted=False)
             unfinished = [one for one in made if isinstance(one, RolloutOutcome)]
             if unfinished:
-                return [RolloutOutcome(unfinished=unfinished[0].unfinished)] * len(made)
-            samples = await self._scored_together(lease.task, [one for one in made if isinstance(one, Sample)])
-            return list(await asyncio.gather(*(self._publish(sample) for sample in samples)))
+                return [replace(unfinished[0], partial=None)] * len(made)
+            samples = await self._scored_together(lease.task, [one.sample for one in made if isinstance(one, Made)])
+            return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))
         finally:
             self._add_in_flight(-lease.task.group_size)
 
@@ -280,36 +286,48 @@ class Actor:
             self._activity.counters.samples_found += 1
             return RolloutOutcome()
         made = await self._make(lease, index, partial)
-        return made if isinstance(made, RolloutOutcome) else await self._publish(made)
+        if isinstance(made, RolloutOutcome):
+            return made
+        outcome = await self._publish(lease.task, made.sample)
+        if made.stored is not None and outcome.partial is not None:
+            with suppress(Superseded):  # the other actor stores it once more, and it counts once
+                await made.stored(outcome.partial.sample_seq)
+        return outcome
 
-    async def _make(self, lease: Lease, index: int, partial: Partial | None) -> Sample | RolloutOutcome:
-        """Generate and score one sample; return it, FAILED too, or the outcome of one that is unfinished."""
+    async def _make(self, lease: Lease, index: int, partial: Partial | None) -> Made | RolloutOutcome:
+        """Generate and score one sample; return it, FAILED too, or the outcome of one that is not to be stored."""
         task, counters = lease.task, self._activity.counters
         try:
-            made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial)
+            first = lease.deliveries == 1
+            made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial, first=first)
             counters.tokens_generated += made.sample.response_length
             counters.partials_continued += made.continued
-            sample = await self._scored(task, made)
-            check_sample(sample)
+            made = replace(made, sample=await self._scored(task, made))
+            check_sample(made.sample)
         except Unfinished as error:
             return RolloutOutcome(unfinished=error.reason, partial=error.partial)
+        except AlreadyStored as error:
+            counters.samples_found += 1
+            return RolloutOutcome(partial=_finished_partial(task, index, lease.attempt, error.seq))
+        except Superseded:
+            return RolloutOutcome(superseded=True)
         except GenerationFailed as error:
-            sample = failed_sample(task, index, lease.attempt, str(error))
+            made = Made(sample=failed_sample(task, index, lease.attempt, str(error)))
         except WireError as error:
-            sample = self._invalid(lease.task, index, lease.attempt, error)
-        return sample
+            made = Made(sample=self._invalid(lease.task, index, lease.attempt, error))
+        return made
 
     def _invalid(self, task: Task, index: int, attempt: str, error: WireError) -> Sample:
         self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
         return failed_sample(task, index, attempt, f"invalid sample: {error}")
 
-    async def _publish(self, sample: Sample) -> RolloutOutcome:
+    async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
         """Store a sample."""
         sample = replace(sample, actor=self.id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:
-            return RolloutOutcome(partial=_finished_partial(sample, seq))
+            return RolloutOutcome(partial=_finished_partial(task, sample.index, sample.attempt, seq))
         reason = str(sample.metadata["error"])
         self._activity.failed(reason)
         return RolloutOutcome(failed=reason)
@@ -389,13 +407,13 @@ def _request_of(task: Task, sample: Sample) -> RewardRequest:
     )
 
 
-def _finished_partial(sample: Sample, seq: int) -> Partial:
+def _finished_partial(task: Task, index: int, attempt: str, seq: int) -> Partial:
     """Return a partial with the stream sequence of a finished sample."""
     return Partial(
-        run=sample.run,
-        task=sample.task,
-        index=sample.index,
-        attempt=sample.attempt,
+        run=task.run,
+        task=task.id,
+        index=index,
+        attempt=attempt,
         tokens=np.zeros(0, np.int32),
         rollout_log_probs=np.zeros(0, np.float32),
         spans=(),

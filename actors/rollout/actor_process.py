@@ -114,7 +114,7 @@ async def _work(
         if programs is not None and programs.rollouts:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
-            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses))
+            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns))
         actor = Actor(
             bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, group_score=group_score, activity=activity
         )

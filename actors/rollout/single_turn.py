@@ -24,7 +24,7 @@ class SingleTurn:
     def __init__(self, responses: Responses) -> None:
         self._responses = responses
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Made:
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
         """Generate sample ``index`` of a task, continued from ``partial`` if that fits. Raises GenerationFailed, Unfinished."""
         fit = partial if partial is not None and fits(partial, task, index) else None
         prompt = Prompt(

@@ -137,9 +137,11 @@ class TokenHistory:
         if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
-    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, object], session: str = "") -> None:
-        """Remember a prompt with its finished response; a response without ids and log-probs is left out."""
-        self.tree.remember([*prompt, *self._sampled(answer)], session)
+    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, object], session: str = "") -> list[Piece]:
+        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and log-probs is left out."""
+        whole = [*prompt, *self._sampled(answer)]
+        self.tree.remember(whole, session)
+        return whole
 
     def _sampled(self, answer: JsonMapping) -> list[Piece]:
         """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""

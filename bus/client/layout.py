@@ -58,6 +58,9 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         subjects.PARTIALS: [subjects.partial(run)],
         subjects.DEAD: [subjects.dead(run)],
     }
+    if config.rollouts:
+        names[subjects.TURNS] = [subjects.turn(run)]
+    bounds = {subjects.SAMPLES: config.samples_max_bytes, subjects.TURNS: config.turns_max_bytes}
     for name, subject_list in names.items():
         yield {
             "name": subjects.stream(run, name),
@@ -65,7 +68,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "retention": "limits",
             "storage": "file",
             "discard": "new",  # a full stream refuses new messages, because the old ones may not have been read
-            "max_bytes": config.samples_max_bytes if name == subjects.SAMPLES else -1,
+            "max_bytes": bounds.get(name, -1),
             "max_age": 0,
             "max_msgs": -1,
             "num_replicas": config.copies,

@@ -22,6 +22,7 @@ from bus.streams.partials import Partials
 from bus.streams.plans import PlanLog
 from bus.streams.samples import SampleStream
 from bus.streams.tasks import TaskQueue
+from bus.streams.turns import TurnStream
 from bus.wire import subjects
 from bus.wire.subjects import check_run
 
@@ -47,6 +48,7 @@ class Bus:
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
         self.partials = Partials(self.jet)
+        self.turns = TurnStream(self.jet)
         self.plans = PlanLog(self.jet)
         self._rows: dict[str, Rows] = {}
 

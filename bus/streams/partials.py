@@ -4,6 +4,7 @@ import logging
 
 from bus.client.jetstream import JetStream
 from bus.errors import NotFound, WireError
+from bus.streams.turns import trim_tasks
 from bus.wire import parts, subjects
 from bus.wire.codec import decode_partial, encode_partial
 from bus.wire.invariants import check_partial
@@ -57,13 +58,7 @@ class Partials:
 
     async def trim(self, below: int) -> None:
         """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""
-        try:
-            held = await self._jet.subjects(self._stream, subjects.partial(self._jet.run))
-        except NotFound:
-            return
-        for task in {subjects.task_of_partial(subject) for subject in held}:
-            if task is not None and task < below:
-                await self._jet.purge_subject(self._stream, subjects.partial(self._jet.run, task))
+        await trim_tasks(self._jet, self._stream, lambda task: subjects.partial(self._jet.run, task), below)
 
     async def _exists(self) -> bool:
         if not self._found:

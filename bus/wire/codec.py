@@ -20,6 +20,7 @@ from bus.wire.episode_invariants import check_plan, check_task
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.fields import (
     ANY,
+    BOOL,
     FLOAT,
     INT,
     MAP,
@@ -59,6 +60,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.turn_records import TurnKind, TurnRecord
 
 __all__ = [
     "Table",
@@ -69,12 +71,14 @@ __all__ = [
     "decode_record",
     "decode_sample",
     "decode_task",
+    "decode_turn_record",
     "encode_dead",
     "encode_decision",
     "encode_partial",
     "encode_record",
     "encode_sample",
     "encode_task",
+    "encode_turn_record",
 ]
 
 _FIRST = ("schema", "type")
@@ -378,6 +382,34 @@ _PARTIAL = Table(
     actor=TEXT,
     timings=_TIMINGS.nested(),
 )
+_TURN_RECORD = Table(
+    TurnRecord,
+    "turn",
+    kind=choice(TurnKind),
+    run=TEXT,
+    task=INT,
+    index=INT,
+    attempt=TEXT,
+    number=INT,
+    parent=INT,
+    context=_I4,
+    tokens=_I4,
+    log_probs=_F4,
+    spans=many(_SPAN),
+    id=TEXT,
+    finish=TEXT,
+    matched=optional(either(INT, TEXT)),
+    text=TEXT,
+    agent=TEXT,
+    begin_s=FLOAT,
+    seconds=FLOAT,
+    trained=BOOL,
+    engine=TEXT,
+    state=MAP,
+    ids=keyed(TEXT, INT),
+    rewards=keyed(INT, FLOAT),
+    sample_seq=INT,
+)
 _PLAN = Table(
     Plan,
     "plan",
@@ -455,6 +487,17 @@ def decode_partial(data: bytes) -> Partial:
     """Return a partial. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
     partial: Partial = _PARTIAL.read(data)
     return partial
+
+
+def encode_turn_record(record: TurnRecord) -> bytes:
+    """Return the bytes of a record of TURNS. Raises WireError."""
+    return _TURN_RECORD.encode(record)
+
+
+def decode_turn_record(data: bytes) -> TurnRecord:
+    """Return a record of TURNS. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    record: TurnRecord = _TURN_RECORD.read(data)
+    return record
 
 
 def encode_record(record: PlanRecord) -> bytes:

@@ -44,6 +44,12 @@ def _float(value: object) -> float:
     return float(value)
 
 
+def _bool(value: object) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -108,6 +114,7 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 INT = FieldCodec("an integer", _int, _int, int, int)
 FLOAT = FieldCodec("a number", _float, _float, float, float)
+BOOL = FieldCodec("true or false", _bool, _bool, bool, bool)
 TEXT = FieldCodec("text", _text, _text, str, str)
 MAP = FieldCodec("a map with text keys", _map, _map, None, JsonObject, by_hand=True, plain=_plain)
 PROMPT = FieldCodec("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[JsonObject], by_hand=True, plain=_plain)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bus.config import RUN_NAME
 from bus.wire.messages import Kind
 
-TASKS, SAMPLES, PLAN, PARTIALS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"
+TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
 """Buckets that not every process may read."""
@@ -174,8 +174,13 @@ def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
     return f"tm.{run}.partial.{task}.{index}"
 
 
-def task_of_partial(subject: str) -> int | None:
-    """Return the id of the task that a subject of PARTIALS names; None when it names none."""
+def turn(run: str, task: int | str = "*", index: int | str = "*") -> str:
+    """Return the subject of the log of an episode, or the filter of many: by default of all of them."""
+    return f"tm.{run}.turn.{task}.{index}"
+
+
+def task_named(subject: str) -> int | None:
+    """Return the id of the task that a subject of PARTIALS or TURNS names; None when it names none."""
     return natural(subject.split(".")[3])
 
 

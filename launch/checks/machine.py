@@ -155,7 +155,8 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
     free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
     checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0)
     kept = CHECKPOINT_BYTES * parameters * (checkpoints + 1) + 4 * parameters if trains else 0
-    stored = 0 if config.bus.url else config.bus.samples_max_bytes
+    turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
+    stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
     got = f"{_gb(free)} free on {there}"
     if kept > free:
         want = f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and the model"

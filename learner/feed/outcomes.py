@@ -200,6 +200,7 @@ class Outcomes:
         # oldest checkpoint, because a restart from it reads them again.
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
+        await self._bus.turns.trim(state["tasks"]["floor"] + 1)
         if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
             await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
         if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:

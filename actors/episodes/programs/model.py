@@ -36,6 +36,12 @@ class Policy:
         """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
         return await self._choice("/completions", {"model": "policy", "prompt": prompt, **more})
 
+    async def save(self, state: object) -> None:
+        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
+        async with self._session.post(self._base_url.removesuffix("/v1") + "/state", json={"state": state}) as response:
+            if response.status != 200:
+                raise RuntimeError(f"the state was not taken: {(await response.read())[:1000].decode(errors='replace')}")
+
     async def _choice(self, path: str, body: object) -> dict[str, Any]:
         async with self._session.post(self._base_url + path, json=body) as response:
             content = await response.read()

@@ -13,8 +13,8 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actors.episodes.programs.model import BudgetSpent, Policy
@@ -39,6 +39,13 @@ class Played:
     """Of the turns, by an environment."""
     spent: bool = False
     """Whether the budget ended it."""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of the next request, with protocol chat."""
+    text: str = ""
+    """Of the next request, with protocol text."""
+    place: Any = None
+    """Of the environment: what its ``state`` returned."""
+    done: bool = False
 
 
 class MultiTurn:
@@ -63,7 +70,8 @@ class MultiTurn:
 
         ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with groups
         ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn. ``environment``: import
-        path of a class with ``reset(data)`` and ``step(text)`` instead of tools. ``max_tokens`` of one turn, 0 = the task's.
+        path of a class with ``reset(data)`` and ``step(text)`` instead of tools, and with ``state()`` and ``restore(state)`` for ``again:
+        resume``. ``max_tokens`` of one turn, 0 = the task's.
         ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
         """
         if protocol not in PROTOCOLS:
@@ -89,88 +97,115 @@ class MultiTurn:
         self._tool_seconds, self._ends_at_errors = tool_seconds, errors == "end"
         self._more: dict[str, Any] = {**({"stop": list(stop)} if stop else {}), **({"max_tokens": max_tokens} if max_tokens else {})}
         self._environment = _environment(environment, environment_options or {}) if environment else None
+        if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
+            self.resume = self._resume  # an environment that cannot tell its state has none
 
-    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = that of the last answer."""
-        return self.reward(data, await self.play(data, base_url, api_key))
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
+        """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
+        return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
+
+    async def _resume(
+        self, data: Mapping[str, Any], state: Mapping[str, Any], base_url: str, api_key: str
+    ) -> float | dict[str, float] | None:
+        """Go on behind a state of an earlier attempt."""
+        return self.reward(data, await self.play(data, base_url, api_key, played=Played(**state), saves=True))
 
     def reward(self, data: Mapping[str, Any], played: Played) -> float | dict[str, float] | None:
         """Return the reward of an episode: those of an environment by turn, else None. Subclasses have others."""
         return dict(zip(played.ids, played.rewards, strict=True)) if played.rewards else None
 
-    async def play(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Played:
-        """Play one episode. Raises RuntimeError for answers that are no answers; TypeError for a prompt of another form."""
-        played = Played()
+    async def play(
+        self, data: Mapping[str, Any], base_url: str, api_key: str, *, played: Played | None = None, saves: bool = False
+    ) -> Played:
+        """Play one episode to its end, from the start or from what was ``played`` before.
+
+        Raises RuntimeError for answers that are no answers; TypeError for a prompt of another form.
+        """
+        if played is None:
+            played = Played()
+            if self._environment is None and self._protocol == "chat":
+                played.messages = _messages(data["prompt"], self._system)
+            elif self._environment is None:
+                played.text = _text(data["prompt"])
+        turn = self._turn if self._environment is None else await self._game(data, played)
         async with Policy(base_url, api_key) as policy:
             try:
-                if self._environment is not None:
-                    await self._step(policy, data, played)
-                elif self._protocol == "chat":
-                    await self._chat(policy, _messages(data["prompt"], self._system), played)
-                else:
-                    await self._text(policy, _text(data["prompt"]), played)
+                while not played.done:
+                    await turn(policy, played)
+                    played.done = played.done or len(played.ids) >= self._max_turns
+                    if saves:
+                        await policy.save(asdict(played))
             except BudgetSpent:
                 if not played.ids:  # the prompt alone is too long
                     raise
                 played.spent = True
         return played
 
-    async def _chat(self, policy: Policy, messages: list[Mapping[str, Any]], played: Played) -> None:
-        schemas = [tool.schema for tool in self._tools.values()]
-        for turn in range(self._max_turns):
-            message = _noted(played, await policy.chat(messages, schemas, **self._more))
-            calls = message.get("tool_calls") or []
-            if not calls or turn + 1 == self._max_turns:
-                return
-            messages.append(message)
-            for call in calls:
-                asked = call["function"]
-                result = await self._called(asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
-                if self._ends_at_errors and result.startswith(FAILED):
-                    return
-                messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
+    async def _turn(self, policy: Policy, played: Played) -> None:
+        """Ask once, and call the tools that the answer asks for."""
+        if self._protocol == "text":
+            await self._text_turn(policy, played)
+        else:
+            await self._chat_turn(policy, played)
 
-    async def _text(self, policy: Policy, text: str, played: Played) -> None:
-        for turn in range(self._max_turns):
-            choice = await policy.complete(text, **self._more)
-            said = str(choice["text"])
-            played.ids.append(choice["id"])
-            played.answers.append(said)
-            found = self._call.search(said) if self._tools else None
-            if found is None or turn + 1 == self._max_turns:
-                return
-            groups = found.groupdict()
-            name = groups.get("tool") or next(iter(self._tools))
-            argument = groups.get("argument") if "argument" in groups else found[1]
-            result = await self._called(name, self._argument(name, argument or ""), played)
+    async def _chat_turn(self, policy: Policy, played: Played) -> None:
+        message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in self._tools.values()], **self._more))
+        calls = message.get("tool_calls") or []
+        if not calls or len(played.ids) == self._max_turns:
+            played.done = True
+            return
+        played.messages.append(message)
+        for call in calls:
+            asked = call["function"]
+            result = await self._called(asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
             if self._ends_at_errors and result.startswith(FAILED):
+                played.done = True
                 return
-            text += said + self._result.replace("{result}", result)
+            played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
-    async def _step(self, policy: Policy, data: Mapping[str, Any], played: Played) -> None:
+    async def _text_turn(self, policy: Policy, played: Played) -> None:
+        said = await _completed(policy, played, self._more)
+        found = self._call.search(said) if self._tools else None
+        if found is None or len(played.ids) == self._max_turns:
+            played.done = True
+            return
+        groups = found.groupdict()
+        name = groups.get("tool") or next(iter(self._tools))
+        argument = groups.get("argument") if "argument" in groups else found[1]
+        result = await self._called(name, self._argument(name, argument or ""), played)
+        played.done = self._ends_at_errors and result.startswith(FAILED)
+        played.text += said + self._result.replace("{result}", result)
+
+    async def _game(self, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
+        """Return the function that plays a turn of a game: a new one, or the one whose state has been stored."""
         assert self._environment is not None
         made, options = self._environment
         game = made(**options)
-        observation = await _awaited(game.reset(dict(data)))
-        messages = _messages(observation, self._system) if self._protocol == "chat" else []
-        text = "" if messages else _text(observation)
-        for _ in range(self._max_turns):
-            if messages:
-                message = _noted(played, await policy.chat(messages, **self._more))
+        if played.place is not None:
+            await _awaited(game.restore(played.place))
+        else:
+            observation = await _awaited(game.reset(dict(data)))
+            if self._protocol == "chat":
+                played.messages = _messages(observation, self._system)
+            else:
+                played.text = _text(observation)
+
+        async def turn(policy: Policy, played: Played) -> None:
+            """Ask once, and play the answer."""
+            if self._protocol == "chat":
+                message = _noted(played, await policy.chat(played.messages, **self._more))
                 said = str(message.get("content") or "")
             else:
-                choice = await policy.complete(text, **self._more)
-                said = str(choice["text"])
-                played.ids.append(choice["id"])
-                played.answers.append(said)
-            observation, reward, done = await _awaited(game.step(said))
+                said = await _completed(policy, played, self._more)
+            observation, reward, played.done = await _awaited(game.step(said))
             played.rewards.append(float(reward))
-            if done:
-                return
-            if messages:
-                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": _text(observation)}]
-            else:
-                text += said + _text(observation)
+            if not played.done and self._protocol == "chat":
+                played.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": _text(observation)}]
+            elif not played.done:
+                played.text += said + _text(observation)
+            played.place = await _awaited(game.state()) if hasattr(game, "state") else None
+
+        return turn
 
     async def _called(self, name: str, arguments: object, played: Played) -> str:
         tool: Tool | None = self._tools.get(name)
@@ -188,6 +223,13 @@ class MultiTurn:
             return found
         first = next(iter(self._tools[name].schema["function"]["parameters"]["properties"]), None)
         return {} if first is None else {first: text}
+
+
+async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> str:
+    choice = await policy.complete(played.text, **more)
+    played.ids.append(choice["id"])
+    played.answers.append(str(choice["text"]))
+    return played.answers[-1]
 
 
 def _noted(played: Played, choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""The stream TURNS: the log of an episode, which the next actor of its task goes on from. One actor at a time writes a subject.
+
+::
+
+    take   turn   turn   state   turn   end          tm.<run>.turn.<task>.<index>, in order
+     |       |                            |
+     |       stored before it is delivered +-- the sample is stored
+     from here on whoever wrote before is refused: each record names the sequence of the one before it
+
+Nothing in it is ever needed. What cannot be stored in time leaves the episode unlogged, and it goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bus.client.jetstream import JetStream
+from bus.client.outbox import WRONG_LAST_SEQUENCE
+from bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
+from bus.wire import parts, subjects
+from bus.wire.codec import decode_turn_record, encode_turn_record
+from bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
+
+_log = logging.getLogger(__name__)
+
+STORE_S = 2.0
+"""Longest wait for a record, in seconds. The answer that it is about waits as long."""
+READ_S = 10.0
+"""Longest wait for the log of an earlier actor."""
+_PAUSE_S = 0.1
+_TAKES = 8
+"""Tries to take an episode while others write to its log."""
+
+
+class Superseded(Exception):
+    """Another actor makes the sample now. This one ends the episode, and says nothing to the queue."""
+
+
+@dataclass(slots=True)
+class TurnCounters:
+    """Counts since the start."""
+
+    stored: int = 0
+    unlogged: int = 0
+    """Episodes that go on without a log: a record was not stored in time, or is larger than a message may be."""
+    superseded: int = 0
+
+
+class EpisodeLog:
+    """The log of one sample, as the actor that took it writes it. Calls must not overlap."""
+
+    def __init__(self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None) -> None:
+        self._turns, self._task, self._index, self._attempt = turns, task, index, attempt
+        self._last, self._count = last, 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether records are stored: False once one was not."""
+        return self._last is not None
+
+    async def append(self, kind: TurnKind, **fields: Any) -> None:
+        """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded."""
+        if self._last is None:
+            return
+        self._count += 1
+        record = TurnRecord(kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields)
+        last, self._last = self._last, None  # whoever is cancelled here does not know what is stored
+        self._last = await self._turns.store(record, f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}", last)
+
+
+class TurnStream:
+    """The stream TURNS of a run."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self.run = jet.run
+        self.counters = TurnCounters()
+        self._stream = subjects.stream(jet.run, subjects.TURNS)
+
+    async def take(self, task: int, index: int, attempt: str, *, first: bool) -> tuple[list[TurnRecord], EpisodeLog]:
+        """Begin to write the log of a sample; return the records of earlier attempts, and the log.
+
+        ``first``: no actor had the task before, so there should be none. Raises Superseded when others take it all the time.
+        """
+        records: list[TurnRecord] = []
+        for _ in range(_TAKES):
+            last = 0
+            if not first:
+                try:
+                    records, last = await asyncio.wait_for(self._read(task, index), READ_S)
+                except (BusError, TimeoutError) as error:
+                    _log.warning("log of an episode not read task=%d index=%d error=%s", task, index, error)
+                    self.counters.unlogged += 1
+                    return [], EpisodeLog(self, task, index, attempt, None)
+            log = EpisodeLog(self, task, index, attempt, last)
+            try:
+                await log.append(TurnKind.TAKE)
+            except Superseded:
+                first = False
+                continue
+            return records, log
+        self.counters.superseded += 1
+        raise Superseded
+
+    async def store(self, record: TurnRecord, message_id: str, last: int) -> int | None:
+        """Store a record behind sequence ``last`` of its subject; return its sequence, None when it is not stored. Raises Superseded."""
+        try:
+            check_turn_record(record)
+            data = encode_turn_record(record)
+        except WireError as error:
+            self._unlogged(record, str(error))
+            return None
+        if not parts.fits(data, self._jet.connection.max_payload):
+            self._unlogged(record, f"{len(data)} bytes are more than a message may have")
+            return None
+        subject = subjects.turn(self.run, record.task, record.index)
+        headers = {subjects.MESSAGE_ID: message_id, subjects.EXPECTED_LAST_ON_SUBJECT: str(last)}
+        try:
+            async with asyncio.timeout(STORE_S):
+                seq = await self._stored(subject, data, headers)
+        except TimeoutError:
+            self._unlogged(record, f"not stored within {STORE_S:g} s")
+        except Superseded:
+            if record.kind is not TurnKind.TAKE:
+                self.counters.superseded += 1
+            raise
+        except BusError as error:
+            self._unlogged(record, str(error))
+        else:
+            self.counters.stored += 1
+            return seq
+        return None
+
+    async def _stored(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        while True:
+            try:
+                return (await self._jet.outbox.attempt(subject, data, headers)).seq
+            except BusUnavailable:
+                await asyncio.sleep(_PAUSE_S)
+            except Refused as error:
+                if error.code not in WRONG_LAST_SEQUENCE:
+                    raise
+                message = await self._jet.last(self._stream, subject)
+                if message.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]:
+                    return message.seq  # stored by a try whose answer was lost
+                raise Superseded from None
+
+    def _unlogged(self, record: TurnRecord, reason: str) -> None:
+        _log.warning("episode goes on without a log task=%d index=%d record=%s error=%s", record.task, record.index, record.kind, reason)
+        self.counters.unlogged += 1
+
+    async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int]:
+        """Return the usable records of a sample in order, and the last sequence of its subject, or 0. Raises BusUnavailable."""
+        subject = subjects.turn(self.run, task, index)
+        records: list[TurnRecord] = []
+        seq = 0
+        while True:
+            try:
+                message = await self._jet.next(self._stream, seq + 1, subject)
+            except NotFound:
+                return records, seq
+            seq = message.seq
+            record = self._jet.refusals.read(subjects.TURNS, seq, partial(self._record, message.data, task, index))
+            if record is not None:
+                records.append(record)
+
+    def _record(self, data: bytes, task: int, index: int) -> TurnRecord:
+        """Return the record in a message. Raises WireError."""
+        record = decode_turn_record(data)
+        check_turn_record(record)
+        if (record.run, record.task, record.index) != (self.run, task, index):
+            raise WireError("run, task, index", f"{self.run}, {task}, {index}", f"{record.run}, {record.task}, {record.index}")
+        return record
+
+    async def trim(self, below: int) -> None:
+        """Remove the logs of tasks with ids < ``below``. Raises BusUnavailable."""
+        await trim_tasks(self._jet, self._stream, lambda task: subjects.turn(self.run, task), below)
+
+
+async def trim_tasks(jet: JetStream, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
+    """Remove what a stream holds of tasks with ids < ``below``; their id is the fourth part of a subject. Raises BusUnavailable."""
+    try:
+        held = await jet.subjects(stream, subject_of("*"))
+    except NotFound:
+        return
+    for task in {subjects.task_named(subject) for subject in held}:
+        if task is not None and task < below:
+            await jet.purge_subject(stream, subject_of(task))

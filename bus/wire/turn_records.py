@@ -1,0 +1,114 @@
+"""What the actors of one sample of an episode leave for each other: who makes it, its turns, the program's state, and its end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import WireError
+from bus.wire.invariants import LOG_PROB_SLACK, MAX_REWARD, MIN_LOG_PROB
+from bus.wire.json_object import JsonObject
+from bus.wire.messages import Span
+
+_ID_LIMIT = 2**63
+
+
+class TurnKind(StrEnum):
+    """What a record says."""
+
+    TAKE = "take"
+    """``attempt`` makes the sample from here on: no earlier one may write."""
+    TURN = "turn"
+    """An answer, stored before the program is given it."""
+    STATE = "state"
+    """State of the program behind its first ``number`` turns."""
+    END = "end"
+    """The sample is stored, as ``sample_seq``."""
+    FAILED = "failed"
+    """The episode failed. It begins anew: what stands before this is void."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """A message of TURNS. R = tokens of the answer."""
+
+    kind: TurnKind
+    run: str
+    task: int
+    index: int
+    attempt: str
+    """Nonce of the lease under which it was stored."""
+    number: int = 0
+    """Of a turn: its number, from 0 and in order of storage. Of a state: above the numbers of the turns in front of it."""
+    parent: int = -1
+    """Number of the turn whose prompt and answer its prompt begins with; -1 = none."""
+    context: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Token ids of its prompt beyond its parent's end."""
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Sampled ids, [R]."""
+    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Log-probabilities as in a Sample, [R]."""
+    spans: tuple[Span, ...] = ()
+    id: str = ""
+    """Name of the turn, as the program saw it."""
+    finish: str = ""
+    matched: int | str | None = None
+    """Token id or stop string that ended it."""
+    text: str = ""
+    agent: str = ""
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    trained: bool = True
+    engine: str = ""
+    state: JsonObject = field(default_factory=dict)
+    """Of a state: ``state``, what the program gave."""
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """Of a state: numbers of all turns in front of it, by the names that a program has seen for them."""
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    """Of a state: rewards of turns so far."""
+    sample_seq: int = 0
+    """Of an end: sequence of the sample in SAMPLES."""
+    extra: JsonObject = field(default_factory=dict)
+    """Unknown fields, kept and passed on."""
+
+
+def check_turn_record(record: TurnRecord) -> None:
+    """Check a record. Raises WireError naming the field."""
+    if not 1 <= record.task < _ID_LIMIT or not 0 <= record.index < _ID_LIMIT:
+        raise WireError("task, index", f"1 <= task < {_ID_LIMIT} and index >= 0", f"{record.task}, {record.index}")
+    if not record.attempt:
+        raise WireError("attempt", "a nonce", record.attempt)
+    if (record.kind is TurnKind.END) != (record.sample_seq > 0):
+        raise WireError("sample_seq", "a sequence >= 1 in an end, and only there", record.sample_seq)
+    if not -1 <= record.parent < max(record.number, 1) or record.number < 0:
+        raise WireError("number, parent", "-1 <= parent < number", f"{record.number}, {record.parent}")
+    if record.kind is TurnKind.TURN:
+        _check_turn(record)
+    if record.kind is TurnKind.STATE:
+        _check_state(record)
+
+
+def _check_turn(record: TurnRecord) -> None:
+    length, log_probs = len(record.tokens), record.log_probs
+    if not len(record.context) and record.parent < 0:
+        raise WireError("context", "at least one id", "none")
+    if len(log_probs) != length:
+        raise WireError("log_probs", f"{length} values", len(log_probs))
+    if not ((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)).all():  # NaN fails both
+        raise WireError("log_probs", f"{MIN_LOG_PROB:g} to 0", "others")
+    for name, ids in (("context", record.context), ("tokens", record.tokens)):
+        if len(ids) and ids.min() < 0:
+            raise WireError(name, "ids >= 0", int(ids.min()))
+    if any(span.num_tokens < 1 or span.version < 0 for span in record.spans) or sum(span.num_tokens for span in record.spans) != length:
+        raise WireError("spans", f"lengths >= 1 with the sum {length}, versions >= 0", list(record.spans))
+
+
+def _check_state(record: TurnRecord) -> None:
+    for name, number in record.ids.items():
+        if not 0 <= number < record.number:
+            raise WireError(f"ids[{name!r}]", f"a number below {record.number}", number)
+    for number, reward in record.rewards.items():
+        if not 0 <= number < record.number or not abs(reward) <= MAX_REWARD:
+            raise WireError(f"rewards[{number}]", f"a number below {record.number}, and a reward within +-{MAX_REWARD:g}", reward)
