@@ -18,6 +18,7 @@ from actors.episodes.gateway import Gateway
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
+from bus.streams.turns import TurnStream
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling, Task
 from tests.engine_serving import Served, serving
@@ -108,7 +109,15 @@ def task(*, budget: Budget | None = None, seed: int | None = 7, **sampling: Any)
 
 
 @asynccontextmanager
-async def stage(model_dir: Path, program: Program, *, max_calls: int = 16, timeout_s: float = 60.0) -> AsyncIterator[Stage]:
+async def stage(
+    model_dir: Path,
+    program: Program,
+    *,
+    max_calls: int = 16,
+    timeout_s: float = 60.0,
+    turns: TurnStream | None = None,
+    again: str = "restart",
+) -> AsyncIterator[Stage]:
     async with serving(model_dir) as served, aiohttp.ClientSession() as session:
         engines = EnginePool(UrlDiscovery([served.engine.url], HttpEngine), HttpEngine)
         running = asyncio.create_task(engines.run())
@@ -117,7 +126,7 @@ async def stage(model_dir: Path, program: Program, *, max_calls: int = 16, timeo
         await gateway.start()
         programs = InProcess(session, program)
         try:
-            rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls)
+            rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again)
             yield Stage(served, engines, responses, gateway, programs, rollout, session)
         finally:
             await gateway.close()

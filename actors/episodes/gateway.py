@@ -94,6 +94,7 @@ class Gateway:
         """Yield the key of an episode. Behind the block its calls are ended, and the key is refused."""
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT)
+        episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         _remember(history, self._model, episode)
         open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))
         self._open[key] = open
