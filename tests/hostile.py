@@ -10,8 +10,9 @@ from typing import Any
 import msgpack
 
 from bus.wire import parts
-from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task
+from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task, encode_turn_record
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence, LiveRow
+from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_partial, make_sample, make_task
 
 NO_TASK = 10**6
@@ -107,12 +108,14 @@ class Hostile:
         run, task = self._run, NO_TASK + self.random.randrange(1000)
         sample = encode_sample(make_sample(run, task=task))
         dead = encode_dead(Dead(task=task, reason="r", attempts=1, actor="a", prompt="p", root=task))
+        end = TurnRecord(kind=TurnKind.END, run=run, task=task, index=0, attempt="a", sample_seq=1)
         seqs = [self.random.randrange(1, 500) for _ in range(self.random.randrange(1, 60))]
         return [
             *((f"tm.{run}.sample.{where}", sample) for where in ("train.0.x", "eval.none.x", "x", "\u00b2.\u00b2", f"train.{'9' * 40}.x")),
             (f"tm.{run}.sample.train.0.x.parts", parts.describe(sample, seqs)),
             (f"tm.{run}.part.train.{task}", sample),
             *((f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task))) for where in (f"{task}.0", "x.x", f"{'9' * 40}.0")),
+            *((f"tm.{run}.turn.{where}", encode_turn_record(end)) for where in (f"{task}.0", "x.x")),
             *((f"tm.{run}.dead.task.{where}", dead) for where in (task, "x", "9" * 40)),
             *((f"tm.{run}.dead.word.{where}", encode_decision(DeadLetterDecision(task=task, word="requeue"))) for where in (task, "x")),
             (f"tm.{run}.dead.report.{task}", b"\x81\xa1a\x01"),

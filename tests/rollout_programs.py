@@ -1,6 +1,6 @@
 """Programs of rollouts as users write them: nothing of Tidemill is imported."""
 
-# ruff: noqa: ASYNC220, ASYNC230, ASYNC251 - programs of users do that
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC230, ASYNC240, ASYNC251 - programs of users do that
 
 import asyncio
 import json
@@ -31,6 +31,17 @@ def ask(base_url, api_key, messages):
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers), timeout=120) as answer:
         return json.load(answer)["choices"][0]["message"]["content"] or ""
+
+
+class Resumes:
+    """Says what it was called with."""
+
+    def run(self, data, saves):
+        return {"run": 1, "saves": saves}
+
+    async def resume(self, data, state, **extra):
+        assert "state" not in data and extra["saves"]
+        return {"resumed": state["turn"]}
 
 
 class Tries:
@@ -64,6 +75,7 @@ class Script:
 
     async def run(self, data, base_url, api_key, http_client=None):
         self.calls += 1
+        self.base_url, self.api_key = base_url, api_key
         return await getattr(self, data["metadata"]["do"])(data)
 
     async def give(self, data):
@@ -93,6 +105,14 @@ class Script:
     async def waits(self, data):
         open(data["metadata"]["file"], "w").close()
         await asyncio.Event().wait()
+
+    async def asks(self, data):
+        first = await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4")
+        open(data["metadata"]["file"], "w").close()
+        while not os.path.exists(data["metadata"]["goes_on"]):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4" + first)
+        return 1
 
     async def holds_on(self, data):
         open(data["metadata"]["file"], "w").close()

@@ -26,6 +26,8 @@ from bus.wire.messages import Timings
 from bus.wire.turn_records import TurnKind, TurnRecord
 
 RESTART, REPLAY, RESUME = AGAIN
+MOST_IDS = 1 << 26
+"""Most token ids of all sequences that are read from a log; an episode begins anew behind those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,12 @@ class TurnLog:
     def _read(self, records: Sequence[TurnRecord]) -> None:
         whole: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
         turns: dict[int, StoredTurn] = {}
+        ids = 0
         for record in records:
             if record.kind is TurnKind.TURN and record.parent in whole:
+                ids += len(whole[record.parent]) + len(record.context) + len(record.tokens)
+                if ids > MOST_IDS:
+                    break
                 self._count = max(self._count, record.number + 1)
                 turn = StoredTurn(np.concatenate([whole[record.parent], record.context]), record)
                 whole[record.number] = np.concatenate([turn.prompt, record.tokens])

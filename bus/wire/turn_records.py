@@ -13,6 +13,8 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Span
 
 _ID_LIMIT = 2**63
+MOST_TURNS = 2**31
+"""Limit of the numbers of turns."""
 
 
 class TurnKind(StrEnum):
@@ -82,8 +84,8 @@ def check_turn_record(record: TurnRecord) -> None:
         raise WireError("attempt", "a nonce", record.attempt)
     if (record.kind is TurnKind.END) != (record.sample_seq > 0):
         raise WireError("sample_seq", "a sequence >= 1 in an end, and only there", record.sample_seq)
-    if not -1 <= record.parent < max(record.number, 1) or record.number < 0:
-        raise WireError("number, parent", "-1 <= parent < number", f"{record.number}, {record.parent}")
+    if not -1 <= record.parent < max(record.number, 1) or not 0 <= record.number < MOST_TURNS:
+        raise WireError("number, parent", f"-1 <= parent < number < {MOST_TURNS}", f"{record.number}, {record.parent}")
     if record.kind is TurnKind.TURN:
         _check_turn(record)
     if record.kind is TurnKind.STATE:

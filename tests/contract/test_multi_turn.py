@@ -1,7 +1,7 @@
 """The rollout ``multi_turn`` on a real engine: what is trained and what is context, protocols, environments and ends."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
+from actors.episodes.children import Children
+from actors.episodes.port import ProgramFailed
 from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.sum_game import SumGame
 from actors.rollout_settings import parse_rollouts
@@ -49,6 +51,16 @@ class Game:
     async def step(self, action: str) -> tuple[str, float, bool]:
         self.number += 1
         return f" You said {len(action)} letters.", float(self.number), self.number == self.actions
+
+
+class SavedGame(Game):
+    """A game that tells its state, and can end its process."""
+
+    def state(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
 
 
 async def made(model_dir: Path, rollout: MultiTurn, prompt: Any = "hello", **options: Any) -> tuple[Sample, Any]:
@@ -89,6 +101,42 @@ async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> Non
         assert sample.status is Status.COMPLETED
 
 
+@pytest.mark.parametrize("protocol", ["text", "chat"])
+async def test_it_goes_on_behind_every_state(model_dir: Path, protocol: str) -> None:
+    """The environment, its rewards, and the texts of the next request are those of an episode that did not stop."""
+    rollout = MultiTurn(protocol=protocol, environment=f"{HERE}:SavedGame", environment_options={"actions": 3})
+    states: list[Any] = []
+    asked: list[int] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        given = await http.json()
+        if http.path == "/state":
+            states.append(given["state"])
+            return web.json_response({"success": True})
+        asked.append(len(str(given.get("prompt") or given.get("messages"))))
+        said = f"said {len(asked)}"
+        choice = {"message": {"role": "assistant", "content": said}} if protocol == "chat" else {"text": said}
+        return web.json_response({"id": f"turn-{len(asked)}", "choices": [choice]})
+
+    async with listening({"/v1/chat/completions": answer, "/v1/completions": answer, "/state": answer}) as url:
+        whole = await rollout.run({"prompt": "hello"}, url + "/v1", "key", saves=True)
+        requests = list(asked)
+        assert whole == {"turn-1": 1.0, "turn-2": 2.0, "turn-3": 3.0} and len(states) == 3
+        for place, state in enumerate(json.loads(json.dumps(states)), 1):
+            del asked[place:]
+            assert await rollout.resume({"prompt": "hello"}, state, url + "/v1", "key") == whole
+            assert asked == requests
+
+
+async def test_only_what_has_a_state_can_resume() -> None:
+    assert not hasattr(MultiTurn(environment=f"{HERE}:Game"), "resume")
+    assert hasattr(MultiTurn(tools=["calculator"]), "resume")
+    children = Children("actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{HERE}:Game"}, resumes=True)
+    async with children:
+        with pytest.raises(ProgramFailed, match=r"again: resume wants a class with a method resume\(data, state"):
+            await children.load()
+
+
 async def test_a_spent_budget_is_the_end_and_is_trained(model_dir: Path) -> None:
     rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", max_turns=50, call=ANYTHING)
     sample, _ = await made(model_dir, rollout, budget=Budget(turns=3))
@@ -110,13 +158,21 @@ async def scripted(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
         asked.append(await http.json())
         return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"message": answers[len(asked) - 1]}]})
 
+    async with listening({"/v1/chat/completions": answer}) as url:
+        yield f"{url}/v1", asked
+
+
+@asynccontextmanager
+async def listening(posts: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Serve handlers by path, and give the URL."""
     application = web.Application()
-    application.router.add_post("/v1/chat/completions", answer)
+    for path, handler in posts.items():
+        application.router.add_post(path, handler)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 

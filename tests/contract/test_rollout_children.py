@@ -33,6 +33,17 @@ async def refusal(pool: Children, do: str, **metadata: Any) -> str:
     return found.value.reason
 
 
+async def test_an_episode_goes_on_behind_its_state_in_a_class_that_can() -> None:
+    async with children("tests.rollout_programs:Resumes", resumes=True) as pool:
+        assert (await run(pool, "")).value == {"run": 1.0, "saves": 1.0}
+        task = {"prompt": "p", "state": {"turn": 3}}
+        assert (await pool.run("2.0.a", base_url="http://127.0.0.1:9/v1", api_key="k", task=task)).value == {"resumed": 3.0}
+    for use in ("Agent", "plain"):
+        async with children(f"tests.rollout_programs:{use}", resumes=True) as pool:
+            with pytest.raises(ProgramFailed, match="again: resume"):
+                await pool.load()
+
+
 async def begun(file: Path) -> None:
     while not file.exists():
         await asyncio.sleep(0.005)

@@ -109,6 +109,36 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
         await work
 
 
+async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer to the queue would be one for the lease of the other. The task is given to somebody again when the lease has run out."""
+    caplog.set_level("INFO")
+    async with open_bus(rollouts=("script",), lease_s=2) as bus, engine(bus):
+        file, goes_on = tmp_path / "up", tmp_path / "on"
+        metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}
+        (task,) = await issue(bus, await take_over(bus), rollout="script", metadata=metadata, group_size=1, budget=Budget(turns=4))
+        draining = asyncio.Event()
+        rollouts = programs(script=SCRIPT | {"again": "replay"})
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=rollouts)
+        )
+        while not file.exists():  # noqa: ASYNC110 - the program makes it
+            await asyncio.sleep(0.01)
+        await bus.turns.take(task, 0, "other", first=False)
+        goes_on.touch()
+        (sample,) = await samples_until(bus, complete([task], 1))
+        await settled(bus)
+        draining.set()
+        await work
+        assert f"task left to another actor task={task}" in caplog.text
+        assert (sample.status, sample.reward) == (Status.COMPLETED, 1.0) and sample.turns is not None and len(sample.turns.at) == 2
+        assert await bus.dead.of(task) is None and "task failed" not in caplog.text
+        assert [str(record.kind) for record in (await bus.turns.take(task, 0, "reader", first=False))[0]] == [
+            *("take", "turn", "take", "take", "turn", "end"),
+        ]
+
+
 async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus(rollouts=("a",)) as bus:
         for use, reason in (("agent:tests.nowhere:f", "tests.nowhere"), ("agent:tests.rollout_programs:Refuses", "no licence")):

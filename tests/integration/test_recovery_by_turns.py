@@ -179,7 +179,11 @@ async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not
             assert other.tokens.tolist() == whole.tokens.tolist()
             np.testing.assert_allclose(other.rollout_log_probs, whole.rollout_log_probs, atol=1e-5)
             assert other.loss_mask.tolist() == whole.loss_mask.tolist() and other.spans == whole.spans
-            assert other.turns is not None and whole.turns is not None and other.turns.rewards == whole.turns.rewards == ((0, 0.0), (1, 0.5), (2, 1.0))
+            assert (
+                other.turns is not None
+                and whole.turns is not None
+                and other.turns.rewards == whole.turns.rewards == ((0, 0.0), (1, 0.5), (2, 1.0))
+            )
             assert other.response == whole.response and other.transcript[-1] == whole.transcript[-1]
 
 

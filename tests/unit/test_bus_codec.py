@@ -35,6 +35,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_sample, make_task
 
 INTS = st.integers(-(2**63), 2**63 - 1)
@@ -181,12 +182,50 @@ def test_partial_round_trip(partial: Partial) -> None:
     assert_same(partial, codec.decode_partial(codec.encode_partial(partial)))
 
 
+TURN_RECORDS = st.builds(
+    TurnRecord,
+    kind=st.sampled_from(TurnKind),
+    run=TEXT,
+    task=INTS,
+    index=INTS,
+    attempt=TEXT,
+    number=INTS,
+    parent=INTS,
+    context=arrays("int32"),
+    tokens=arrays("int32"),
+    log_probs=arrays("float32"),
+    spans=st.lists(st.builds(Span, version=INTS, num_tokens=INTS), max_size=3).map(tuple),
+    id=TEXT,
+    finish=TEXT,
+    matched=st.none() | INTS | TEXT,
+    text=TEXT,
+    agent=TEXT,
+    begin_s=FLOATS,
+    seconds=FLOATS,
+    trained=st.booleans(),
+    engine=TEXT,
+    state=UNKNOWN,
+    ids=st.dictionaries(TEXT, INTS, max_size=3),
+    rewards=st.dictionaries(INTS, FLOATS, max_size=3),
+    sample_seq=INTS,
+    extra=UNKNOWN,
+)
+
+
+@given(TURN_RECORDS)
+def test_turn_record_round_trip(record: TurnRecord) -> None:
+    assert_same(record, codec.decode_turn_record(codec.encode_turn_record(record)))
+
+
 def test_dead_round_trip() -> None:
     dead = Dead(task=4, reason="tool failed", attempts=3, actor="a", prompt=[{"role": "user", "content": "?"}])
     assert codec.decode_dead(codec.encode_dead(dead)) == dead
 
 
-DECODERS = [codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_partial, codec.decode_dead]
+DECODERS = [
+    *(codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_partial, codec.decode_dead),
+    codec.decode_turn_record,
+]
 
 
 @settings(max_examples=300)

@@ -35,6 +35,7 @@ def test_defaults() -> None:
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
         ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want a whole number >= 1, got 0"),
         ({"a": {"use": USE, "episodes_per_child": True}}, "rollouts.a.episodes_per_child"),
+        ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay, resume, got 'retry'"),
         ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
         ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such limit"),
         ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want a whole number >= 0"),
@@ -81,7 +82,7 @@ def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
     plain, unused = config(tmp_path, "seed: 1\n"), config(tmp_path, TWO + "seed: 1\n")
     used = config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n")
     assert plain.digest() == unused.digest() != used.digest()
-    places = ("rollouts.a.python=/opt/python", "rollouts.a.processes=2", "rollouts.b.use=agent:yours:B")
+    places = ("rollouts.a.python=/opt/python", "rollouts.a.processes=2", "rollouts.a.again=replay", "rollouts.b.use=agent:yours:B")
     assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", *places).digest() == used.digest()
     for change in ("rollouts.a.use=agent:yours:A", "rollouts.a.budget.turns=4"):
         assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", change).digest() != used.digest()

@@ -13,7 +13,7 @@ from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, u
 
 async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: Path) -> None:
     config = tmp_path / "two.yaml"
-    rollout = {"use": "agent:tests.rollout_programs:Tries", "options": {"tries": 2}, "budget": {"total_tokens": 400}}
+    rollout = {"use": "agent:tests.rollout_programs:Tries", "options": {"tries": 2}, "again": "replay", "budget": {"total_tokens": 400}}
     config.write_text(json.dumps({"rollouts": {"two": rollout}, "data": {"rollout": "two"}}))
     with up(tmp_path, "learner.steps=12", "bus.lease_s=3", "run=smoke", config=[SMOKE, config]) as run:
         async with run.bus() as bus:
@@ -26,6 +26,7 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
         command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "20", "--json"]
         shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "episode goes on task=" in (run.directory / "logs" / "actor-0.log").read_text(), "the next actor reads what the killed one has stored"
     assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
     samples = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
     assert samples and all(sample["rollout"] == "two" for sample in samples), shown.stdout[:2000] + shown.stderr
