@@ -62,12 +62,12 @@ def test_a_budget_is_kept_by_every_sequence_of_calls(prompts: list[list[int]], a
                     with episode.call(ids(*prompt), asked) as second:
                         made.append((ids(*prompt), output(*[place % 2] * second.max_new_tokens)))
                         for each in made:
-                            episode.record(*each)
+                            episode.recorder.record(*each)
                         made = []
                 except Spent:
                     pass
                 for each in made:
-                    episode.record(*each)
+                    episode.recorder.record(*each)
         except Spent:
             assert episode.spent == name
     if not len(episode.recorder):
