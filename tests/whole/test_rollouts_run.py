@@ -26,7 +26,8 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
         command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "20", "--json"]
         shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "episode goes on task=" in (run.directory / "logs" / "actor-0.log").read_text(), "the next actor reads what the killed one has stored"
+    log = (run.directory / "logs" / "actor-0.log").read_text()
+    assert "episode goes on task=" in log, "the next actor reads what the killed one has stored"
     assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
     samples = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
     assert samples and all(sample["rollout"] == "two" for sample in samples), shown.stdout[:2000] + shown.stderr
