@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.config import RUN_NAME
+from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.budget import Budget
 
 PROGRAM = "agent:"
@@ -65,6 +65,8 @@ def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[st
 def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise ValueError(f"{where}: want a name of 1 to 64 of A-Z a-z 0-9 _ -")
+    if name == SINGLE_TURN:
+        raise ValueError(f"{where}: want another name; {SINGLE_TURN} is the rollout that asks once")
     if isinstance(value, RolloutConfig):
         return value
     if not isinstance(value, Mapping):

@@ -4,6 +4,8 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+SINGLE_TURN = "single_turn"
+"""Name of the rollout that is none: an engine is asked once."""
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
 OLDEST_SERVER = (2, 10)

@@ -1,9 +1,11 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.data.columns import rollout_named
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources
 
@@ -34,7 +36,9 @@ class DataConfig:
     tools_key: str = ""
     """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
     rollout: str = ""
-    """Name of the rollout, an entry of ``rollouts``, that makes the samples of all training prompts; empty = single turns."""
+    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
+    rollout_key: str = ""
+    """Column with the name of a row's rollout, single_turn, or null; empty = none."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -94,6 +98,12 @@ class DataConfig:
         """Whether rows or sources may name a reward."""
         return any(one.reward or one.reward_key for one in self.used)
 
+    def rollouts(self, known: Collection[str]) -> set[str]:
+        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
+        named = {rollout_named(name) for name in (self.rollout, *(one.rollout for one in self.used))}
+        columns = self.rollout_key or any(one.rollout_key for one in self.used)
+        return (named | set(known) if columns else named) - {""}
+
     @property
     def limits_rows(self) -> bool:
         """Whether rows may have limits of sampling of their own."""
@@ -105,7 +115,7 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key")
+        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key")
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 

@@ -13,7 +13,7 @@ from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFail
 from actors.episodes.turn_log import RESTART, TurnLog
 from bus.streams.turns import Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
-from bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
+from bus.wire.messages import Partial, Sample, Status, Task, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ProgramRollout:
 
     async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
         """Return the log of a sample, with what earlier attempts stored. Raises Superseded."""
-        if self._turns is None or task.kind is not Kind.TRAIN:
+        if self._turns is None:
             return TurnLog(None)
         records, log = await self._turns.take(task.id, index, attempt, first=first)
         found = TurnLog(log, records, again=self._again)

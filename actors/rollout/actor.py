@@ -94,7 +94,7 @@ class Actor:
         activity: Activity,
         group_score: GroupScorer | None = None,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none, and of those for evaluation.
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none.
 
         ``score``: the reward of each sample; None = the reward of groups alone, ``group_score``.
         """
@@ -117,7 +117,8 @@ class Actor:
             for kind in Kind:
                 work.create_task(self._lease(kind, "", work), name=f"lease {kind}")
             for name in filter(None, self._rollouts):
-                work.create_task(self._lease(Kind.TRAIN, name, work), name=f"lease {name}")
+                for kind in Kind:
+                    work.create_task(self._lease(kind, name, work), name=f"lease {kind} {name}")
 
     @property
     def in_flight(self) -> int:

@@ -78,9 +78,9 @@ def consumer(kind: Kind, rollout: str = "") -> str:
 
 
 def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
-    """Return the durable consumers of TASKS by kind and rollout: those of tasks without one, and of training tasks of each."""
+    """Return the durable consumers of TASKS by kind and rollout: those of tasks without one, and of those of each."""
     plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
-    return plain | {(Kind.TRAIN, rollout): consumer(Kind.TRAIN, rollout) for rollout in rollouts}
+    return plain | {(kind, rollout): consumer(kind, rollout) for rollout in rollouts for kind in Kind}
 
 
 def trains(subject: str) -> bool:

@@ -1,7 +1,8 @@
-"""Checks of rows against settings of the run: their limits of sampling, and the rewards that their metadata asks for."""
+"""Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their metadata asks for."""
 
 from collections.abc import Iterable
 
+from bus.config import SINGLE_TURN
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
 from learner.errors import PromptError
@@ -15,6 +16,9 @@ def refuse_unfit(rows: Iterable[Row], config: RunConfig, *, max_new_tokens: int,
     """
     parts = read_parts(config.actor.reward_parts)
     for row in rows:
+        if row.rollout and row.rollout not in config.rollouts:
+            wanted = ", ".join(sorted(config.rollouts)) or "rollouts, which has none"
+            raise PromptError(row.where, f"a rollout of {wanted}, or {SINGLE_TURN}", repr(row.rollout))
         own = row.sampling
         if (own.max_new_tokens or 0) > max_new_tokens:
             raise PromptError(row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", own.max_new_tokens)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.rollout_settings import parse_rollouts
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
+    from bus.wire.budget import Budget
     from bus.wire.messages import Capabilities, Sampling
     from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
@@ -233,7 +235,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.engines.membership import default_id
     from actors.rollout import actor_process
-    from actors.rollout_settings import RolloutPrograms, parse_rollouts
+    from actors.rollout_settings import RolloutPrograms
     from rewards.children.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
@@ -478,9 +480,15 @@ async def run_feeder(
             passes_at=config.data.passes_at,
         ),
         filters=read_filters(config.data.filters),
-        rollout=config.data.rollout,
-        budget=None if config.rollout is None else config.rollout.budget,
+        budgets=budgets(config, max_context),
     )
+
+
+def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
+    """Return the limits of episodes by rollout, with sequences of at most the model's context."""
+    from learner.feed.feeder import within
+
+    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items()}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -503,6 +511,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
                 samples=one.samples,
                 passes_at=one.passes_at,
                 limit=one.limit,
+                budgets=budgets(config, max_context),
             )
         )
     return EvalPlan(

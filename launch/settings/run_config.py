@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import RolloutConfig, parse_rollouts
-from bus.config import RUN_NAME, BusConfig
+from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
@@ -139,15 +139,15 @@ class RunConfig:
         return self.root / "checkpoints"
 
     @property
-    def rollout(self) -> RolloutConfig | None:
-        """The rollout of the training prompts; None = single turns."""
-        return parse_rollouts(self.rollouts)[self.data.rollout] if self.data.rollout else None
+    def trained_rollouts(self) -> dict[str, RolloutConfig]:
+        """The rollouts that training prompts may have, by name."""
+        known = parse_rollouts(self.rollouts)
+        return {name: known[name] for name in sorted(self.data.rollouts(known))}
 
     def stream_bytes(self, max_prompt_tokens: int) -> int:
         """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
-        if (rollout := self.rollout) is not None:
-            tokens = max(tokens, rollout.budget.total_tokens)
+        tokens = max(tokens, *(one.budget.total_tokens for one in self.trained_rollouts.values()), 0)
         per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * tokens
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
@@ -166,7 +166,15 @@ class RunConfig:
                 del parts["learner"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
-        for name in ("reward", "reward_key", "sampling_key", "tools_key", "rollout", "filters"):  # so the digests of former runs stay
+        for name in (
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "filters",
+        ):  # so the digests of former runs stay
             if not parts["data"][name]:
                 del parts["data"][name]
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
@@ -179,8 +187,9 @@ class RunConfig:
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
         if not self.staleness.over_sampling:
             del parts["staleness"]["over_sampling"]
-        if (rollout := self.rollout) is not None:
-            parts["rollout"] = (rollout.use, rollout.options, dataclasses.asdict(rollout.budget))
+        told = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
+        if told:
+            parts["rollout"] = told[self.data.rollout] if [self.data.rollout] == [*told] else told
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -258,14 +267,16 @@ def _refuse_rollouts(config: RunConfig) -> None:
     rollouts = parse_rollouts(config.rollouts)
     if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
         raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
-    if not config.data.rollout:
-        return
-    if config.data.rollout not in rollouts:
-        raise ValueError(
-            f"data.rollout: want a name in rollouts ({', '.join(sorted(rollouts)) or 'which has none'}), got {config.data.rollout!r}"
-        )
-    if config.data.limits_rows:
-        raise ValueError("data.sampling_key: want none with data.rollout: the limits of a program are its own and rollouts.NAME.budget")
+    places = {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.parsed.items()}
+    for place, data in places.items():
+        named = data.rollouts(rollouts)
+        if unknown := sorted(named - set(rollouts)):
+            want = f"a name in rollouts ({', '.join(sorted(rollouts)) or 'which has none'}) or {SINGLE_TURN}"
+            raise ValueError(f"{place}.rollout: want {want}, got {unknown[0]!r}")
+        if named and data.limits_rows:
+            raise ValueError(
+                f"{place}.sampling_key: want none with {place}.rollout: the limits of a program are its own and rollouts.NAME.budget"
+            )
 
 
 def _refuse_rewards(config: RunConfig) -> None:

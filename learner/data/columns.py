@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.messages import Sampling
 from learner.data.formats import kind_of, refuse_unsendable, value_at
 from learner.errors import PromptError
@@ -75,6 +76,21 @@ def reward_in(values: Mapping[str, object], key: str, *, where: str) -> str:
         raise PromptError(where, f"the name of a reward, or null, in {key!r}", repr(found)[:80])
     refuse_unsendable(found, where=where, key=key)
     return found
+
+
+def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | None:
+    """Return the name of a rollout in column ``key``, empty for single turns; None for null. Raises PromptError."""
+    found = value_at(values, key, where=where, setting="data.rollout_key") if key else None
+    if found is None:
+        return None
+    if not isinstance(found, str) or not RUN_NAME.fullmatch(found):
+        raise PromptError(where, f"the name of a rollout, {SINGLE_TURN}, or null, in {key!r}", repr(found)[:80])
+    return rollout_named(found)
+
+
+def rollout_named(name: str) -> str:
+    """Return the name of a rollout as tasks have it: empty for single turns."""
+    return "" if name == SINGLE_TURN else name
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
-from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, sampling_in, tools_in
+from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, rollout_named, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
 from learner.data.source import Source
@@ -37,6 +37,8 @@ class Row:
     metadata: JsonObject = field(default_factory=dict)
     sampling: RowSampling = field(default_factory=RowSampling)
     tools: Sequence[JsonObject] = ()
+    rollout: str = ""
+    """Rollout of its samples; empty = single turns."""
     where: str = ""
     """Its place for messages: file and line."""
 
@@ -186,6 +188,8 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
     own = [(one.reward, one.reward_key, one.sampling_key, one.tools_key) for one in sources]
     if any(map(any, own)):
         told += own  # only then: checkpoints of earlier releases have the digest without
+    if any(one.rollout_key for one in sources) or len({one.rollout for one in sources}) > 1:
+        told += [(one.rollout, one.rollout_key) for one in sources]
     digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
     for file in (file for of_source in files for file in [*of_source, None]):
         content = hashlib.sha256()
@@ -240,7 +244,9 @@ def row_in(source: Source, number: int, values: Mapping[str, object]) -> Row:
         if row.metadata.get(key, value) != value:
             raise PromptError(row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata")
     sampling = sampling_in(values, source.sampling_key, where=row.where)
-    return _worded(replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools), source)
+    rollout = rollout_in(values, source.rollout_key, where=row.where)
+    rollout = rollout_named(source.rollout) if rollout is None else rollout
+    return _worded(replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout), source)
 
 
 def _worded(row: Row, source: Source) -> Row:

@@ -39,6 +39,10 @@ class Source:
     """Column with limits of sampling; empty = none."""
     tools_key: str = ""
     """Column with tools for the chat template; empty = none."""
+    rollout: str = ""
+    """Rollout of rows that name none; empty = single turns."""
+    rollout_key: str = ""
+    """Column with the name of a row's rollout; empty = none."""
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
@@ -52,7 +56,7 @@ class Source:
     @property
     def plain(self) -> bool:
         """Whether it is a whole file, as every source was before there were several."""
-        return replace(self, keys=("", "", ""), template="") == Source(path=self.path, keys=("", "", ""))
+        return replace(self, keys=("", "", ""), template="", rollout="") == Source(path=self.path, keys=("", "", ""))
 
     def __str__(self) -> str:
         if self.start is None and self.stop is None:
@@ -75,6 +79,8 @@ class SourceConfig:
     reward_key: str | None = None
     sampling_key: str | None = None
     tools_key: str | None = None
+    rollout: str | None = None
+    rollout_key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:

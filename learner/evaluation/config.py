@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from learner.config import DataConfig
+from learner.data.source import SourceConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Names of evaluation sets: they are part of the names of metrics."""
@@ -52,10 +53,14 @@ class EvalSet:
     """As ``data.sampling_key``, which is the default."""
     tools_key: str | None = None
     """As ``data.tools_key``, which is the default."""
+    rollout: str | None = None
+    """As ``data.rollout``, which is the default; single_turn = single turns."""
+    rollout_key: str | None = None
+    """As ``data.rollout_key``, which is the default."""
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
-        names = ("prompt_key", "label_key", "metadata_key", "template", "reward", "reward_key", "sampling_key", "tools_key")
+        names = tuple(one.name for one in dataclasses.fields(SourceConfig) if one.name not in ("path", "weight", "system_prompt"))
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, **own)
 

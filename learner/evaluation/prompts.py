@@ -1,7 +1,9 @@
 """The held-out prompts of an evaluation, as tasks."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Sampling, Task
 from learner.data.prompts import PromptFile, sampler_seed
 from learner.errors import PromptError
@@ -19,6 +21,8 @@ class EvalPrompts:
     passes_at: float
     limit: int = 0
     """Only the first rows; 0 = all."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Limits of episodes, by rollout."""
 
     def size(self) -> SetSize:
         """Return what a round has to know. Tokenizes every prompt. Raises PromptError when none fits the model."""
@@ -27,6 +31,8 @@ class EvalPrompts:
         if not rows:
             raise PromptError(f"evaluation set {self.name!r}", "a prompt that fits the model", f"{number} longer ones")
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
+        if used := {name: self.budgets[name] for name in sorted({self.prompts.rows[row].rollout for row in rows} - {""})}:
+            identity += f" {used}"
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
 
     def _fits(self, row: int) -> bool:
@@ -53,4 +59,6 @@ class EvalPrompts:
             offset=place.row,
             min_version=place.version,
             issue_step=step,
+            rollout=drawn.row.rollout,
+            budget=self.budgets.get(drawn.row.rollout),
         )

@@ -1,7 +1,7 @@
 """The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -55,13 +55,11 @@ async def run_feeder(
     evaluation: EvalPlan | None = None,
     curriculum: CurriculumRules | None = None,
     filters: Sequence[FilterConfig] = (),
-    rollout: str = "",
-    budget: Budget | None = None,
+    budgets: Mapping[str, Budget] | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
-    ``filters``: those of complete groups. ``rollout``: that of the training tasks, with the ``budget`` of its episodes; empty = single
-    turns.
+    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
@@ -71,8 +69,7 @@ async def run_feeder(
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
-    if rollout:
-        feeder_rules = replace(feeder_rules, rollout=rollout, budget=within(budget or Budget(), model.max_context))
+    feeder_rules = replace(feeder_rules, budgets=budgets or {})
     server = FeedServer(
         places.listen,
         keys=places.keys,

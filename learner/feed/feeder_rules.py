@@ -1,5 +1,6 @@
 """Settings of the feeder's process, beyond the rules of the DataSource."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,9 +35,7 @@ class FeederRules:
     """Checkpoint with the initial weights of the run; None = those of the model directory."""
     curriculum: CurriculumRules = field(default_factory=CurriculumRules)
     """Prompts that are left out for their pass rate."""
-    rollout: str = ""
-    """Rollout of the training tasks; empty = single turns."""
-    budget: Budget | None = None
-    """Limits of their episodes; only with a rollout."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Limits of episodes, by rollout."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""

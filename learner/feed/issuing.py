@@ -36,8 +36,8 @@ def task_of(
         reissues=wanted.reissues,
         min_version=wanted.min_version,
         issue_step=wanted.issue_step,
-        rollout=rules.rollout,
-        budget=rules.budget if rules.rollout else None,
+        rollout=drawn.row.rollout,
+        budget=rules.budgets.get(drawn.row.rollout),
     )
 
 

@@ -90,7 +90,7 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
         present: set[int] = set()
         async for message in _messages(nc, f"TM_{run}_SAMPLES"):
             present.add(message.seq)
-            if ".part." not in message.subject and not audit.defective(message):
+            if ".part." not in message.subject and ".sample.eval." not in message.subject and not audit.defective(message):
                 audit.sample(message)
                 if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
                     audit.verdict.lost.append(f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}")
@@ -168,6 +168,9 @@ class _Audit:
 
     def fence(self, message: Message) -> None:
         pass
+
+    def evaluated(self, message: Message) -> None:
+        pass  # scores, of samples that are not trained
 
     # ---- the checkpoint
 

@@ -15,7 +15,7 @@ from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.server.nats_server import EmbeddedServer
 from bus.wire.budget import Budget
-from bus.wire.messages import Status
+from bus.wire.messages import Kind, Status
 from rewards.children.limits import children_of
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
@@ -41,18 +41,20 @@ async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(o
         epoch = await take_over(bus)
         (plain,) = await issue(bus, epoch)
         (episodes,) = await issue(bus, epoch, rollout="tries", budget=Budget(turns=8))
+        (held,) = await issue(bus, epoch, kind=Kind.EVAL, rollout="tries", budget=Budget(turns=8))
         draining = asyncio.Event()
         work = asyncio.create_task(
             run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=programs(tries=TRIES))
         )
-        found = await samples_until(bus, complete([plain, episodes]))
+        found = await samples_until(bus, complete([plain, episodes, held]))
         await settled(bus)
         draining.set()
         await work
-        assert Counter((sample.task, sample.index) for sample in found) == {(t, i): 1 for t in (plain, episodes) for i in range(4)}
+        assert Counter((sample.task, sample.index) for sample in found) == {(t, i): 1 for t in (plain, episodes, held) for i in range(4)}
         for sample in found:
-            assert len(sample.sizes) == (2 if sample.task == episodes else 1)
-            assert sample.rollout == ("tries" if sample.task == episodes else "")
+            assert len(sample.sizes) == (1 if sample.task == plain else 2)
+            assert sample.rollout == ("" if sample.task == plain else "tries")
+            assert sample.kind is (Kind.EVAL if sample.task == held else Kind.TRAIN)
         assert children_of({os.getpid()}) == set() or all("child_program" not in command(pid) for pid in children_of({os.getpid()}))
 
 

@@ -58,7 +58,7 @@ TWO = "rollouts: {b: {use: 'agent:mine:B'}, a: {use: 'agent:mine:A', budget: {tu
 
 def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
     found = config(tmp_path, TWO + "data: {rollout: a}\n")
-    assert found.bus.rollouts == ("a", "b") and found.rollout is not None and found.rollout.budget.turns == 3
+    assert found.bus.rollouts == ("a", "b") and found.trained_rollouts["a"].budget.turns == 3
     assert from_map(to_map(found), "again") == found
     assert config(tmp_path, "seed: 1\n").bus.rollouts == ()
 
@@ -71,10 +71,17 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
         (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
         (TWO + "data: {rollout: a, path: x.jsonl, sampling_key: s}", "data.sampling_key: want none with data.rollout"),
         ("rollouts: {a: {use: x}}", "rollouts.a.use"),
+        ("rollouts: {single_turn: {use: 'agent:mine:A'}}", "rollouts.single_turn: want another name"),
+        (TWO + "data: {sources: {x: {path: x.jsonl, rollout: c}}}", "data.rollout: want a name in rollouts (a, b) or single_turn, got 'c'"),
+        (TWO + "eval: {every: 1, sets: {held: {path: x.jsonl, rollout: c}}}", "eval.sets.held.rollout: want a name in rollouts (a, b)"),
+        (
+            TWO + "data: {rollout: a}\neval: {every: 1, sets: {held: {path: x.jsonl, sampling_key: s}}}",
+            "eval.sets.held.sampling_key: want none",
+        ),
     ],
 )
 def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(SettingsError, match=complaint):
+    with pytest.raises(SettingsError, match=complaint.replace("(", r"\(").replace(")", r"\)")):
         config(tmp_path, text)
 
 
@@ -86,6 +93,15 @@ def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
     assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", *places).digest() == used.digest()
     for change in ("rollouts.a.use=agent:yours:A", "rollouts.a.budget.turns=4"):
         assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", change).digest() != used.digest()
+
+
+def test_rows_may_have_rollouts_of_their_own(tmp_path: Path) -> None:
+    one = config(tmp_path, TWO + "data: {rollout: a}\n")
+    column = config(tmp_path, TWO + "data: {rollout: a, rollout_key: r}\n")
+    sources = config(tmp_path, TWO + "data: {sources: {x: {path: x.jsonl, rollout: b}, y: {path: y.jsonl, rollout: single_turn}}}\n")
+    none = config(tmp_path, TWO + "data: {rollout: single_turn}\n")
+    assert [[*each.trained_rollouts] for each in (one, column, sources, none)] == [["a"], ["a", "b"], ["b"], []]
+    assert len({each.digest() for each in (one, column, sources, none)}) == 4
 
 
 def test_sequences_are_no_longer_than_the_learner_takes() -> None:

@@ -1,6 +1,7 @@
 """Columns of sampling and reward: reading, refusal, and what tasks carry."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from bus.config import BusConfig
+from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
+from launch.checks.rows import refuse_unfit
 from launch.checks.run import Purpose, check
 from launch.run import roles
 from launch.settings.config_loader import SettingsError, load
+from launch.settings.run_config import RunConfig
 from learner.config import DataConfig
 from learner.data.columns import RowSampling
 from learner.data.curriculum import Curriculum, CurriculumRules
@@ -47,13 +52,11 @@ def row(**columns: object) -> dict[str, object]:
     return {"prompt": "what is one", "label": "1"} | columns
 
 
-def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
-    own = {"max_new_tokens": 8, "stop": "\n", "stop_token_ids": [3]}
-    file = write_prompts(tmp_path / "a.jsonl", row(s=own), row(s=None), row(s={"max_new_tokens": 9}), row(s={"stop": []}))
-    prompts = opened(DataConfig(path=str(file), sampling_key="s", shuffle=False))
+def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] | None = None, **again: Any) -> Any:
+    """Return the task of a row, as the feeder issues it."""
     rules = FeederRules(
         run=data_kit.RUN,
-        root=tmp_path,
+        root=Path(),
         sampling=RUN,
         group_size=2,
         checkpoint_every=1,
@@ -62,12 +65,20 @@ def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_p
         batch_timeout_s=1,
         vocab_size=9,
         pad_to=1,
+        budgets=budgets or {},
     )
     data_rules = DataRules(run=data_kit.RUN, steps=1, groups_per_step=1, temperature=0.7)
+    demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
+    return task_of(demand, prompts, rules, data_rules, Curriculum(CurriculumRules()), epoch=1)
+
+
+def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
+    own = {"max_new_tokens": 8, "stop": "\n", "stop_token_ids": [3]}
+    file = write_prompts(tmp_path / "a.jsonl", row(s=own), row(s=None), row(s={"max_new_tokens": 9}), row(s={"stop": []}))
+    prompts = opened(DataConfig(path=str(file), sampling_key="s", shuffle=False))
 
     def task(offset: int, **again: Any) -> Any:
-        demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
-        return task_of(demand, prompts, rules, data_rules, Curriculum(CurriculumRules()), epoch=1)
+        return issued_task(prompts, offset, **again)
 
     sampling = [task(offset).sampling for offset in range(4)]
     assert [one.temperature for one in sampling] == [0.7] * 4 and None not in [one.seed for one in sampling]
@@ -96,6 +107,34 @@ def test_evaluation_rows_have_their_own_limits(tmp_path: Path) -> None:
     assert place is not None
     first = one.task(place, rounds, run="r", epoch=1, seed=0, step=0).sampling
     assert (first.max_new_tokens, first.temperature, first.top_p) == (8, 0, 0.9)
+
+
+def test_rows_name_their_rollouts(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "a.jsonl", row(r="b"), row(r=None), row(r="single_turn"))
+    prompts = opened(DataConfig(path=str(file), rollout="a", rollout_key="r", shuffle=False))
+    assert [each.rollout for each in prompts.rows] == ["b", "a", ""]
+    budgets = {"a": Budget(turns=1), "b": Budget(turns=2)}
+    made = [issued_task(prompts, offset, budgets) for offset in range(3)]
+    assert [(each.rollout, each.budget) for each in made] == [("b", Budget(turns=2)), ("a", Budget(turns=1)), ("", None)]
+    held = EvalPrompts(name="held", prompts=prompts, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets=budgets)
+    rounds = Rounds([held.size()], every=1, at_start=True, at_end=True, last_step=1, max_open_tasks=9)
+    rounds.published(0, 0)
+    place = rounds.wanted()
+    assert place is not None
+    asked = held.task(place, rounds, run="r", epoch=1, seed=0, step=0)
+    assert (asked.rollout, asked.budget) == ("b", Budget(turns=2))
+    assert replace(held, budgets={**budgets, "b": Budget(turns=3)}).size().identity != held.size().identity
+
+
+def test_a_row_with_an_unknown_rollout_is_named(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "a.jsonl", row(r="b"), row(r="c"))
+    prompts = opened(DataConfig(path=str(file), rollout_key="r", shuffle=False))
+    config = RunConfig(rollouts={"b": {"use": "agent:m:B"}}, bus=BusConfig(rollouts=("b",)))
+    with pytest.raises(PromptError, match=r"a.jsonl:2: want a rollout of b, or single_turn, got 'c'"):
+        refuse_unfit(prompts.rows, config, max_new_tokens=8, vocab_size=None)
+    write_prompts(file, row(r=7))
+    with pytest.raises(PromptError, match="the name of a rollout, single_turn, or null, in 'r'"):
+        opened(DataConfig(path=str(file), rollout_key="r"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bus.streams.bus import connect
+from bus.wire.messages import Kind, Sample
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
 from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, until_step, up
@@ -14,7 +16,10 @@ from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, u
 async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: Path) -> None:
     config = tmp_path / "two.yaml"
     rollout = {"use": "agent:tests.rollout_programs:Tries", "options": {"tries": 2}, "again": "replay", "budget": {"total_tokens": 400}}
-    config.write_text(json.dumps({"rollouts": {"two": rollout}, "data": {"rollout": "two"}}))
+    rows = [{"prompt": f"{n}=", "label": f"{n}", "r": "single_turn" if n % 2 else None} for n in range(10, 18)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = {"every": 6, "sets": {"held": {"path": str(tmp_path / "held.jsonl"), "rollout_key": "r", "samples": 2}}}
+    config.write_text(json.dumps({"rollouts": {"two": rollout}, "data": {"rollout": "two"}, "eval": evaluation}))
     with up(tmp_path, "learner.steps=12", "bus.lease_s=3", "run=smoke", config=[SMOKE, config]) as run:
         async with run.bus() as bus:
             await until_step(bus, 3)
@@ -22,13 +27,31 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
     assert (run.summary["steps"], run.summary["samples_trained"]) == (12, 12 * 32)
+    evaluations = [json.loads(line) for line in (run.directory / "evaluations.jsonl").read_text().splitlines()]
     async with standing_bus(run.directory) as url:
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
-        command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "20", "--json"]
+        held = await evaluated(url, run.run, 16 * len(evaluations))
+        command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "60", "--json"]
         shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert {one["version"] for one in evaluations} >= {0, 12} and all(one["prompts"] == 8 for one in evaluations), evaluations
+    assert {(int(str(sample.prompt)[:2]) % 2, len(sample.sizes)) for sample in held} == {(0, 2), (1, 1)}
     log = (run.directory / "logs" / "actor-0.log").read_text()
     assert "episode goes on task=" in log, "the next actor reads what the killed one has stored"
     assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
-    samples = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
+    samples = [
+        one for one in map(json.loads, filter(lambda line: line.startswith("{"), shown.stdout.splitlines())) if one["kind"] == "train"
+    ]
     assert samples and all(sample["rollout"] == "two" for sample in samples), shown.stdout[:2000] + shown.stderr
     assert all(len(sample["sequences"]) == 2 for sample in samples)
+
+
+async def evaluated(url: str, run: str, number: int) -> list[Sample]:
+    """Return the first samples of kind eval."""
+    found: list[Sample] = []
+    async with connect(url, run, name="reader") as bus:
+        async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
+            assert isinstance(received.sample, Sample), received
+            found.append(received.sample)
+            if len(found) == number:
+                break
+    return found
