@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
-from learner.data.columns import rollout_named
 from learner.data.filter_settings import read_filters
-from learner.data.source import Source, SourceConfig, parse_sources
+from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""

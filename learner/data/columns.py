@@ -8,6 +8,7 @@ from typing import Any
 from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.messages import Sampling
 from learner.data.formats import kind_of, refuse_unsendable, value_at
+from learner.data.source import rollout_named
 from learner.errors import PromptError
 
 REWARD = "reward"
@@ -86,11 +87,6 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
     if not isinstance(found, str) or not RUN_NAME.fullmatch(found):
         raise PromptError(where, f"the name of a rollout, {SINGLE_TURN}, or null, in {key!r}", repr(found)[:80])
     return rollout_named(found)
-
-
-def rollout_named(name: str) -> str:
-    """Return the name of a rollout as tasks have it: empty for single turns."""
-    return "" if name == SINGLE_TURN else name
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
-from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, rollout_named, sampling_in, tools_in
+from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
-from learner.data.source import Source
+from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
 
 log = logging.getLogger(__name__)

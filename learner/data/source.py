@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from bus.config import SINGLE_TURN
 from learner.errors import PromptError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")
@@ -117,6 +118,11 @@ def _parsed(name: object, values: object) -> SourceConfig:
         return SourceConfig(**values)
     except ValueError as bad:
         raise ValueError(f"{where}.{bad}") from None
+
+
+def rollout_named(name: str) -> str:
+    """Return the name of a rollout as tasks have it: empty for single turns."""
+    return "" if name == SINGLE_TURN else name
 
 
 def _bound(path: str, text: str) -> int | None:
