@@ -7,10 +7,11 @@ CONFIG ?= launch/configs/digits.yaml
 ARGS   ?=
 
 SGLANG ?= .venv-sglang
+OPENENV ?= .venv-openenv
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -62,6 +63,15 @@ test-sglang: setup $(SGLANG)/.ready
 test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python
 
+# Environments of other projects, each in an environment of its own, because they cannot live with our packages.
+test-env: setup $(OPENENV)/.ready
+	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python
+
+$(OPENENV)/.ready: tests/env/requirements.txt
+	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/env/requirements.txt
+	touch $@
+
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
@@ -109,4 +119,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) runs .pytest_cache .mypy_cache .ruff_cache

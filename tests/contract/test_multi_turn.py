@@ -239,7 +239,7 @@ def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
         ({"call": "x", "protocol": "text", "tools": ["calculator"]}, "want a group"),
         ({"errors": "ignore"}, "errors: want show or end"),
         ({"environment": f"{HERE}:HERE"}, "want a class with reset"),
-        ({"environment": "Game"}, "want module:Class"),
+        ({"environment": "Game"}, "want openenv or module:Class"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:

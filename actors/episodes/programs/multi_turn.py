@@ -13,13 +13,17 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actors.episodes.programs.model import BudgetSpent, Policy
+from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 
+ENVIRONMENTS = {"openenv": OpenEnv}
+"""Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>(.*?)</call>"
 RESULT = "<result>{result}</result>"
@@ -68,11 +72,11 @@ class MultiTurn:
     ) -> None:
         """``tools``: names, import paths, or maps (``programs/tools.py``). ``protocol``: chat (the template writes the tools) | text.
 
-        ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with groups
-        ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn. ``environment``: import
-        path of a class with ``reset(data)`` and ``step(text)`` instead of tools, and with ``state()`` and ``restore(state)`` for ``again:
-        resume``. ``max_tokens`` of one turn, 0 = the task's.
-        ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
+        ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with
+        groups ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn.
+        ``environment``, instead of tools: ``openenv``, or the import path of a class with ``reset(data)`` and ``step(text)``; for
+        ``again: resume`` with ``state()`` and ``restore(state)``; its ``close()`` is called at the end. ``max_tokens`` of one turn,
+        0 = the task's. ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
         """
         if protocol not in PROTOCOLS:
             raise ValueError(f"protocol: want {' or '.join(PROTOCOLS)}, got {protocol!r}")
@@ -127,8 +131,7 @@ class MultiTurn:
                 played.messages = _messages(data["prompt"], self._system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
-        turn = self._turn if self._environment is None else await self._game(data, played)
-        async with Policy(base_url, api_key) as policy:
+        async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
             try:
                 while not played.done:
                     await turn(policy, played)
@@ -176,11 +179,22 @@ class MultiTurn:
         played.done = self._ends_at_errors and result.startswith(FAILED)
         played.text += said + self._result.replace("{result}", result)
 
-    async def _game(self, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
-        """Return the function that plays a turn of a game: a new one, or the one whose state has been stored."""
-        assert self._environment is not None
+    @asynccontextmanager
+    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
+        """Give the function that plays a turn, for an environment in a new episode or in the one whose state has been stored."""
+        if self._environment is None:
+            yield self._turn
+            return
         made, options = self._environment
         game = made(**options)
+        try:
+            yield await self._begun(game, data, played)
+        finally:
+            if hasattr(game, "close"):
+                await _awaited(game.close())
+
+    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
+        """Begin a game, or go on with it, and return the function that plays a turn of it."""
         if played.place is not None:
             await _awaited(game.restore(played.place))
         else:
@@ -258,9 +272,12 @@ def _text(prompt: object) -> str:
 
 
 def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if path in ENVIRONMENTS:
+        ENVIRONMENTS[path](**options)  # it refuses what cannot be
+        return ENVIRONMENTS[path], dict(options)
     module, colon, name = path.partition(":")
     if not colon:
-        raise ValueError(f"environment: want module:Class, got {path!r}")
+        raise ValueError(f"environment: want {', '.join(ENVIRONMENTS)} or module:Class, got {path!r}")
     made = getattr(importlib.import_module(module), name)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):

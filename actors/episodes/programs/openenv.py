@@ -1,0 +1,162 @@
+"""Environments of OpenEnv, behind their WebSocket: ``environment: openenv`` of ``multi_turn``. Nothing of OpenEnv is imported.
+
+The messages are those of OpenEnv 0.10, ``openenv/core/env_server/types.py`` (``WSResetMessage`` and those below it): JSON maps with
+``type`` and ``data``. A connection is a session, with an environment of its own.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+MAX_MESSAGE_BYTES = 1 << 24
+RETRY_S = 1.0
+"""Pause before a server that is full, or not there, is asked again."""
+FULL = "CAPACITY_REACHED"
+OF_THE_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Errors that an answer of the model causes."""
+
+
+class OpenEnv:
+    """An episode in an environment of OpenEnv: reset, then a step for every answer."""
+
+    def __init__(
+        self,
+        url: str,
+        action: str = "message",
+        observation: str = "",
+        first: str = "{prompt}\n\n{observation}",
+        fields: Mapping[str, Any] | None = None,
+        reset: Mapping[str, Any] | None = None,
+        invalid_reward: float = 0.0,
+        seconds: float = 60.0,
+        wait_seconds: float = 300.0,
+    ) -> None:
+        """``url``: address of the server, http(s) or ws(s). ``action``: field that is given the answer's text; empty = the answer is JSON.
+
+        ``observation``: path of the text in the observation, with dots; empty = all of it, as JSON. ``first``: the first text. ``fields``:
+        further fields of every action. ``reset``: arguments of each reset; a row's ``metadata.reset`` goes on top. ``invalid_reward`` of an
+        answer that is no action, whose error is shown. ``seconds`` for each answer of the server, ``wait_seconds`` for a session. Raises
+        ValueError.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
+            raise ValueError(f"environment_options.url: want http://HOST:PORT, got {url!r}")
+        if "{observation}" not in first:
+            raise ValueError(f"environment_options.first: want {{observation}} in it, got {first!r}")
+        if not (seconds > 0 and wait_seconds >= 0):
+            raise ValueError(f"environment_options: want seconds > 0 and wait_seconds >= 0, got {seconds} and {wait_seconds}")
+        base = url.rstrip("/")
+        self._url = base if parts.path.endswith("/ws") else base + "/ws"
+        self._action, self._observation, self._first = action, observation, first
+        self._fields, self._reset = dict(fields or {}), dict(reset or {})
+        self._invalid_reward, self._seconds, self._wait_seconds = invalid_reward, seconds, wait_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def reset(self, data: Mapping[str, Any]) -> str:
+        """Begin a session, and return the first text. Raises RuntimeError."""
+        own = (data.get("metadata") or {}).get("reset") or {}
+        if not isinstance(own, Mapping):
+            raise RuntimeError(f"metadata.reset: want a map, got {own!r:.80}")
+        answer = await self._begun({**self._reset, **own})
+        text = self._text(answer)
+        return self._first.replace("{observation}", text).replace("{prompt}", str(data.get("prompt", "")))
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        """Play an answer; return what is seen, its reward, and whether the episode is over. Raises RuntimeError."""
+        try:
+            action = {**self._fields, **(json.loads(text) if not self._action else {self._action: text})}
+        except (ValueError, TypeError, RecursionError) as error:
+            return f"Error: want an action as a JSON map: {error}", self._invalid_reward, False
+        answer = await self._asked({"type": "step", "data": action})
+        if answer.get("type") == "error":
+            code, message = _error(answer)
+            if code in OF_THE_ACTION:
+                return f"Error: {message}", self._invalid_reward, False
+            raise RuntimeError(f"the environment failed: {message} ({code})")
+        data = _data(answer)
+        reward = data.get("reward")
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise RuntimeError(f"the environment's reward: want a number or null, got {reward!r:.80}")
+        return self._text(answer), float(reward or 0.0), data.get("done") is True
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._socket is not None and not self._socket.closed:
+            with suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(1.0):
+                    await self._socket.send_json({"type": "close"})
+                    await self._socket.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _begun(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the answer to a reset, for which a server that is full, or not there, is asked for a while."""
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._seconds))
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._wait_seconds
+        while True:
+            try:
+                self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
+                answer = await self._asked({"type": "reset", "data": dict(arguments)})
+            except (aiohttp.ClientError, OSError) as error:
+                reason = f"{self._url}: {error}"
+            else:
+                if answer.get("type") != "error":
+                    return answer
+                code, message = _error(answer)
+                if code != FULL:
+                    raise RuntimeError(f"the environment refused to reset: {message} ({code})")
+                reason = message
+                await self._socket.close()
+            if loop.time() + RETRY_S > until:
+                raise RuntimeError(f"no session of the environment within {self._wait_seconds:g} s: {reason}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _asked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message and return the answer. Raises RuntimeError."""
+        assert self._socket is not None
+        try:
+            async with asyncio.timeout(self._seconds):
+                with suppress(ConnectionError):  # a server that is full says so before it hangs up
+                    await self._socket.send_json(message)
+                received = await self._socket.receive()
+        except TimeoutError:
+            raise RuntimeError(f"the environment did not answer within {self._seconds:g} s") from None
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            raise RuntimeError(f"the environment hung up: {received.type.name} {received.data!r:.200}")
+        try:
+            answer = json.loads(received.data)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise RuntimeError(f"the environment's answer: want a JSON map, got {received.data!r:.200}")
+        return answer
+
+    def _text(self, answer: Mapping[str, Any]) -> str:
+        """Return the text of an observation."""
+        found = _data(answer).get("observation")
+        for name in self._observation.split(".") if self._observation else ():
+            if not isinstance(found, Mapping) or name not in found:
+                there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+                raise RuntimeError(f"environment_options.observation: want {self._observation!r} in the observation, got {there:.200}")
+            found = found[name]
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def _data(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    data = answer.get("data")
+    if answer.get("type") != "observation" or not isinstance(data, Mapping):
+        raise RuntimeError(f"the environment's answer: want an observation, got {answer!r:.200}")
+    return data
+
+
+def _error(answer: Mapping[str, Any]) -> tuple[str, str]:
+    data = answer.get("data")
+    data = data if isinstance(data, Mapping) else {}
+    return str(data.get("code", "")), str(data.get("message", data))[:1000]

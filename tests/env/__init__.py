@@ -1,0 +1,1 @@
+"""Environments of other projects, as they ship them: `make test-env`."""
