@@ -12,9 +12,11 @@ from bus.wire.budget import Budget
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
+OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime:Slime"
+"""Beginning of ``use`` for a generate function of slime by import path, and the program that calls it."""
 BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 AGAIN = ("restart", "replay", "resume")
 """What an actor does with an episode that another one began."""
 TURNS, SECONDS = 64, 1800.0
@@ -26,7 +28,7 @@ class RolloutConfig:
     """One rollout, an entry of ``rollouts``."""
 
     use: str
-    """``multi_turn``, or ``agent:MODULE:NAME``, a class with ``run(data, **extra)`` or a function (docs/rollouts.md)."""
+    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function) or ``slime:MODULE:NAME``."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
@@ -45,7 +47,19 @@ class RolloutConfig:
     @property
     def program(self) -> str:
         """``MODULE:NAME`` of the program."""
+        if self.use.startswith(OF_SLIME):
+            return SLIME
         return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
+
+    @property
+    def module(self) -> str:
+        """Module of the user's function or class."""
+        return (self.use.removeprefix(OF_SLIME) if self.use.startswith(OF_SLIME) else self.program).partition(":")[0]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the program."""
+        return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +89,14 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(sorted(known))}")
     use = value.get("use")
-    if not isinstance(use, str) or (use not in BUILT_IN and not (use.startswith(PROGRAM) and _PATH.fullmatch(use.removeprefix(PROGRAM)))):
-        raise ValueError(f"{where}.use: want {', '.join(BUILT_IN)} or agent:MODULE:NAME, got {use!r}")
+    if not isinstance(use, str) or (use not in BUILT_IN and not _USE.fullmatch(use)):
+        raise ValueError(f"{where}.use: want {', '.join(BUILT_IN)}, agent:MODULE:NAME or slime:MODULE:NAME, got {use!r}")
     options, python = value.get("options", {}), value.get("python", "")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(python, str):
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
-    if python and use in BUILT_IN:
+    if python and not use.startswith(PROGRAM):
         raise ValueError(f"{where}.python: want none with {use}, which runs in the actor's own interpreter, got {python!r}")
     counts = {
         one: _count(value.get(one, default), f"{where}.{one}", least=1)

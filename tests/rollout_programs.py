@@ -58,6 +58,23 @@ class Tries:
         return max(sum(a == b for a, b in zip(said, label, strict=False)) / len(label) for said in found)
 
 
+class Tells:
+    """Three answers, each noted in a file of the sample as soon as it is known: the environment of which a log must know."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    async def run(self, data, base_url, api_key):
+        text = data["prompt"]
+        for turn in range(3):
+            said = await asyncio.to_thread(complete, base_url, api_key, text)
+            with open(f"{self.directory}/{data['task']}.{data['index']}", "a") as file:
+                file.write(f"{turn} {said!r}\n")
+            text += said + "="
+        label = str(data["label"])
+        return sum(a == b for a, b in zip(said, label, strict=False)) / len(label)
+
+
 def complete(base_url, api_key, prompt):
     """Return the text behind a prompt."""
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}

@@ -1,6 +1,7 @@
 """The listener through which programs of episodes ask the model: OpenAI's paths and SGLang's, a key for each episode.
 
-    http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, or x-api-key
+    http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, as x-api-key,
+                                                               or as the user: http://KEY@127.0.0.1:PORT/...
 
 A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next identical request.
 """
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from aiohttp import web
+from aiohttp import BasicAuth, web
 
 from actors.engines.responses import GenerationFailed, Interrupted, Responses
 from actors.episodes import inference_api
@@ -231,6 +232,11 @@ def _key(given: web.Request) -> tuple[str, str]:
         key, _, rest = given.path.removeprefix(KEY_PATH).partition("/")
         return key, f"/{rest}"
     scheme, _, token = given.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "basic":  # the user in http://KEY@HOST:PORT
+        try:
+            return BasicAuth.decode(given.headers["Authorization"]).login, given.path
+        except ValueError:
+            return "", given.path
     return (token.strip() if scheme.lower() == "bearer" else given.headers.get("x-api-key", "")), given.path
 
 

@@ -107,7 +107,7 @@ class ProgramRollout:
 
 def _described(episode: Episode) -> dict[str, object]:
     """Return what the program is told of its task, and of the state behind which it goes on."""
-    task, state = episode.task, episode.log.state
+    task, state, sampling = episode.task, episode.log.state, episode.sampling
     return {
         **({"state": state.state.get("state")} if state is not None else {}),
         "task": task.id,
@@ -117,6 +117,15 @@ def _described(episode: Episode) -> dict[str, object]:
         "prompt": task.prompt,
         "label": task.label,
         "metadata": task.metadata,
+        "kind": str(task.kind),
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+        },
     }
 
 

@@ -77,7 +77,7 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
                 )
                 severity("rollouts", where, want="a Python interpreter", got=f"{rollout.python!r}: no such program", cure=cure)
             continue
-        module = rollout.program.partition(":")[0]
+        module = rollout.module
         try:
             found, reason = importlib.util.find_spec(module) is not None, "no such module"
         except Exception as error:  # the package above it is the user's, and is imported

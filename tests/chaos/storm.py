@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from tests.whole.running import Up, start
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
 """Processes, and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
+CHILD = "rollout child"
+"""A process that runs programs of rollouts, as a further victim."""
 MEAN_GAP_S = 1.0
 BREATH = 8
 PATIENCE_S = 300.0
@@ -52,6 +54,8 @@ class Storm:
     settings: tuple[str, ...] = ()
     auth: bool = False
     """True = the bus has users."""
+    victims: Mapping[str, int] = field(default_factory=lambda: VICTIMS)
+    """Processes, and how often each is drawn."""
     killed: Counter[str] = field(default_factory=Counter)
     witnessed: dict[int, str] = field(default_factory=dict)
     """Message ids of SAMPLES by sequence, seen by a reader that is never killed."""
@@ -61,7 +65,7 @@ class Storm:
     @property
     def hits(self) -> int:
         """Return the number of processes killed."""
-        return sum(count for name, count in self.killed.items() if name in VICTIMS)
+        return sum(count for name, count in self.killed.items() if name in self.victims)
 
     def rage(self) -> Up:
         """Run the storm from the first start to a drained end; return the run as left."""
@@ -76,7 +80,7 @@ class Storm:
             await self._step(run)
             while self.hits < self.kills or time.monotonic() < ends_s:
                 await asyncio.sleep(min(rng.expovariate(1 / MEAN_GAP_S), 4 * MEAN_GAP_S))
-                victim = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
+                victim = rng.choices(list(self.victims), list(self.victims.values()))[0]
                 run = await self._kill(run, victim)
                 if self.hits % BREATH == 0:
                     await self._step(run)
@@ -166,6 +170,8 @@ def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]
                 found.append((words[words.index("launch") + 1], child))
             elif child.name() == "nats-server":
                 found.append(("nats-server", child))
+            elif any(word.endswith("child_program.py") for word in words):
+                found.append((CHILD, child))
     return found
 
 

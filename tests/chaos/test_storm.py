@@ -1,8 +1,11 @@
 """A seeded storm of kill -9 over a whole run; afterwards an independent auditor finds nothing lost and nothing trained twice."""
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from bus.streams.bus import connect
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
-from tests.chaos.storm import VICTIMS, Storm, standing_bus
+from tests.chaos.storm import CHILD, VICTIMS, Storm, standing_bus
 from tests.whole.running import ROOT
 
 SHORT, LONG = 14, 200
@@ -33,6 +36,32 @@ def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     verdict = weather(storm)
     assert set(VICTIMS) <= set(storm.killed), storm.killed
     assert verdict.steps_taken_again > 0, verdict
+
+
+@pytest.mark.slow
+def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """No world is told two answers for one turn, except by episodes whose log could not be written, which their actors have named."""
+    told = tmp_path / "told"
+    told.mkdir()
+    rollout = {"use": "agent:tests.rollout_programs:Tells", "options": {"directory": str(told)}, "processes": 2, "again": "replay"}
+    settings = (f"rollouts={json.dumps({'told': rollout})}", "data.rollout=told")
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 3), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6})
+    weather(storm)
+    assert {*VICTIMS, CHILD} <= set(storm.killed), storm.killed
+    logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
+    unlogged = set(re.findall(r"(?:without a log|not read) task=(\d+) index=(\d+)", logs))
+    two = Counter[tuple[str, str]]()
+    for file in told.iterdir():
+        task, index = file.name.split(".")
+        answers: dict[str, set[str]] = {}
+        for line in file.read_text().splitlines():
+            turn, _, answer = line.partition(" ")
+            answers.setdefault(turn, set()).add(answer)
+        two[task, index] += sum(len(each) > 1 for each in answers.values())
+    goes_on = len(re.findall("episode goes on", logs))
+    print(f"{len(two)} episodes, {goes_on} went on, {len(unlogged)} without a log, {sum(map(bool, two.values()))} told two answers")
+    assert goes_on > storm.killed["actor"], "the next actor reads what was stored"
+    assert not {key for key, count in two.items() if count} - unlogged, (storm.seed, two)
 
 
 def weather(storm: Storm) -> Verdict:

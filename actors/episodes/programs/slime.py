@@ -1,0 +1,192 @@
+"""Generate functions of slime as rollouts: ``use: slime:MODULE:NAME``, ``async def NAME(args, sample, sampling_params)``.
+
+Such a function asks ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``, here the gateway of its episode, so tokens,
+masks and log-probs are recorded there; those that it puts into its sample are not read. Where slime is not installed, the few names of
+it that generate functions use are provided: ``slime.utils.types.Sample``, ``slime.utils.http_utils.post`` and
+``slime.rollout.sglang_rollout.GenerateState`` (signatures as in slime at commit 624b824a8 and its examples ``search-r1`` and ``retool``).
+"""
+
+import asyncio
+import enum
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+TRIES, PAUSE_S = 5, 0.5
+"""Tries of a request to which nobody answers, and the pause between them."""
+
+
+class Status(enum.Enum):
+    """How a response ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """The fields of slime's sample that generate functions read and set."""
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    remove_sample: bool = False
+    session_id: str | None = None
+    rollout_id: int | None = None
+
+    def append_response_tokens(
+        self,
+        args: object = None,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str = "",
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Add tokens to the response: sampled ones with log-probs, others without. Raises ValueError."""
+        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
+            raise ValueError(f"log_probs: want {len(tokens)} for trainable tokens, got {None if log_probs is None else len(log_probs)}")
+        self.tokens += tokens
+        self.response_length += len(tokens)
+        self.response += text
+        self.loss_mask = [*(self.loss_mask or []), *[int(trainable)] * len(tokens)]
+        self.rollout_log_probs = [*(self.rollout_log_probs or []), *(log_probs or [0.0] * len(tokens))]
+        kind = ((meta_info or {}).get("finish_reason") or {}).get("type")
+        if update_terminal_info and kind is not None:
+            self.status = {"length": Status.TRUNCATED, "abort": Status.ABORTED}.get(kind, Status.COMPLETED)
+
+
+Sample.Status = Status  # type: ignore[attr-defined]  # as slime has it
+
+
+async def post(url: str, payload: object, max_retries: int = TRIES, headers: Mapping[str, str] | None = None, **more: object) -> Any:
+    """Return the JSON that a POST is answered with. Raises RuntimeError for another status than 200."""
+    for left in reversed(range(max_retries)):
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+                async with session.post(url, json=payload, headers=headers) as answer:
+                    if answer.status != 200:
+                        raise RuntimeError(f"{answer.status}: {(await answer.text())[:1000]}")
+                    return await answer.json()
+        except aiohttp.ClientConnectionError:
+            if not left:
+                raise
+            await asyncio.sleep(PAUSE_S)
+    raise ValueError(f"max_retries: want >= 1, got {max_retries}")
+
+
+class GenerateState:
+    """What generate functions share: the tokenizer of ``args.hf_checkpoint``, and a semaphore."""
+
+    _made: ClassVar[dict[str, "GenerateState"]] = {}
+
+    def __new__(cls, args: Any) -> "GenerateState":
+        """Return the one of a model. Raises ValueError without ``args.hf_checkpoint``."""
+        path = str(getattr(args, "hf_checkpoint", "") or "")
+        if not path:
+            raise ValueError("GenerateState: want the model's directory in rollouts.NAME.options.args.hf_checkpoint")
+        if path not in cls._made:
+            from transformers import AutoTokenizer
+
+            made = super().__new__(cls)
+            made.args, made.tokenizer = args, AutoTokenizer.from_pretrained(path)
+            made.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
+            made.aborted = False
+            cls._made[path] = made
+        return cls._made[path]
+
+    args: Any
+    tokenizer: Any
+    semaphore: asyncio.Semaphore
+    aborted: bool
+
+
+class Slime:
+    """The program of ``use: slime:MODULE:NAME``."""
+
+    def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
+        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises what its import raises."""
+        if importlib.util.find_spec("slime") is None:
+            _provide()
+        module, _, name = generate.partition(":")
+        self._generate: Callable[..., Awaitable[Any]] = getattr(importlib.import_module(module), name)
+        if not inspect.iscoroutinefunction(self._generate):
+            raise TypeError(f"{generate}: want an async function (args, sample, sampling_params)")
+        parameters = inspect.signature(self._generate).parameters
+        if len(parameters) < 3:
+            raise TypeError(f"{generate}: want a function of (args, sample, sampling_params), got {inspect.signature(self._generate)}")
+        self._evaluates = "evaluation" in parameters
+        self._args = dict(args or {})
+        self._sample = importlib.import_module("slime.utils.types").Sample
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float | dict[str, float] | None:
+        """Return the reward that the function gives its samples, their sum for several; None = it gives none."""
+        where = urlsplit(base_url)
+        # slime's functions put the address together from host and port alone; the key goes with it as the user of the URL.
+        args = SimpleNamespace(**{**self._args, "sglang_router_ip": f"{api_key}@{where.hostname}", "sglang_router_port": where.port})
+        sample = self._sample(
+            prompt=data["prompt"],
+            label=data["label"],
+            metadata=dict(data["metadata"]),
+            index=data["task"] * data["group_size"] + data["index"],
+            group_index=data["task"],
+        )
+        sampling = dict(data["sampling"])
+        more = {"evaluation": data["kind"] == "eval"} if self._evaluates else {}
+        found = await self._generate(args, sample, sampling, **more)
+        samples = found if isinstance(found, list) else [found]
+        if not samples:
+            raise RuntimeError("the generate function returned no sample")
+        for one in samples:
+            status = getattr(one.status, "value", one.status)
+            if status in ("aborted", "failed"):
+                raise RuntimeError(f"the generate function returned a sample with status {status}")
+        rewards = [one.reward for one in samples if one.reward is not None]
+        if not rewards:
+            return None
+        if len(rewards) == 1:
+            return rewards[0]  # type: ignore[no-any-return]
+        return float(sum(rewards))
+
+
+def _provide() -> None:
+    """Make the names of slime that generate functions import."""
+    names: dict[str, dict[str, object]] = {
+        "slime": {},
+        "slime.utils": {},
+        "slime.utils.types": {"Sample": Sample},
+        "slime.utils.http_utils": {"post": post},
+        "slime.rollout": {},
+        "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+    }
+    for name, values in names.items():
+        module = sys.modules[name] = importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
+        module.__dict__.update(values)
+        if "." in name:
+            parent, _, own = name.rpartition(".")
+            setattr(sys.modules[parent], own, module)

@@ -1,0 +1,106 @@
+"""A seeded storm of kill -9 over a whole run; afterwards an independent auditor finds nothing lost and nothing trained twice."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bus.streams.bus import connect
+from learner.feed.restart import CHECKPOINT_KEY
+from tests.chaos.auditor import Verdict, judge
+from tests.chaos.storm import CHILD, VICTIMS, Storm, standing_bus
+from tests.whole.running import ROOT
+
+SHORT, LONG = 14, 200
+
+
+@pytest.mark.slow
+def test_a_short_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Nothing is trimmed, so that all of it can be trained again: an undisturbed learner ends every step in the same bits."""
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 1), kills=SHORT, settings=("bus.history_samples=1000000",))
+    disturbed = weather(storm)
+    again = asyncio.run(_trained_again(storm, tmp_path / "run", steps=disturbed.steps))
+    assert not again.wrong, (storm.seed, again)
+    assert again.steps_taken_again == disturbed.steps_taken_again + disturbed.steps_done > 0, (storm.seed, again)
+
+
+@pytest.mark.slow
+def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every kind of process is hit."""
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 2), kills=LONG)
+    verdict = weather(storm)
+    assert set(VICTIMS) <= set(storm.killed), storm.killed
+    assert verdict.steps_taken_again > 0, verdict
+
+
+@pytest.mark.slow
+def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """No world is told two answers for one turn, except by episodes whose log could not be written, which their actors have named."""
+    told = tmp_path / "told"
+    told.mkdir()
+    rollout = {"use": "agent:tests.rollout_programs:Tells", "options": {"directory": str(told)}, "processes": 2, "again": "replay"}
+    settings = (f"rollouts={json.dumps({'told': rollout})}", "data.rollout=told")
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 3), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6})
+    weather(storm)
+    assert {*VICTIMS, CHILD} <= set(storm.killed), storm.killed
+    logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
+    unlogged = set(re.findall(r"(?:without a log|not read) task=(\d+) index=(\d+)", logs))
+    two = Counter[tuple[str, str]]()
+    for file in told.iterdir():
+        task, index = file.name.split(".")
+        answers: dict[str, set[str]] = {}
+        for line in file.read_text().splitlines():
+            turn, _, answer = line.partition(" ")
+            answers.setdefault(turn, set()).add(answer)
+        two[task, index] += sum(len(each) > 1 for each in answers.values())
+    goes_on = len(re.findall("episode goes on", logs))
+    print(f"{len(two)} episodes, {goes_on} went on, {len(unlogged)} without a log, {sum(map(bool, two.values()))} told two answers")
+    assert goes_on > storm.killed["actor"], "the next actor reads what was stored"
+    assert not {key for key, count in two.items() if count} - unlogged, (storm.seed, two)
+
+
+def weather(storm: Storm) -> Verdict:
+    print(f"seed {storm.seed} (--storm-seed {storm.seed})")
+    run = storm.rage()
+    verdict = asyncio.run(_judge(storm, run.directory))
+    print(f"killed {dict(storm.killed)}; {storm.starts} starts of up; {len(storm.witnessed)} samples witnessed\n{verdict}")
+    assert not verdict.lost, (storm.seed, verdict)
+    assert not verdict.twice, (storm.seed, verdict)
+    assert not verdict.wrong, (storm.seed, verdict)
+    assert not verdict.steps_without_digest, (storm.seed, verdict)
+    assert verdict.steps >= storm.kills // 8, (storm.seed, verdict)
+    return verdict
+
+
+async def _judge(storm: Storm, directory: Path) -> Verdict:
+    async with standing_bus(directory) as url:
+        return await judge(url, "smoke", directory / "checkpoints", storm.witnessed)
+
+
+async def _trained_again(storm: Storm, directory: Path, *, steps: int) -> Verdict:
+    """Check that an undisturbed learner without a checkpoint executes every recorded step; return the verdict."""
+    async with standing_bus(directory) as url:
+        (directory / "checkpoints").rename(directory / "checkpoints of the storm")
+        async with connect(url, "smoke", name="storm") as bus:
+            await bus.rows("run").delete(CHECKPOINT_KEY)
+        command = [sys.executable, "-m", "launch", "learner", "--config", str(directory / "config.yaml"), "--bus", url]
+        command += ["--set", f"learner.steps={steps}", "--set", "learner.checkpoint_every=1000000"]
+        learner = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            _, words = await asyncio.wait_for(learner.communicate(), 300)
+        finally:
+            if learner.returncode is None:
+                learner.kill()
+                await learner.wait()
+        assert learner.returncode == 0, words.decode()[-3000:]
+        return await judge(url, "smoke", directory / "checkpoints", storm.witnessed)
+
+
+def _seed(config: pytest.Config, default: int) -> int:
+    chosen = config.getoption("--storm-seed")
+    return default if chosen is None else int(chosen)
