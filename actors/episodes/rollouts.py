@@ -49,6 +49,7 @@ class ProgramRollout:
         if episode.log.sample_seq:
             raise AlreadyStored(episode.log.sample_seq)
         self._open.add(episode)
+        continued = bool(episode.log.pending or episode.log.restored)
         try:
             with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
                 result = await self._run(episode, key)
@@ -58,7 +59,7 @@ class ProgramRollout:
             raise
         finally:
             self._open.discard(episode)
-        return replace(made, stored=episode.log.ended)
+        return replace(made, stored=episode.log.ended, continued=continued)
 
     async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
         """Return the log of a sample, with what earlier attempts stored. Raises Superseded."""
