@@ -254,7 +254,7 @@ class Children:
         futures: list[asyncio.Future[Any]] = [child.loaded, *child.episodes.values()]
         for future in futures:
             if not future.done():
-                future.set_exception(ProgramFailed(child.ended))
+                future.set_exception(ProgramFailed(child.ended, ended=True))
                 future.exception()  # an episode that was cancelled does not retrieve it
         child.episodes.clear()
         child.writer.transport.abort()

@@ -70,6 +70,8 @@ class Episode:
     """Reason for which the last of its calls was refused; empty = none was, or one that was answered came later."""
     handed_back: str = ""
     """Reason outside the task for which it cannot go on; empty = none."""
+    keeps_turns: bool = False
+    """Whether its turns are good although it failed."""
     superseded: bool = False
     """Whether another actor makes its sample now."""
     engine: str = ""

@@ -68,9 +68,10 @@ class EpisodeResult:
 class ProgramFailed(Exception):
     """A program raised, returned something that is no result, could not be loaded, or its process ended."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, ended: bool = False) -> None:
+        """``ended``: its process did, so that the episode's turns are as good as before."""
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.ended = reason, ended
 
     def __str__(self) -> str:
         return self.reason

@@ -55,7 +55,8 @@ class ProgramRollout:
                 result = await self._run(episode, key)
             made = _made(episode, result)
         except GenerationFailed:
-            await episode.log.failed()
+            if not episode.keeps_turns:
+                await episode.log.failed()
             raise
         finally:
             self._open.discard(episode)
@@ -95,6 +96,7 @@ class ProgramRollout:
                 raise GenerationFailed(f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)")
             return running.result()
         except ProgramFailed as error:
+            episode.keeps_turns = error.ended
             if episode.spent and len(episode.recorder):  # a program may well end with the error that refuses a call
                 return EpisodeResult()
             refused = f"; its last model call was refused: {episode.refused}" if episode.refused else ""

@@ -30,6 +30,7 @@ async def run(pool: Children, do: str, *, id: str = "1.0.a", **metadata: Any) ->
 async def refusal(pool: Children, do: str, **metadata: Any) -> str:
     with pytest.raises(ProgramFailed) as found:
         await run(pool, do, **metadata)
+    assert found.value.ended == ("process" in found.value.reason)
     return found.value.reason
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from actors.engines.responses import GenerationFailed
-from actors.episodes.port import AlreadyStored, Made
+from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from bus.streams.turns import Superseded, TurnStream
 from bus.wire.codec import check_sample
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_fixtures import BusOpener
-from tests.episode_kit import Client, Stage, said, stage, task
+from tests.episode_kit import Client, InProcess, Stage, said, stage, task
 from tests.tiny_models import write_tiny_model
 
 TURNS = 3
@@ -234,6 +234,27 @@ async def test_an_episode_that_failed_begins_anew(model: Path, open_bus: BusOpen
         assert [record.kind for record in records] == [
             *(TurnKind.TAKE, TurnKind.TURN, TurnKind.FAILED, TurnKind.TAKE, TurnKind.TURN, TurnKind.END)
         ]
+
+
+async def test_turns_are_kept_where_only_the_process_of_the_program_ended(model: Path, open_bus: BusOpener) -> None:
+    world, ends = World(), [True]
+
+    class Ends(InProcess):
+        async def run(self, episode: str, *, base_url: str, api_key: str, task: Any) -> EpisodeResult:
+            found = await super().run(episode, base_url=base_url, api_key=api_key, task=task)
+            if ends:
+                raise ProgramFailed(f"its child process ended: {ends.pop()}", ended=True)
+            return found
+
+    async with open_bus(rollouts=("agent",)) as bus, stage(model, world.replayed) as scene:
+        programs = Ends(scene.session, world.replayed)
+        rollout = ProgramRollout(scene.gateway, programs, max_calls_in_flight=4, turns=bus.turns, again="replay")
+        asked: list[str] = []
+        counted(scene, asked)
+        with pytest.raises(GenerationFailed, match="its child process ended"):
+            await attempt(rollout, 1, "first")
+        await attempt(rollout, 1, "second")
+        assert len(asked) == TURNS and all(len(set(answers)) == 1 for answers in world.told.values())
 
 
 async def test_restart_stores_no_turn_and_refuses_states(model: Path, open_bus: BusOpener) -> None:
