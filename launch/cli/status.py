@@ -315,6 +315,14 @@ def print_status(console: Console, status: RunStatus) -> None:
     for name, cursor in status["cursors"].items():
         kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
         console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
+    _print_processes(console, status)
+    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
+    for where, text in passed_over.items():
+        if text:
+            console.print(f"passed over {where}: {text}", style="yellow", markup=False)
+
+
+def _print_processes(console: Console, status: RunStatus) -> None:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "host", "pid", "phase", "version", "waits for"):
         table.add_column(name)
@@ -324,10 +332,6 @@ def print_status(console: Console, status: RunStatus) -> None:
         name = f"{row['role']} {row['id']}"
         table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"] or _unverified(row)))
     console.print(table)
-    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
-    for where, text in passed_over.items():
-        if text:
-            console.print(f"passed over {where}: {text}", style="yellow", markup=False)
 
 
 def _unverified(row: ProcessStatus) -> str:

@@ -467,8 +467,28 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(f"kl.reward_coef: sft uses no reward; want kl.coef, or another loss, got {config.kl.reward_coef!r}")
 
 
+def _refuse_bounds(config: AlgorithmConfig) -> None:
+    """Raise ValueError for bounds of the weights that fresh data, of weight 1, is outside of."""
+    assert config.weight_high is not None and config.weight_low is not None
+    if config.weight_high and config.weight_low >= config.weight_high:
+        raise ValueError(f"weight_low: want < weight_high = {config.weight_high}, got {config.weight_low}")
+    if (config.weight != "none" and config.weight_low > 1) or 0 < config.weight_high < 1:
+        raise ValueError(
+            f"weight_low, weight_high: want weight_low <= 1 <= weight_high (the weight of fresh data is 1), "
+            f"got {config.weight_low}, {config.weight_high}"
+        )
+    assert config.m2_keep_low is not None and config.m2_keep_high is not None
+    if (config.m2_keep_low or config.m2_keep_high) and not config.m2_keep_low <= 1 <= config.m2_keep_high:
+        raise ValueError(
+            f"m2_keep_low, m2_keep_high: want m2_keep_low <= 1 <= m2_keep_high (the ratio of fresh data is 1), or 0 and 0, "
+            f"got {config.m2_keep_low}, {config.m2_keep_high}"
+        )
+    if config.weight_action == "truncate" and config.weight_low:
+        raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
+
+
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
-    assert config.loss is not None and config.weight_high is not None and config.weight_low is not None
+    assert config.loss is not None
     assert config.clip_low is not None and config.clip_high is not None
     if config.anchor == "rollout" and config.weight != "none":
         raise ValueError(
@@ -491,21 +511,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
     if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
         raise ValueError(f"clip_dual: want > 1 and a clipped loss (ppo, gspo, gspo_token), or 0, got {config.clip_dual} with {config.loss}")
-    if config.weight_high and config.weight_low >= config.weight_high:
-        raise ValueError(f"weight_low: want < weight_high = {config.weight_high}, got {config.weight_low}")
-    if (config.weight != "none" and config.weight_low > 1) or 0 < config.weight_high < 1:
-        raise ValueError(
-            f"weight_low, weight_high: want weight_low <= 1 <= weight_high (the weight of fresh data is 1), "
-            f"got {config.weight_low}, {config.weight_high}"
-        )
-    assert config.m2_keep_low is not None and config.m2_keep_high is not None
-    if (config.m2_keep_low or config.m2_keep_high) and not config.m2_keep_low <= 1 <= config.m2_keep_high:
-        raise ValueError(
-            f"m2_keep_low, m2_keep_high: want m2_keep_low <= 1 <= m2_keep_high (the ratio of fresh data is 1), or 0 and 0, "
-            f"got {config.m2_keep_low}, {config.m2_keep_high}"
-        )
-    if config.weight_action == "truncate" and config.weight_low:
-        raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
+    _refuse_bounds(config)
     if config.self_normalise and config.weight == "none":
         raise ValueError("self_normalise: there are no weights to normalise (weight: none)")
     if config.proximal == "loglinear" and config.anchor != "proximal":

@@ -151,14 +151,7 @@ def build_batches(
     aligned = _aligned(plan, samples, turns)
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
-    rows: dict[str, Array] = {
-        "rewards_N": rewards_N,
-        "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
-        "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
-        "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
-    }
-    rows["unended_N"] = np.array([_unended(sample, eos_ids) for sample in samples], np.bool_)
-    rows["sampled_N"] = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int32)
+    rows = _rows(plan, samples, rewards_N, eos_ids)
     rows |= _trained(plan, samples, aligned, turns)
     part_names, rows["parts_NK"] = _parts(samples)
     limits = token_limits or {}
@@ -180,6 +173,18 @@ def build_batches(
         )
         for rank in range(plan.data_parallel)
     )
+
+
+def _rows(plan: Plan, samples: Sequence[Sample], rewards_N: Array, eos_ids: frozenset[int]) -> dict[str, Array]:
+    """Return the columns that hold a value for each sample."""
+    return {
+        "rewards_N": rewards_N,
+        "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
+        "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
+        "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
+        "unended_N": np.array([_unended(sample, eos_ids) for sample in samples], np.bool_),
+        "sampled_N": np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int32),
+    }
 
 
 def _parts(samples: Sequence[Sample]) -> tuple[tuple[str, ...], NDArray[np.float32]]:
