@@ -23,6 +23,7 @@ NAMES = {
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
     "rewards": "samples/s per core of each reward that ships, and of a call in child processes",
+    "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
