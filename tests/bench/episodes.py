@@ -111,9 +111,8 @@ def main() -> int:
     for name, speeds in found.items():
         median = statistics.median(speeds)
         more_ms = 1000 * (1 / median - 1 / base)
-        print(
-            f"{name:8} {median:8.1f} turns/s   {median / base:5.2f} of direct   {more_ms:+6.2f} ms a turn   ({min(speeds):.1f} .. {max(speeds):.1f})"
-        )
+        ratio, spread = f"{median / base:5.2f} of direct", f"({min(speeds):.1f} .. {max(speeds):.1f})"
+        print(f"{name:8} {median:8.1f} turns/s   {ratio}   {more_ms:+6.2f} ms a turn   {spread}")
     return 0
 
 
