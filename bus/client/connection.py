@@ -17,6 +17,7 @@ from bus.client.address import Address, parse
 from bus.client.repeated import Repeated
 from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
+from bus.system.coroutines import ended
 from bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
@@ -214,25 +215,29 @@ class Connection:
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user
+        connecting = asyncio.get_running_loop().create_task(
+            self.nc.connect(
+                list(address.servers),
+                name=name,
+                **_login(address),
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]
+                ping_interval=_PING_S,  # type: ignore[arg-type]
+                max_outstanding_pings=2,
+            )
+        )
         try:
             async with asyncio.timeout(wait_s):
-                await self.nc.connect(
-                    list(address.servers),
-                    name=name,
-                    **_login(address),
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnected,
-                    reconnected_cb=self._on_reconnected,
-                    closed_cb=self._on_closed,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]
-                    ping_interval=_PING_S,  # type: ignore[arg-type]
-                    max_outstanding_pings=2,
-                )
+                await asyncio.shield(connecting)
         except FOREIGN as error:
             reason = self.last_error or str(error) or type(error).__name__
             raise BusUnavailable(f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}") from None
         finally:
+            await ended(connecting)  # the client library may swallow one cancellation, and would then connect for ever
             self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:

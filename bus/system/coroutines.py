@@ -4,8 +4,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 log = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 0.1
+"""Time that a task has to end before it is cancelled again."""
 
 
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
@@ -37,6 +41,15 @@ async def beside(*works: Coroutine[object, object, object]) -> AsyncIterator[Non
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ended(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task until it has ended, also when it swallows cancellations. Its error is not raised."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()
 
 
 def _log_error(task: asyncio.Task[object]) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
@@ -156,3 +157,29 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
             with pytest.raises(BusUnavailable):
                 await request
             assert (len(heard), connection._up_or_closed.is_set()) == (2, True), turns
+
+
+async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flush does so: a refused TLS handshake at that moment was retried for ever."""
+    cancelled: list[int] = []
+
+    async def swallows(self: Client) -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            if len(cancelled) > 2:
+                raise
+        raise OSError("not there")  # so that the library tries the next server
+
+    monkeypatch.setattr(Client, "_select_next_server", swallows)
+
+    async def opened() -> None:
+        async with connect("nats://127.0.0.1:1", "r", name="a", wait_s=0.05):
+            raise AssertionError("connected to nobody")
+
+    opening = asyncio.create_task(opened())
+    done, _ = await asyncio.wait({opening}, timeout=30)
+    assert done and len(cancelled) == 3
+    with pytest.raises(BusUnavailable, match=r"connecting a to .*: waited"):
+        await opening
