@@ -10,6 +10,7 @@ SEEN = []
 
 async def by_ids(args, sample: Sample, sampling_params) -> Sample:
     """Tokens in, tokens out."""
+    assert not args.partial_rollout
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     sample.tokens = list(state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"])

@@ -15,6 +15,7 @@ from bus.client.refusals import Refusals
 from bus.client.retries import RETRY_S, retry
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
+from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
@@ -129,6 +130,16 @@ class JetStream:
     async def purge_subject(self, stream: str, subject: str) -> None:
         """Remove every message of a subject."""
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
+
+    async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
+        """Remove what a stream holds of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects, ``*`` = any task's."""
+        try:
+            held = await self.subjects(stream, subject_of("*"))
+        except NotFound:
+            return
+        for task in {subjects.task_named(subject) for subject in held}:
+            if task is not None and task < below:
+                await self.purge_subject(stream, subject_of(task))
 
     async def _get(self, stream: str, request: Mapping[str, object]) -> Message:
         fields = (await self.call(f"STREAM.MSG.GET.{stream}", request))["message"]

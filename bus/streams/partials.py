@@ -4,7 +4,6 @@ import logging
 
 from bus.client.jetstream import JetStream
 from bus.errors import NotFound, WireError
-from bus.streams.turns import trim_tasks
 from bus.wire import parts, subjects
 from bus.wire.codec import decode_partial, encode_partial
 from bus.wire.invariants import check_partial
@@ -58,7 +57,7 @@ class Partials:
 
     async def trim(self, below: int) -> None:
         """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""
-        await trim_tasks(self._jet, self._stream, lambda task: subjects.partial(self._jet.run, task), below)
+        await self._jet.purge_tasks(self._stream, lambda task: subjects.partial(self._jet.run, task), below)
 
     async def _exists(self) -> bool:
         if not self._found:

@@ -12,7 +12,6 @@ Nothing in it is ever needed. What cannot be stored in time leaves the episode u
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,21 +53,27 @@ class EpisodeLog:
 
     def __init__(self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None) -> None:
         self._turns, self._task, self._index, self._attempt = turns, task, index, attempt
-        self._last, self._count = last, 0
+        self._last, self._count, self._superseded = last, 0, False
 
     @property
     def kept(self) -> bool:
-        """Whether records are stored: False once one was not."""
-        return self._last is not None
+        """Whether records are stored, or refused: False once one was not stored in time."""
+        return self._superseded or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
         """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded."""
+        if self._superseded:  # told again: the first time, nobody may have listened any more
+            raise Superseded
         if self._last is None:
             return
         self._count += 1
         record = TurnRecord(kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields)
         last, self._last = self._last, None  # whoever is cancelled here does not know what is stored
-        self._last = await self._turns.store(record, f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}", last)
+        try:
+            self._last = await self._turns.store(record, f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}", last)
+        except Superseded:
+            self._superseded = True
+            raise
 
 
 class TurnStream:
@@ -179,15 +184,4 @@ class TurnStream:
         """Remove the logs of tasks with ids < ``below``. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
-        await trim_tasks(self._jet, self._stream, lambda task: subjects.turn(self.run, task), below)
-
-
-async def trim_tasks(jet: JetStream, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-    """Remove what a stream holds of tasks with ids < ``below``; their id is the fourth part of a subject. Raises BusUnavailable."""
-    try:
-        held = await jet.subjects(stream, subject_of("*"))
-    except NotFound:
-        return
-    for task in {subjects.task_named(subject) for subject in held}:
-        if task is not None and task < below:
-            await jet.purge_subject(stream, subject_of(task))
+        await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

@@ -39,7 +39,7 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
     _check_response(sample)
-    _check_covered(sample.spans, sample.response_length)
+    check_covered(sample.spans, sample.response_length)
     check_sequences(sample)
     check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)
     check_reward(sample.reward)
@@ -59,8 +59,8 @@ def check_partial(partial: Partial) -> None:
         raise WireError("position, rollout_log_probs", f"position >= {length} and as many values", f"{partial.position}, {len(log_probs)}")
     if length and partial.tokens.min() < 0:
         raise WireError("tokens", "ids >= 0", int(partial.tokens.min()))
-    _check_log_probs(log_probs)
-    _check_covered(partial.spans, length)
+    check_log_probs(log_probs)
+    check_covered(partial.spans, length)
     _check_seconds(partial.timings)
 
 
@@ -101,14 +101,15 @@ def _check_response(sample: Sample) -> None:
     all_trainable = mask.tobytes() == b"\1" * len(mask)
     if not all_trainable and np.maximum.reduce(mask) > 1:
         raise WireError(f"loss_mask[{int(np.argmax(mask))}]", "0 or 1", int(mask.max()))
-    _check_log_probs(log_probs)
+    check_log_probs(log_probs)
     if not all_trainable:
         outside = np.flatnonzero((mask == 0) & (log_probs != 0))
         if len(outside):
             raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
 
 
-def _check_log_probs(log_probs: NDArray[np.float32]) -> None:
+def check_log_probs(log_probs: NDArray[np.float32]) -> None:
+    """Check log-probs of sampled tokens. Raises WireError."""
     # NaN fails both comparisons
     if not len(log_probs) or (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB):
         return
@@ -116,7 +117,8 @@ def _check_log_probs(log_probs: NDArray[np.float32]) -> None:
     raise WireError(f"rollout_log_probs[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
 
 
-def _check_covered(spans: Sequence[Span], length: int) -> None:
+def check_covered(spans: Sequence[Span], length: int) -> None:
+    """Check that spans cover ``length`` tokens. Raises WireError."""
     covered = 0
     for span in spans:
         if span.version < 0 or span.num_tokens < 1:

@@ -1,4 +1,4 @@
-"""What the actors of one sample of an episode leave for each other: who makes it, its turns, the program's state, and its end."""
+"""Records of an episode's log: the attempt that makes its sample, its turns, states of its program, and its end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import WireError
-from bus.wire.invariants import LOG_PROB_SLACK, MAX_REWARD, MIN_LOG_PROB
+from bus.wire.invariants import MAX_REWARD, MAX_SECONDS, check_covered, check_log_probs
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Span
 
@@ -18,7 +18,7 @@ MOST_TURNS = 2**31
 
 
 class TurnKind(StrEnum):
-    """What a record says."""
+    """Kinds of a record."""
 
     TAKE = "take"
     """``attempt`` makes the sample from here on: no earlier one may write."""
@@ -98,13 +98,13 @@ def _check_turn(record: TurnRecord) -> None:
         raise WireError("context", "at least one id", "none")
     if len(log_probs) != length:
         raise WireError("log_probs", f"{length} values", len(log_probs))
-    if not ((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)).all():  # NaN fails both
-        raise WireError("log_probs", f"{MIN_LOG_PROB:g} to 0", "others")
+    check_log_probs(log_probs)
+    check_covered(record.spans, length)
+    if not (abs(record.begin_s) <= MAX_SECONDS and abs(record.seconds) <= MAX_SECONDS):  # NaN fails it
+        raise WireError("begin_s, seconds", f"within +-{MAX_SECONDS:g} s", f"{record.begin_s}, {record.seconds}")
     for name, ids in (("context", record.context), ("tokens", record.tokens)):
         if len(ids) and ids.min() < 0:
             raise WireError(name, "ids >= 0", int(ids.min()))
-    if any(span.num_tokens < 1 or span.version < 0 for span in record.spans) or sum(span.num_tokens for span in record.spans) != length:
-        raise WireError("spans", f"lengths >= 1 with the sum {length}, versions >= 0", list(record.spans))
 
 
 def _check_state(record: TurnRecord) -> None:

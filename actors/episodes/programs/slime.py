@@ -3,7 +3,7 @@
 Such a function asks ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``, here the gateway of its episode, so tokens,
 masks and log-probs are recorded there; those that it puts into its sample are not read. Where slime is not installed, the few names of
 it that generate functions use are provided: ``slime.utils.types.Sample``, ``slime.utils.http_utils.post`` and
-``slime.rollout.sglang_rollout.GenerateState`` (signatures as in slime at commit 624b824a8 and its examples ``search-r1`` and ``retool``).
+``slime.rollout.sglang_rollout.GenerateState`` (names and signatures by slime 0a79899 and its example ``search-r1`` at 26e93f0).
 """
 
 import asyncio
@@ -148,7 +148,9 @@ class Slime:
         """Return the reward that the function gives its samples, their sum for several; None = it gives none."""
         where = urlsplit(base_url)
         # slime's functions put the address together from host and port alone; the key goes with it as the user of the URL.
-        args = SimpleNamespace(**{**self._args, "sglang_router_ip": f"{api_key}@{where.hostname}", "sglang_router_port": where.port})
+        args = SimpleNamespace(
+            **{"partial_rollout": False, **self._args, "sglang_router_ip": f"{api_key}@{where.hostname}", "sglang_router_port": where.port}
+        )
         sample = self._sample(
             prompt=data["prompt"],
             label=data["label"],
