@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 import pytest
 
@@ -112,6 +113,16 @@ async def test_a_lower_epoch_is_refused(open_bus: BusOpener, what: str) -> None:
         assert await registry.head() is None
         new = await registry.publish(await registry.reserve(1, 2))
         assert await registry.fence(3) == new
+
+
+async def test_the_row_of_a_head_whose_learner_was_killed_in_between_is_published_by_the_next_learner(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        row = await registry.reserve(1, 1)
+        await bus.rows("weights").put("head", {**asdict(row), "state": "published", "fence": 1})
+        assert await registry.row(row.version) == row and row.state == "pushing"
+        head = await VersionRegistry(bus).fence(2)
+        assert head is not None and await registry.row(row.version) == head and head.state == "published"
 
 
 async def test_of_two_learners_that_publish_at_once_the_newer_one_wins(open_bus: BusOpener) -> None:

@@ -77,16 +77,21 @@ class VersionRegistry:
         return self._steps[version]
 
     async def fence(self, epoch: int) -> VersionRow | None:
-        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself."""
+        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself.
+
+        The row of the head is published too, which its learner may have been killed before.
+        """
 
         def fenced(head: Value | None) -> Value:
             """Return the head with the new fence."""
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
-        head = (await self._rows.change(HEAD, fenced)).after
+        head = _parse(HEAD, (await self._rows.change(HEAD, fenced)).after)
+        if head is not None:
+            await self._change(_key(head.version), head.version, state=head.state)
         await self._count()
-        return _parse(HEAD, head)
+        return head
 
     async def lost(self, known: Mapping[int, int]) -> bool:
         """Return whether the head or a row is missing, although the versions of ``known`` (-> step) have been used."""
@@ -251,8 +256,8 @@ class VersionRegistry:
         """Change fields of a row if it is that of this version."""
 
         def changed(found: Value | None) -> Value | None:
-            """Return the row with the changes; None if it is that of another version."""
-            return None if found is None or found.get("version") != version else {**found, **changes}
+            """Return the row with the changes; None if it has them, or is that of another version."""
+            return None if found is None or found.get("version") != version or found.items() >= changes.items() else {**found, **changes}
 
         await self._rows.change(key, changed, replace_unreadable=True)
 
