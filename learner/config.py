@@ -7,6 +7,8 @@ from typing import Any
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from learner.lora import LoraConfig
+from learner.schedule import OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -149,36 +151,6 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer: Adam."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
-    lr_decay: str = "constant"
-    """constant | linear | cosine, down to min_lr at the last step."""
-    min_lr: float = 0.0
-    """Learning rate at the last step, for ``linear`` and ``cosine``."""
-    beta1: float = 0.9
-    """Adam's decay of the first moment."""
-    beta2: float = 0.98
-    """Adam's decay of the second moment."""
-    eps: float = 1e-8
-    """Adam's term in the denominator."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay (AdamW)."""
-    clip_grad: float = 1.0
-    """Largest norm of the gradient; a larger one is scaled down to it."""
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"lr: want > 0, got {self.lr!r}")
-        if self.lr_decay not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_decay: want constant, linear or cosine, got {self.lr_decay!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
 
@@ -270,6 +242,8 @@ class LearnerConfig:
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
@@ -317,6 +291,7 @@ class LearnerConfig:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
         self._refuse_unknown()
+        self._refuse_tuning()
 
     def _refuse_credit(self) -> None:
         """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""
@@ -336,6 +311,19 @@ class LearnerConfig:
             )
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
+
+    def _refuse_tuning(self) -> None:
+        """Refuse settings of optimizer and adapters that exclude each other."""
+        optimizer = self.optimizer
+        if self.lora.rank and optimizer.freeze:
+            raise ValueError(
+                f"optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got {list(optimizer.freeze)}; "
+                "choose the layers with lora.targets"
+            )
+        if optimizer.name == "sgd" and self.distributed_optimizer:
+            raise ValueError("distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true")
+        if optimizer.name != "adamw" and self.offload_optimizer:
+            raise ValueError(f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""

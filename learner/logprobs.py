@@ -81,7 +81,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         """Return the gradients of hidden states and weight; None for a weight with ``main_grad``, to which it was added."""
         hidden_TH, weight_VH, local_T, mine_T, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV)
-        totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None)
+        totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
         for start, z_TC in logits.chunks():
             column_T, inside_T = _columns(local_T, mine_T, start, z_TC.shape[1])
@@ -144,21 +144,27 @@ class _Logits:
 class _Gradients:
     """Gradients of hidden states and weight, from the gradients of the logits chunk by chunk."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, in_one_chunk: bool) -> None:
-        self._hidden_TH, self._weight_VH, self._in_one_chunk = hidden_TH, weight_VH, in_one_chunk
-        self.in_main_grad = not in_one_chunk and getattr(weight_VH, "main_grad", None) is not None
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, in_one_chunk: bool, frozen: bool) -> None:
+        """``frozen``: the weight needs no gradient; ``weight_VH`` is None then."""
+        self._hidden_TH, self._weight_VH, self._in_one_chunk, self._frozen = hidden_TH, weight_VH, in_one_chunk, frozen
+        self.weight_VH: Tensor | None = None
+        self.in_main_grad = not frozen and not in_one_chunk and getattr(weight_VH, "main_grad", None) is not None
         """Whether ``weight_VH`` is the weight's ``main_grad``."""
         if not in_one_chunk:
             self.hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
-            self.weight_VH = weight_VH.main_grad if self.in_main_grad else torch.empty_like(weight_VH)  # type: ignore[attr-defined]
+            if not frozen:
+                self.weight_VH = weight_VH.main_grad if self.in_main_grad else torch.empty_like(weight_VH)  # type: ignore[attr-defined]
 
     def add(self, start: int, grad_TC: Tensor) -> None:
         """Add the gradients by the logits of the columns from ``start``."""
         if self._in_one_chunk:
-            self.hidden_TH, self.weight_VH = grad_TC @ self._weight_VH, grad_TC.t() @ self._hidden_TH
+            self.hidden_TH = grad_TC @ self._weight_VH
+            self.weight_VH = None if self._frozen else grad_TC.t() @ self._hidden_TH
             return
         rows = slice(start, start + grad_TC.shape[1])
         _add_product(self.hidden_TH, grad_TC, self._weight_VH[rows])
+        if self.weight_VH is None:
+            return
         if self.in_main_grad:
             _add_product(self.weight_VH[rows], grad_TC.t(), self._hidden_TH)
         else:

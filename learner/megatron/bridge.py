@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from learner.megatron.attention import CORE_ATTENTION, PackedRotary
 from learner.megatron.kernels import Kernels, Wanted, chosen
+from learner.megatron.lora import is_adapter
 from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
@@ -92,11 +93,13 @@ class _LocalLayers:
 
     @torch.no_grad()
     def export(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights under their Hugging Face names; collective over the tensor-parallel ranks.
+        """Yield the whole weights under their Hugging Face names, without adapters; collective over the tensor-parallel ranks.
 
         Without tensor parallelism the tensors are views on the live weights: copy those that must outlive the next step.
         """
         for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                continue
             whole = parameter.detach()
             if self.mpu.tp_size > 1 and getattr(parameter, "tensor_model_parallel", False):  # type: ignore[attr-defined]
                 parts = [torch.empty_like(whole) for _ in range(self.mpu.tp_size)]  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The policy: a Megatron GPTModel built from a Hugging Face directory and wrapped for data parallelism."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
+from learner.megatron.lora import Adapters
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.tuning import Tuning, tune
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,6 +37,8 @@ class Policy:
     replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
+    adapters: Adapters | None = None
+    """The only parameters that are trained; None = those of the model itself."""
 
     @property
     def config(self) -> Any:
@@ -57,10 +62,11 @@ class Policy:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
 
-        Without tensor parallelism they are views on the live weights. Raises MemoryReleased.
+        Adapters are merged into them. Without tensor parallelism the others are views on the live weights. Raises MemoryReleased.
         """
         self.memory.want("the export of weights")
-        yield from self.bridge.export(self.module)
+        exported = self.bridge.export(self.module)
+        yield from exported if self.adapters is None else self.adapters.merged(exported)
 
     def digest(self) -> str:
         """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
@@ -79,10 +85,11 @@ def build_policy(
     kernels: Wanted | None = None,
     replicas: Replicas | None = None,
     memory: Memory | None = None,
+    tuning: Tuning | None = None,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
-    Raises ConfigRefused for a model that the learner cannot train.
+    ``tuning``: the weights that are trained; None = all. Raises ConfigRefused for a model that the learner cannot train.
     """
     kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
@@ -95,9 +102,10 @@ def build_policy(
             module.to(parallel.device)
             with torch.no_grad():
                 bridge.load_weights([module], str(model_dir))
+            adapters = tune(module, bridge, parallel, tuning or Tuning())
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
         ddp = _data_parallel(bridge.config, inner, replicas, memory)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory, adapters=adapters)
 
 
 def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory) -> DistributedDataParallel:
@@ -126,15 +134,34 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture.
+    """Return a backup with the weights of another model of the same architecture, without adapters.
 
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
-        policy.bridge.load_weights([policy.module], str(reference_dir))
-        backup = WeightBackup(policy)
-        policy.bridge.load_weights([policy.module], str(model_dir))
+        _load(policy, reference_dir)
+        backup = WeightBackup(policy, whole=True)
+        if policy.adapters is not None:
+            backup.restore({name: torch.zeros_like(backup.tensors[name]) for name in policy.adapters.names("B")})
+        _load(policy, model_dir)
     return backup
+
+
+def _load(policy: Policy, directory: Path) -> None:
+    with nullcontext() if policy.adapters is None else policy.adapters.hidden():
+        policy.bridge.load_weights([policy.module], str(directory))
+
+
+def initial_weights(policy: Policy) -> "WeightBackup":
+    """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no copy of the model.
+
+    Call it before the first step.
+    """
+    if policy.adapters is None:
+        return WeightBackup(policy)
+    zeros = WeightBackup(policy, names=policy.adapters.names("B"))
+    zeros.restore({name: torch.zeros_like(copy) for name, copy in zeros.tensors.items()})
+    return zeros
 
 
 class WeightBackup:
@@ -143,9 +170,12 @@ class WeightBackup:
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, whole: bool = False, names: Collection[str] | None = None) -> None:
+        """``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless ``whole``."""
         self._policy = policy
-        self._copies = {name: _empty_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        if names is None:
+            names = policy.adapters.names() if policy.adapters is not None and not whole else [name for name, _ in _parameters(policy)]
+        self._copies = {name: _empty_on_host(parameter) for name, parameter in _parameters(policy) if name in set(names)}
         self.refresh()
 
     @property
@@ -157,15 +187,16 @@ class WeightBackup:
     def refresh(self) -> None:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
-        for name, parameter in self._policy.module.named_parameters():
-            self._copies[name].copy_(parameter, non_blocking=True)
+        for name, parameter in _parameters(self._policy):
+            if name in self._copies:
+                self._copies[name].copy_(parameter, non_blocking=True)
         _synchronize(self._policy)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the copies by ``tensors`` (from a checkpoint), which has all of Megatron's names."""
-        for name, copy in self._copies.items():
-            copy.copy_(tensors[name])
+        """Replace copies by ``tensors`` of the same names (all of them, from a checkpoint)."""
+        for name, tensor in tensors.items():
+            self._copies[name].copy_(tensor)
 
 
 class OtherWeights:
@@ -181,7 +212,8 @@ class OtherWeights:
         self._in_place = policy.parallel.device.type == "cuda" if in_place is None else in_place
         self._own: dict[str, Tensor] = {}
         """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
-        self._away = False
+        self._away: set[str] = set()
+        """Names of the parameters that have other weights at the moment."""
 
     def __enter__(self) -> "OtherWeights":
         assert not self._away, "own weights are away"
@@ -189,36 +221,46 @@ class OtherWeights:
 
     @torch.no_grad()
     def take(self, backup: WeightBackup) -> None:
-        """Give the model the weights of ``backup``, which must not change inside the context."""
-        if not self._away:
-            self._put_away()
-        for name, parameter in self._policy.module.named_parameters():
-            if self._in_place:
-                parameter.copy_(backup.tensors[name], non_blocking=True)
-            else:
-                parameter.data = backup.tensors[name]
+        """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the context."""
+        for name, parameter in _parameters(self._policy):
+            if name in backup.tensors:
+                if name not in self._away:
+                    self._put_away(name, parameter)
+                self._set(parameter, backup.tensors[name])
+            elif name in self._away:
+                self._bring_back(name, parameter)
 
-    def _put_away(self) -> None:
-        for name, parameter in self._policy.module.named_parameters():
-            if not self._in_place:
-                self._own[name] = parameter.data
-                continue
+    def _put_away(self, name: str, parameter: Tensor) -> None:
+        if not self._in_place:
+            self._own[name] = parameter.data
+        else:
             if name not in self._own:
                 self._own[name] = _empty_on_host(parameter)
             self._own[name].copy_(parameter, non_blocking=True)
-        self._away = True
+        self._away.add(name)
+
+    def _bring_back(self, name: str, parameter: Tensor) -> None:
+        self._set(parameter, self._own[name])
+        self._away.discard(name)
+
+    def _set(self, parameter: Tensor, weights: Tensor) -> None:
+        if self._in_place:
+            parameter.copy_(weights, non_blocking=True)
+        else:
+            parameter.data = weights
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         if not self._away:
             return
-        for name, parameter in self._policy.module.named_parameters():
-            if self._in_place:
-                parameter.copy_(self._own[name], non_blocking=True)
-            else:
-                parameter.data = self._own[name]
-        self._away = False
+        for name, parameter in _parameters(self._policy):
+            if name in self._away:
+                self._bring_back(name, parameter)
         _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
+
+
+def _parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    yield from policy.module.named_parameters()
 
 
 def _empty_on_host(parameter: Tensor) -> Tensor:

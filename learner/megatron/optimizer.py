@@ -12,27 +12,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
-from learner.config import OptimizerConfig
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer_pieces import Piece, make_leaves, own_pieces, set_steps, sharded_pieces, state_of_pieces, whole_pieces
+from learner.schedule import OptimizerConfig, learning_rate
 
 log = logging.getLogger(__name__)
 
 PIECES = "optimizer_pieces"
 """Place of the optimizer's state in the content of a checkpoint, where it is in pieces."""
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay to min_lr at the end."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.lr_decay == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
-    falling = 1 - progress if config.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.min_lr + (config.lr - config.min_lr) * falling
 
 
 class PolicyOptimizer:

@@ -23,6 +23,7 @@ from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.lora import is_adapter
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.peer_reader import PeerLoad
@@ -53,7 +54,7 @@ def stage(
     with megatron_device():
         content = _sharded(policy, optimizer, proximal, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
+        content["facts"] = _facts(step, policy, proximal) | {"numbers": dict(numbers or {})}
         dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
@@ -96,6 +97,7 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)
         _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
@@ -106,7 +108,7 @@ def load(
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
-        policy.module.load_state_dict(loaded["model"])
+        policy.module.load_state_dict(loaded["model"], strict=policy.adapters is None)
         optimizer.restore(loaded)
     if proximal is not None:
         proximal.restore(loaded["proximal"])
@@ -123,12 +125,13 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
     Returns the step of the checkpoint. Raises ConfigRefused for a checkpoint of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
+    _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
     with megatron_device(), policy.memory.region():
-        model = policy.module.sharded_state_dict()
+        model = _model_entries(policy)
         _refuse_another_model(directory, model, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
         with plain_torch():
             loaded = dist_checkpointing.load({"model": model}, str(directory))
-        policy.module.load_state_dict(loaded["model"])
+        policy.module.load_state_dict(loaded["model"], strict=policy.adapters is None)
         optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return int(facts["step"])
 
@@ -147,8 +150,31 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
             raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
 
 
+def _refuse_other_adapters(directory: Path, facts: Mapping[str, Any], policy: Policy, want: str) -> None:
+    """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on another model."""
+    there: Mapping[str, Any] | None = facts.get("lora")
+    here = None if policy.adapters is None else policy.adapters.facts()
+    if there == here:
+        return
+    if there is None or here is None:
+        raise ConfigRefused("learner.lora.rank", f"{want}: {directory} has {'no' if there is None else 'only'} adapters", _rank_of(here))
+    name = next(name for name, value in there.items() if here.get(name) != value)
+    field = "model.path" if name == "base" else f"learner.lora.{name}"
+    raise ConfigRefused(field, f"{want}: {there[name]!r} in {directory}", here.get(name))
+
+
+def _rank_of(facts: Mapping[str, Any] | None) -> int:
+    return 0 if facts is None else int(facts["rank"])
+
+
+def _model_entries(policy: Policy) -> dict[str, Any]:
+    """Return the checkpoint entries of the model: of one with adapters only these, because the model directory has the rest."""
+    entries: dict[str, Any] = policy.module.sharded_state_dict()
+    return entries if policy.adapters is None else {name: part for name, part in entries.items() if is_adapter(name)}
+
+
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
-    model = policy.module.sharded_state_dict()
+    model = _model_entries(policy)
     content = {"model": model, **optimizer.sharded(model, is_loading=is_loading)}
     if proximal is not None:
         # The layout of the model's own shards, with the copies as their data and under other names.
@@ -160,8 +186,9 @@ def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup 
     return content
 
 
-def _facts(step: int, proximal: WeightBackup | None) -> dict[str, Any]:
-    return {"format": FORMAT, "step": step, "world": dist.get_world_size(), "proximal": proximal is not None}
+def _facts(step: int, policy: Policy, proximal: WeightBackup | None) -> dict[str, Any]:
+    facts = {"format": FORMAT, "step": step, "world": dist.get_world_size(), "proximal": proximal is not None}
+    return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
 
 
 def _rng_object(state: Any) -> ShardedObject:

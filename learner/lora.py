@@ -1,0 +1,113 @@
+"""LoRA: its settings, and PEFT's ``adapter_config.json``, which says the same of a directory with adapters. Knows no tensor, loads no torch.
+
+Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); rank-stabilised scale, Kalajdzievski 2023 (arXiv:2312.03732).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.errors import ConfigRefused
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a decoder that can have adapters, by the last part of their Hugging Face names."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of PEFT's format."""
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layers_to_transform": ([], None),
+    "layer_replication": ([], None),
+    "exclude_modules": ([], None),
+    "target_parameters": ([], None),
+}
+"""Fields of adapter_config.json whose other values change the model in ways that the learner does not compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (LoRA): only they are trained (docs/lora.md)."""
+
+    rank: int = 0
+    """Rank of each adapter; 0 = no adapters: all weights are trained."""
+    alpha: float = 32.0
+    """The product of an adapter's two matrices is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
+    targets: tuple[str, ...] = TARGETS
+    """Layers with adapters, by the last part of their Hugging Face names: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    adapter: str = ""
+    """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those here."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank: want >= 0, got {self.rank}")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha: want > 0, got {self.alpha!r}")
+        if unknown := [name for name in self.targets if name not in TARGETS]:
+            raise ValueError(f"targets: want names of {', '.join(TARGETS)}, got {unknown[0]!r}")
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"targets: want at least one name, each once, got {list(self.targets)!r}")
+        if self.adapter and not self.rank:
+            raise ValueError("adapter: want rank > 0 with it, that of the directory's adapter_config.json, got rank: 0")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter's two matrices."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def peft(self, base_model: str) -> dict[str, Any]:
+        """Return the content of adapter_config.json for adapters on the model ``base_model``."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "use_rslora": self.rslora,
+            "target_modules": sorted(self.targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+
+def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
+    """Return an error for each difference between the settings and the adapter_config.json of ``config.adapter``; none without one."""
+    if not config.adapter:
+        return []
+    path = Path(config.adapter) / CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [ConfigRefused("learner.lora.adapter", "a directory with PEFT's adapter_config.json", f"{path}: {error}")]
+    if not isinstance(found, dict) or str(found.get("peft_type", "")).upper() != "LORA":
+        kind = found.get("peft_type") if isinstance(found, dict) else found
+        return [ConfigRefused(f"{path}: peft_type", "LORA", kind)]
+    if not (path.parent / WEIGHTS).is_file():
+        return [ConfigRefused("learner.lora.adapter", f"a directory with {WEIGHTS}", str(path.parent))]
+    refused = [
+        ConfigRefused(f"{path}: {name}", f"{plain[0]!r}, or no such field", found[name])
+        for name, plain in _PLAIN.items()
+        if name in found and found[name] not in plain
+    ]
+    targets = found.get("target_modules")
+    named = sorted(str(one).rpartition(".")[2] for one in targets) if isinstance(targets, list) else targets
+    same: Mapping[str, tuple[object, object]] = {
+        "rank": (found.get("r"), config.rank),
+        "alpha": (found.get("lora_alpha"), config.alpha),
+        "rslora": (bool(found.get("use_rslora")), config.rslora),
+        "targets": (named, sorted(config.targets)),
+    }
+    return refused + [
+        ConfigRefused(f"learner.lora.{name}", f"{there!r}, as in {path}", here) for name, (there, here) in same.items() if there != here
+    ]

@@ -1,0 +1,321 @@
+"""Low-rank adapters on Megatron's split linear layers, in the parts that Hugging Face names: q_proj, k_proj, v_proj, ...
+
+    y = W x + scale * B (A x)        W frozen; A [r, in] and B [out, r] trained; B = 0 at the start
+
+Megatron has one layer for queries, keys and values, and one for gate and up; each part has an A and a B of its own here, as in PEFT, so
+adapters of both trained elsewhere are the same tensors. A layer keeps its instance, its name and its weight; its class is exchanged.
+
+Split over tensor-parallel ranks: of a column-parallel layer A is whole and B is split by rows, of a row-parallel layer A is split by columns
+and B is whole.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from safetensors import safe_open
+from torch import Tensor
+
+from learner.errors import ConfigRefused
+from learner.lora import WEIGHTS, LoraConfig
+from learner.megatron.parallel import Parallel
+from weightstore.format.checksums import sum64
+
+MARK = ".lora_"
+"""In the names of all parameters of adapters, and of no other."""
+LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Layers of a decoder layer that can have adapters."""
+_PEFT = "base_model.model."
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of the model, by Megatron's name, belongs to an adapter."""
+    return MARK in name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A part of a layer's output that has a Hugging Face name of its own."""
+
+    target: str
+    """q_proj, ..."""
+    width: int
+    """Its elements in each of the layer's groups."""
+    trained: bool
+    """Whether it has an adapter."""
+
+
+class _LoraLayer(torch.nn.Module):
+    """Mixin for Megatron's linear layers, to be the first base class; ``add`` is its constructor."""
+
+    lora_parts: tuple[_Part, ...]
+    lora_groups: int
+    """Groups of the output, in each of which the parts follow each other."""
+    lora_scale: float
+    _SPLIT: Mapping[str, int]
+    """Dimension that is split over tensor-parallel ranks, by the first letters of a parameter's name."""
+
+    def add(self, parts: tuple[_Part, ...], groups: int, config: LoraConfig, first: Callable[[str, int], Tensor]) -> None:
+        """Add the parameters. ``first(target, columns)`` returns this rank's part of a new A with so many columns here."""
+        self.lora_parts, self.lora_groups, self.lora_scale = parts, groups, config.scale
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        for part in self._trained():
+            a_RI = first(part.target, weight.shape[1]).to(weight)
+            b_OR = torch.zeros(part.width * groups, config.rank, dtype=weight.dtype, device=weight.device)
+            for letter, tensor in (("lora_A_", a_RI), ("lora_B_", b_OR)):
+                parameter = torch.nn.Parameter(tensor)
+                split = letter in self._SPLIT
+                set_tensor_model_parallel_attributes(parameter, split, self._SPLIT.get(letter, -1), 1)
+                # Without a split, each rank has the gradient of its own tokens only when they are divided between the ranks.
+                parameter.sequence_parallel = not split and self._own_tokens  # type: ignore[attr-defined]
+                self.register_parameter(letter + part.target, parameter)
+
+    @property
+    def _own_tokens(self) -> bool:
+        return bool(self.config.sequence_parallel)  # type: ignore[union-attr]
+
+    def _trained(self) -> list[_Part]:
+        return [part for part in self.lora_parts if part.trained]
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Return A x of all parts, one behind the other."""
+        matrices = [getattr(self, f"lora_A_{part.target}") for part in self._trained()]
+        return x @ (matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t()
+
+    def _outer(self, inner: Tensor) -> Tensor:
+        """Return scale * B (A x), in the order of the layer's output; 0 in parts without an adapter."""
+        inners = iter(inner.split(inner.shape[-1] // len(self._trained()), dim=-1))
+        outs = []
+        for part in self.lora_parts:
+            if part.trained:
+                out = next(inners) @ getattr(self, f"lora_B_{part.target}").t()
+            else:
+                out = inner.new_zeros(*inner.shape[:-1], part.width * self.lora_groups)
+            outs.append(out.unflatten(-1, (self.lora_groups, part.width)))
+        return self.lora_scale * (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).flatten(-2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the layer's checkpoint entries with those of the adapters, which Megatron's own class takes for unsplit."""
+        entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        own = {name: parameter for name, parameter in self.named_parameters(recurse=False) if is_adapter(f".{name}")}
+        axes = {name: self._SPLIT[name[:7]] for name in own if name[:7] in self._SPLIT}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return entries | make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+
+
+class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel layer with adapters."""
+
+    _SPLIT = {"lora_B_": 0}
+
+    def forward(self, input_: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Return output and bias of the layer, adapters included."""
+        out, bias = super().forward(input_, *arguments, **named)
+        inner = self._inner(input_)
+        if self._own_tokens:
+            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
+        else:
+            inner = copy_to_tensor_model_parallel_region(inner)
+        return out + self._outer(inner), bias
+
+
+class LoraRow(_LoraLayer, RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel layer with adapters."""
+
+    _SPLIT = {"lora_A_": 1}
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return output and bias of the layer, adapters included."""
+        out, bias = super().forward(input_)
+        inner = self._inner(input_)
+        reduce = reduce_scatter_to_sequence_parallel_region if self._own_tokens else reduce_from_tensor_model_parallel_region
+        return out + self._outer(reduce(inner)), bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapter:
+    """One adapter on this rank."""
+
+    name: str
+    """Hugging Face name of its layer: model.layers.0.self_attn.q_proj."""
+    layer: Any
+    target: str
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """This rank's parts of A and B."""
+        return getattr(self.layer, f"lora_A_{self.target}"), getattr(self.layer, f"lora_B_{self.target}")
+
+
+class Adapters:
+    """All adapters of one rank's model. Their export, their start and their place in a checkpoint."""
+
+    def __init__(self, module: GPTModel, bridge: Any, parallel: Parallel, config: LoraConfig, *, seed: int) -> None:
+        """Freeze the model's weights and add adapters to it, before it is wrapped. Raises ConfigRefused."""
+        self.config, self._module, self._bridge, self._parallel = config, module, bridge, parallel
+        self._base = ""
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        self._adapters = {
+            adapter.name: adapter
+            for layer in module.decoder.layers
+            for place in LAYERS
+            for adapter in self._on(layer, place, seed)
+        }
+        missing = set(config.targets) - {adapter.target for adapter in self._adapters.values()}
+        if missing:
+            there = sorted({adapter.target for adapter in self._adapters.values()})
+            raise ConfigRefused("learner.lora.targets", f"layers of this model that can have adapters ({', '.join(there)})", sorted(missing))
+        self.loaded = False
+        """Whether they came from a directory: otherwise the model computes what it does without them."""
+        if config.adapter:
+            self.load(Path(config.adapter))
+
+    def _on(self, layer: Any, place: str, seed: int) -> Iterator[_Adapter]:
+        """Add the adapters of one layer, and yield them."""
+        found = next((module for name, module in layer.named_modules() if name == place), None)
+        if type(found) not in _CLASSES:
+            return
+        names = self._bridge._weight_name_mapping_mcore_to_hf(f"decoder.layers.{layer.layer_number - 1}.{place}.weight")
+        modules = [name.removesuffix(".weight") for name in names]
+        parts = _parts(found, [name.rpartition(".")[2] for name in modules], self.config)
+        if not any(part.trained for part in parts):
+            return
+        parent = {part.target: name for part, name in zip(parts, modules, strict=True)}
+        found.__class__ = _CLASSES[type(found)]
+        groups = 1 if len(parts) != 3 else found.config.num_query_groups // self._parallel.tp_size
+
+        def first(target: str, columns: int) -> Tensor:
+            """Return this rank's columns of a new A: the same whole matrix for every layout."""
+            is_split = "lora_A_" in found._SPLIT
+            whole = columns * (self._parallel.tp_size if is_split else 1)
+            a_RI = _first(f"{seed} {parent[target]}", self.config.rank, whole)
+            return a_RI.chunk(whole // columns, dim=1)[self._parallel.tp_rank if is_split else 0].clone()
+
+        found.add(parts, groups, self.config, first)
+        yield from (_Adapter(name=parent[part.target], layer=found, target=part.target) for part in parts if part.trained)
+
+    # ---- weights
+
+    @torch.no_grad()
+    def merged(self, exported: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield exported weights with the adapters added to them, in float32; the model's own tensors do not change. Collective (TP)."""
+        for name, tensor in exported:
+            adapter = self._adapters.get(name.removesuffix(".weight"))
+            if adapter is None:
+                yield name, tensor
+                continue
+            a_RI, b_OR = self._whole(adapter)
+            yield name, torch.add(tensor.float(), b_OR.float() @ a_RI.float(), alpha=self.config.scale).to(tensor.dtype)
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole matrices under PEFT's names; collective over the tensor-parallel ranks."""
+        for adapter in self._adapters.values():
+            a_RI, b_OR = self._whole(adapter)
+            yield f"{_PEFT}{adapter.name}.lora_A.weight", a_RI
+            yield f"{_PEFT}{adapter.name}.lora_B.weight", b_OR
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Copy this rank's parts of the matrices in a directory of PEFT's. Raises ConfigRefused for one of another shape."""
+        path, rank, size = directory / WEIGHTS, self._parallel.tp_rank, self._parallel.tp_size
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for adapter in self._adapters.values():
+                for letter, mine in zip("AB", adapter.matrices, strict=True):
+                    name = f"{_PEFT}{adapter.name}.lora_{letter}.weight"
+                    split = adapter.layer._SPLIT.get(f"lora_{letter}_")
+                    wanted = [extent * (size if at == split else 1) for at, extent in enumerate(mine.shape)]
+                    if name not in names or list(file.get_slice(name).get_shape()) != wanted:
+                        got = file.get_slice(name).get_shape() if name in names else "no such tensor"
+                        raise ConfigRefused(f"{path}: {name}", f"the shape {wanted}", got)
+                    whole = file.get_tensor(name)
+                    mine.copy_(whole if split is None else whole.chunk(size, dim=split)[rank])
+                    names.discard(name)
+        if names:
+            raise ConfigRefused(str(path), "tensors of the layers in learner.lora.targets, and no others", sorted(names)[0])
+        self.loaded = True
+
+    def _whole(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
+        """Return both matrices whole."""
+        splits = [adapter.layer._SPLIT.get(letter) for letter in ("lora_A_", "lora_B_")]
+        a_RI, b_OR = (self._gathered(one.detach(), split) for one, split in zip(adapter.matrices, splits, strict=True))
+        return a_RI, b_OR
+
+    def _gathered(self, mine: Tensor, split: int | None) -> Tensor:
+        if split is None or self._parallel.tp_size == 1:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(self._parallel.tp_size)]
+        dist.all_gather(parts, mine.contiguous(), group=self._parallel.tp_group)
+        return torch.cat(parts, dim=split)
+
+    # ---- in a checkpoint, and as parameters of the model
+
+    def facts(self) -> dict[str, object]:
+        """Return what a checkpoint of these adapters must agree with; collective over the tensor-parallel ranks at its first call."""
+        config = self.config
+        settings = {"rank": config.rank, "alpha": config.alpha, "rslora": config.rslora, "targets": sorted(config.targets)}
+        return settings | {"base": self._digest()}
+
+    @torch.no_grad()
+    def _digest(self) -> str:
+        """Return a digest of the frozen weights, which the adapters belong to."""
+        if not self._base:
+            sums = sorted((name, sum64([tensor])) for name, tensor in self._bridge.export(self._module))
+            self._base = hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+        return self._base
+
+    def names(self, letter: str = "") -> list[str]:
+        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B)."""
+        return [name for name, _ in self._module.named_parameters() if f"{MARK}{letter}" in name]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the parameters out of the model inside the context, for code that knows only the model's own."""
+        taken = {adapter.layer: dict(adapter.layer._parameters) for adapter in self._adapters.values()}
+        try:
+            for layer, parameters in taken.items():
+                for name in [name for name in parameters if is_adapter(f".{name}")]:
+                    del layer._parameters[name]
+            yield
+        finally:
+            for layer, parameters in taken.items():
+                layer._parameters.update(parameters)
+
+
+_CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLinear: LoraRow}
+
+
+def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, ...]:
+    """Return the parts of a layer's output on this rank: those of queries, keys and values by group, those of a gated MLP by halves."""
+    if len(targets) == 3:
+        model = layer.config
+        widths = [model.num_attention_heads // model.num_query_groups * model.kv_channels, model.kv_channels, model.kv_channels]
+    else:
+        widths = [layer.weight.shape[0] // len(targets)] * len(targets)
+    return tuple(_Part(target=one, width=width, trained=one in config.targets) for one, width in zip(targets, widths, strict=True))
+
+
+def _first(name: str, rank: int, columns: int) -> Tensor:
+    """Return a new A, as PEFT draws it: uniform within 1 / sqrt(columns), from a generator seeded with ``name``."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+    bound = columns**-0.5
+    return torch.empty(rank, columns, dtype=torch.float32, device="cpu").uniform_(
+        -bound, bound, generator=torch.Generator("cpu").manual_seed(seed)
+    )

@@ -1,0 +1,61 @@
+"""The weights that are trained: all of them, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from learner.config import LearnerConfig
+from learner.errors import ConfigRefused
+from learner.lora import LoraConfig
+from learner.megatron.lora import Adapters
+from learner.megatron.parallel import Parallel
+from learner.schedule import frozen_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Settings about the weights that are trained."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: tuple[str, ...] = ()
+    seed: int = 0
+    """Seed of new adapters."""
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> "Tuning":
+        """Return the learner's settings."""
+        return cls(lora=learner.lora, freeze=learner.optimizer.freeze, seed=learner.seed)
+
+
+def tune(module: GPTModel, bridge: Any, parallel: Parallel, tuning: Tuning) -> Adapters | None:
+    """Freeze weights and add adapters, before the model is wrapped for data parallelism. Returns the adapters. Raises ConfigRefused."""
+    adapters = None
+    if tuning.lora.rank:
+        adapters = Adapters(module, bridge, parallel, tuning.lora, seed=tuning.seed)
+    elif tuning.freeze:
+        _freeze(module, bridge, tuning.freeze)
+    embedding = getattr(module, "embedding", None)
+    if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
+        # A recomputed layer whose input has no gradient returns an output that has none, and nothing in it would be trained.
+        embedding.register_forward_hook(_with_gradient)
+    return adapters
+
+
+def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_(True)
+
+
+def _freeze(module: GPTModel, bridge: Any, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters of which the patterns name every part."""
+    for name, parameter in module.named_parameters():
+        names = bridge._weight_name_mapping_mcore_to_hf(name)
+        frozen = frozen_names(patterns, names)
+        if frozen and len(frozen) < len(names):
+            raise ConfigRefused(
+                "learner.optimizer.freeze", f"all or none of {', '.join(names)}, which are one tensor in Megatron", sorted(frozen)
+            )
+        parameter.requires_grad_(not frozen)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(patterns))

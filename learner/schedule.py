@@ -1,0 +1,101 @@
+"""Settings of the optimizer, the learning rate of each step, and the weights that are not trained. Pure: loads no torch."""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+DECAYS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer: AdamW, Adam or SGD."""
+
+    name: str = "adamw"
+    """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``)."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    lr_decay: str = "constant"
+    """constant | linear | cosine | wsd (constant, then linear over the last ``wsd_share`` of the steps) | inverse_sqrt (from the warm-up on)."""
+    lr_decay_steps: int = 0
+    """Step at which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = the last step of the run."""
+    wsd_share: float = 0.2
+    """Share of the steps in which ``wsd`` decays."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay; the least one of ``inverse_sqrt``."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.98
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's term in the denominator."""
+    momentum: float = 0.9
+    """Momentum of ``sgd``."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices; norms and biases have none."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; a larger one is scaled down to it."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: weights that are not trained (docs/lora.md)."""
+    reset_at: tuple[int, ...] = ()
+    """Steps before which the optimizer's state is set to 0, such as those with a new reference or new data."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"lr: want > 0, got {self.lr!r}")
+        if self.name == "muon":
+            raise ValueError(
+                "name: want adamw, adam or sgd, got 'muon': Megatron's Muon needs the package emerging-optimizers, which this learner does "
+                "not use, and takes no distributed optimizer"
+            )
+        for name, choices in (("name", OPTIMIZERS), ("lr_decay", DECAYS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: want {', '.join(choices[:-1])} or {choices[-1]}, got {getattr(self, name)!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:
+            raise ValueError(f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}")
+        if not 0 < self.wsd_share <= 1:
+            raise ValueError(f"wsd_share: want > 0 and <= 1, got {self.wsd_share!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: want 0 <= momentum < 1, got {self.momentum!r}")
+        if any(step < 1 for step in self.reset_at):
+            raise ValueError(f"reset_at: want steps >= 1, got {list(self.reset_at)}")
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"freeze: want regular expressions, got {pattern!r}: {error}") from None
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay.
+
+    Source: wsd, Hu et al. 2024 (MiniCPM, arXiv:2404.06395), here with a linear end; inverse_sqrt, Vaswani et al. 2017, section 5.3.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_decay == "constant":
+        return config.lr
+    if config.lr_decay == "inverse_sqrt":
+        return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / step))
+    end = config.lr_decay_steps or steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    if config.lr_decay == "wsd":
+        progress = max(0.0, (progress - (1 - config.wsd_share)) / config.wsd_share)
+    falling = (1 + math.cos(math.pi * progress)) / 2 if config.lr_decay == "cosine" else 1 - progress
+    return config.min_lr + (config.lr - config.min_lr) * falling
+
+
+def frozen_names(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
+    """Return those of the Hugging Face names in which a pattern is found."""
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return the patterns that are found in none of the names."""
+    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]

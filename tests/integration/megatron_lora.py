@@ -1,0 +1,109 @@
+"""Body of one rank: trains adapters in one layout, and continues from a checkpoint of another. Run by the test."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.lora import LoraConfig
+from learner.megatron import parallel, state
+from learner.megatron.kernels import Wanted
+from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.trainer import Trainer
+from learner.megatron.tuning import Tuning
+from learner.schedule import OptimizerConfig
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEPS = (3, 4, 5)
+LORA = LoraConfig(rank=4, alpha=8)
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)
+ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl=KLConfig(coef=0.1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of dividing the work."""
+
+    replicas: Replicas | None = None
+    offload: bool = False
+    recompute: str = "none"
+
+
+WAYS = {
+    "plain": Way(),
+    "distributed": Way(replicas=Replicas(distributed_optimizer=True)),
+    "offload": Way(offload=True),
+    "distributed, offload": Way(replicas=Replicas(distributed_optimizer=True), offload=True),
+    "recompute full": Way(recompute="full"),
+    "recompute selective": Way(recompute="selective"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """The parts of a rank that trains adapters."""
+
+    policy: Policy
+    optimizer: PolicyOptimizer
+    trainer: Trainer
+    proximal: WeightBackup
+
+
+def learner(
+    model_dir: Path, here: Parallel, way: Way = WAYS["plain"], *, lora: LoraConfig = LORA, dtype: str = "float32", whole: bool = False
+) -> Learner:
+    """Return a rank's parts. ``whole``: the reference is a copy of all weights."""
+    tuning = Tuning(lora=lora, seed=5)
+    policy = build_policy(
+        model_dir, dtype=dtype, parallel=here, replicas=way.replicas, kernels=Wanted(recompute=way.recompute), tuning=tuning
+    )
+    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=way.offload)
+    reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
+    proximal = WeightBackup(policy)
+    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, proximal=proximal, reference=reference)
+    return Learner(policy=policy, optimizer=optimizer, trainer=trainer, proximal=proximal)
+
+
+def take(ours: Learner, step: int, here: Parallel, *, max_tokens: int = 60) -> dict[str, float]:
+    """Train one step. Returns its metrics."""
+    batches = make_batches(make_samples(vocab=VOCAB, step=step), step=step, data_parallel=here.dp_size, max_tokens=max_tokens)
+    return ours.trainer.train(batches[here.dp_rank])
+
+
+def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None = None) -> dict[str, object]:
+    """Train all steps, or those behind the checkpoint. Returns metrics and the exported adapters' norms."""
+    ours, steps = learner(model_dir, here, way), STEPS
+    if checkpoint is not None:
+        assert state.load(checkpoint, policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)[0] == STEPS[0]
+        steps = STEPS[1:]
+    metrics = [take(ours, step, here) for step in steps]
+    assert ours.policy.adapters is not None
+    norms = {name: float(tensor.norm()) for name, tensor in ours.policy.adapters.export()}
+    return {"metrics": metrics, "norms": norms, "base": ours.policy.adapters.facts()["base"]}
+
+
+def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    cpu = torch.device("cpu")
+    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
+    shared = ("plain", "distributed", "offload", "distributed, offload")
+    results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
+    results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])
+        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
+    results |= {f"tp2 {name}": trained(model_dir, here, WAYS[name]) for name in ("plain", "recompute full")}
+    results["tp2 plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
+    parallel.leave()
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

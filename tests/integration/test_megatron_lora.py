@@ -1,0 +1,235 @@
+"""LoRA: adapters train the same numbers in every layout, change no weight of the model, and are PEFT's tensors in a file."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.errors import ConfigRefused
+from learner.lora import CONFIG, WEIGHTS, LoraConfig, adapter_refusals
+from learner.megatron import parallel, state
+from learner.megatron.adapter_files import write_adapter
+from learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from learner.megatron.tuning import Tuning
+from tests.integration import megatron_lora
+from tests.integration.megatron_lora import LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
+from tests.learner_steps import make_batches, make_samples, run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+TIMES = {"train/step_seconds", "train/tokens_per_second"}
+SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
+
+
+@pytest.fixture
+def here() -> Iterator[parallel.Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+def close(ours: Mapping[str, float], wanted: Mapping[str, float], tolerance: float = 1e-5) -> None:
+    names = wanted.keys() - TIMES
+    assert {name: ours[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=tolerance, abs=tolerance)
+
+
+def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, filled: bool = True) -> Policy:
+    """Return a policy with adapters; ``filled``: their second matrices are random, as after some steps."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here, tuning=Tuning(lora=lora))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in policy.module.named_parameters():
+        if filled and ".lora_B" in name:
+            parameter.data.normal_(generator=generator, std=0.3)
+    return policy
+
+
+def with_adapter(model_dir: Path, adapter: Path) -> Any:
+    """Return transformers' model with the adapters of a directory in PEFT's format, added by hand."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    config, tensors = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert module.rpartition(".")[2] in config["target_modules"]
+        product = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        parameters[f"{module}.weight"].data += config["lora_alpha"] / config["r"] * product
+    return model
+
+
+def log_probs(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "lora"),
+    [("qwen3", True, LORA), ("qwen2", False, SOME), ("llama", False, LORA), ("qwen3", False, SOME)],
+)
+def test_the_model_with_adapters_is_that_of_transformers(
+    here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig
+) -> None:
+    """As merged weights, and as a directory of PEFT's; an adapter directory begins a policy with the same."""
+    model_dir = write_tiny_model(tmp_path / "model", family, tied=tied, vocab_size=VOCAB)
+    policy = lora_policy(model_dir, here, lora)
+    write_adapter(tmp_path / "adapter", policy, model_dir)
+    again = lora_policy(model_dir, here, replace(lora, adapter=str(tmp_path / "adapter")), filled=False)
+    assert policy.digest() == again.digest() and again.adapters is not None and again.adapters.loaded
+    by_hand = with_adapter(model_dir, tmp_path / "adapter")
+    for name, tensor in policy.export():
+        torch.testing.assert_close(tensor, dict(by_hand.named_parameters())[name].data, atol=1e-6, rtol=0)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    samples = make_samples(vocab=VOCAB)
+    [row] = (batch := make_batches(samples)[0]).micro_batches
+    [ours_T] = trainer.log_probs(batch)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for number, sample in enumerate(samples[:4]):
+        at = torch.from_numpy((row.sample_T == number) & row.loss_mask_T)
+        wanted = log_probs(by_hand, tokens := torch.from_numpy(sample.tokens).long())[-int(at.sum()) :]
+        torch.testing.assert_close(ours_T[at], wanted, atol=1e-4, rtol=0)
+        assert (log_probs(base, tokens)[-int(at.sum()) :] - wanted).abs().max() > 0.01, "the adapters do nothing: the test shows nothing"
+
+
+def test_new_adapters_change_nothing_and_training_changes_only_them(here: Any, model_dir: Path) -> None:
+    base = build_policy(model_dir, dtype="float32", parallel=here)
+    ours = learner(model_dir, here)
+    assert ours.policy.digest() == base.digest()
+    before = {name: parameter.clone() for name, parameter in ours.policy.module.named_parameters()}
+    assert take(ours, STEPS[0], here)["train/grad_norm"] > 0
+    take(ours, STEPS[1], here)
+    changed = {name for name, parameter in ours.policy.module.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    assert ours.policy.digest() != base.digest()
+    assert sum(buffer.grad_data.numel() for buffer in ours.policy.ddp.buffers) == sum(before[name].numel() for name in changed)
+
+
+def test_recomputation_trains_the_same(here: Any, model_dir: Path) -> None:
+    """Without a gradient of the frozen embedding's output, a recomputed layer would have none."""
+    wanted = trained(model_dir, here, WAYS["plain"])
+    for name in ("recompute full", "recompute selective"):
+        ours = trained(model_dir, here, WAYS[name])
+        assert ours["norms"] == pytest.approx(wanted["norms"], rel=1e-5)  # sums of gradients in another order
+        for one, other in zip(ours["metrics"], wanted["metrics"], strict=True):  # type: ignore[call-overload]
+            close(one, other)
+
+
+def test_the_reference_is_the_model_without_adapters(here: Any, model_dir: Path, tmp_path: Path) -> None:
+    """The KL is the same to the bit with a copy of all weights; another directory is a reference, too, with no trace of it left."""
+    runs = []
+    for whole in (False, True):
+        ours = learner(model_dir, here, whole=whole)
+        runs.append([take(ours, step, here) for step in STEPS])
+    for one, other in zip(*runs, strict=True):
+        assert {name: one[name] for name in one.keys() - TIMES} == {name: other[name] for name in other.keys() - TIMES}
+    assert runs[0][-1]["train/kl_reference"] > 1e-4 > abs(runs[0][0]["train/kl_reference"])
+    other = write_tiny_model(tmp_path / "other", seed=8, vocab_size=VOCAB)
+    policy = lora_policy(model_dir, here, LORA)
+    digest, off = policy.digest(), initial_weights(policy)
+    backup = reference_weights(policy, model_dir, other)
+    assert policy.digest() == digest
+    assert len(off.tensors) == len(backup.tensors.keys() & off.tensors.keys()) and sum(map(torch.count_nonzero, off.tensors.values())) == 0
+    seen = []
+    with OtherWeights(policy) as others:
+        for one in (off, backup, off):
+            others.take(one)
+            seen.append(policy.digest())
+    base, foreign = (build_policy(directory, dtype="float32", parallel=here).digest() for directory in (model_dir, other))
+    assert (seen, policy.digest()) == ([base, foreign, base], digest)
+
+
+@pytest.fixture(scope="module")
+def world(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the results of one rank, and those of each of two ranks."""
+    out, checkpoint = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("checkpoint")
+    with one_rank() as joined:
+        ours = learner(model_dir, joined)
+        take(ours, STEPS[0], joined)
+        ours.proximal.refresh()
+        state.save(checkpoint, step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)
+        one = trained(model_dir, joined, WAYS["plain"])
+        resumed = trained(model_dir, joined, WAYS["plain"], checkpoint)
+    ranks = run_ranks(megatron_lora.main, (model_dir, checkpoint), world=2, out=out)
+    return {"plain": one, "resumed": resumed}, ranks
+
+
+LAYOUTS = (
+    *(f"dp2 {name}" for name in ("plain", "distributed", "offload", "distributed, offload")),
+    *(f"dp2 {name}, resumed" for name in ("plain", "distributed, offload")),
+    *(f"tp2 {name}" for name in ("plain", "recompute full", "plain, resumed")),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_what_one_rank_does(world: Any, layout: str) -> None:
+    """Also from a checkpoint of one rank, in another layout and with another optimizer; and its base is known by the same digest."""
+    one, ranks = world
+    wanted = one["resumed" if layout.endswith("resumed") else "plain"]
+    for rank in ranks:
+        for step, other in zip(rank[layout]["metrics"], wanted["metrics"], strict=True):
+            close(step, other, 2e-5)
+        assert rank[layout]["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+        assert rank[layout]["base"] == wanted["base"]
+
+
+def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, model_dir: Path, tmp_path: Path) -> None:
+    ours = learner(model_dir, here)
+    take(ours, STEPS[0], here)
+    digest = ours.policy.digest()
+    (tmp_path / "saved").mkdir()
+    state.save(tmp_path / "saved", step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer)
+    entries = state.dist_checkpointing.load_tensors_metadata(str(tmp_path / "saved"))
+    assert entries and all("lora_" in name for name in entries)
+    fresh = learner(model_dir, here)
+    assert state.load_weights(tmp_path / "saved", policy=fresh.policy, optimizer=fresh.optimizer) == STEPS[0]
+    assert fresh.policy.digest() == digest
+    other = write_tiny_model(tmp_path / "other", seed=8, vocab_size=VOCAB)
+    refused: list[tuple[Path, LoraConfig, str]] = [
+        (other, LORA, "model.path: want .* in .*saved, got"),
+        (model_dir, replace(LORA, alpha=4), "learner.lora.alpha: want .*: 8 in .*saved, got 4"),
+        (model_dir, LoraConfig(), "learner.lora.rank: want .*saved has only adapters, got 0"),
+    ]
+    for directory, lora, message in refused:
+        policy = build_policy(directory, dtype="float32", parallel=here, tuning=Tuning(lora=lora))
+        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        for load in (state.load, state.load_weights):
+            with pytest.raises(ConfigRefused, match=message):
+                load(tmp_path / "saved", policy=policy, optimizer=optimizer)
+
+
+def test_adapter_directories_that_do_not_fit_are_refused(here: Any, model_dir: Path, tmp_path: Path) -> None:
+    policy = lora_policy(model_dir, here, SOME)
+    write_adapter(tmp_path, policy, model_dir)
+    fits = replace(SOME, adapter=str(tmp_path))
+    assert adapter_refusals(fits) == [] == adapter_refusals(SOME)
+    for field in ("rank", "alpha"):
+        [refused] = adapter_refusals(replace(fits, **{field: 9}))
+        assert str(refused).startswith(f"learner.lora.{field}: want {getattr(SOME, field):g}")
+    [refused] = adapter_refusals(replace(fits, targets=("q_proj",)))
+    assert "learner.lora.targets" in str(refused)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    assert "use_dora: want False" in str(adapter_refusals(fits)[0])
+    assert "adapter_config.json" in str(adapter_refusals(replace(fits, adapter=str(tmp_path / "nothing")))[0])
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = next(iter(tensors))
+    for changed, message in (
+        ({key: value for key, value in tensors.items() if key != name}, "got 'no such tensor'"),
+        (tensors | {name: tensors[name][:, :-1].contiguous()}, "want the shape"),
+        (tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 4)}, "and no others"),
+    ):
+        save_file(changed, tmp_path / WEIGHTS)
+        with pytest.raises(ConfigRefused, match=message):
+            lora_policy(model_dir, here, fits)
