@@ -154,7 +154,8 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         return
     free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
     checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0)
-    kept = CHECKPOINT_BYTES * parameters * (checkpoints + 1) + 4 * parameters if trains else 0
+    saved = model.num_trained or parameters if model is not None and config.learner.lora.rank else parameters
+    kept = CHECKPOINT_BYTES * saved * (checkpoints + 1) + 4 * parameters if trains else 0
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
     got = f"{_gb(free)} free on {there}"
@@ -181,7 +182,7 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     ranks = config.learner.data_parallel if trains else 0
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
-    rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False)
+    rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False, trained=model.num_trained)
     wanted = ranks * rank + engines * 2 * weights  # those served, and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:

@@ -11,6 +11,8 @@ from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
+from launch.checks.tuning import check_tuning
+from launch.devices.trained import trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.megatron.sizes import FAMILIES, refusals
@@ -35,6 +37,8 @@ class CheckedModel:
     shape: ModelShape
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
+    num_trained: int | None = None
+    """Parameters that the learner trains; None = all."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -61,11 +65,13 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_parameters=parameters,
         shape=shape,
         largest_tensor=max(sizes, default=0),
+        num_trained=sum(map(math.prod, trained_tensors(shape, config.learner).values())),
     )
     if prepare is None:
         _check_weights(report, path, shape)
     _check_context(report, config, model, shape)
     _check_reference(report, config, shape)
+    check_tuning(report, config, shape)
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(

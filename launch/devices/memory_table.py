@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actors.serving.builtin.shape import ModelShape
+from launch.devices.trained import Shapes, is_whole, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.config import RECOMPUTE, LearnerConfig
 from learner.megatron.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
@@ -52,10 +53,15 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool) -> int:
-    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes."""
-    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(num_parameters, dtype) // num_shares(learner)
-    return num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + state
+def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool, trained: int | None = None) -> int:
+    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes.
+
+    ``trained``: the number of those with a gradient, adapters included; None = all.
+    """
+    ours = num_parameters if trained is None else trained
+    adapters = ours if learner.lora.rank else 0
+    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(ours, dtype) // num_shares(learner)
+    return (num_parameters + adapters) * ITEM_BYTES[dtype] + ours * FLOAT32 + state
 
 
 def num_shares(learner: LearnerConfig) -> int:
@@ -67,22 +73,28 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     learner, item = config.learner, ITEM_BYTES[dtype]
     split, tokens = learner.tensor_parallel, row_tokens(shape, config)
     shares = num_shares(learner)
-    own = buffer_elements(shape, split, shares) if shares > 1 else rank_parameters(shape, split)
-    yield Row(process="rank", part="weights", bytes=item * own)
-    yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
-    yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
+    tensors = trained_tensors(shape, learner)
+    trained = buffer_elements(tensors, split, shares) if shares > 1 else rank_elements(tensors, split)
+    frozen = rank_parameters(shape, split) - (0 if learner.lora.rank else rank_elements(tensors, split))
+    own = frozen + trained
+    yield Row(process="rank", part="weights" + (", adapters among them" if learner.lora.rank else ""), bytes=item * own)
+    yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * trained)
+    yield from _optimizer(-(-trained // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
+    # With adapters, the model without them is the reference, and its weights are not copied.
+    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else _outer_elements(tensors, split)
+    saved = trained if learner.lora.rank else own
     copies = [
-        *(["reference model"] if learner.algorithm.needs_reference else []),
-        *(["weights of the last version"] if config.weights.push_every > 1 else []),
+        *([("reference model", reference)] if learner.algorithm.needs_reference else []),
+        *([("weights of the last version", saved)] if config.weights.push_every > 1 else []),
     ]
     if copies and cuda:
-        copies.append("own weights, while one of the other two is in their place")
-    for part in copies:
-        yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
+        copies.append(("own weights, while one of the other two is in their place", max(elements for _, elements in copies)))
+    for part, elements in copies:
+        yield Row(process="rank", part=part, bytes=item * elements, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
-        weights = item * own * (2 if config.weights.push_every > 1 else 1)
-        state = optimizer_bytes(-(-own // shares), dtype)
+        weights = item * saved * (2 if config.weights.push_every > 1 else 1)
+        state = optimizer_bytes(-(-trained // shares), dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
@@ -142,20 +154,30 @@ def parameters(shape: ModelShape) -> int:
 
 
 def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
-    """Return the number of parameters of one rank."""
-    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in shape.tensors().items())
+    """Return the number of parameters of one rank, adapters excluded."""
+    return rank_elements(shape.tensors(), tensor_parallel)
 
 
-def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int) -> int:
-    """Return the elements of a rank's weight buffer, and of its gradients, with a distributed optimizer.
+def rank_elements(tensors: Shapes, tensor_parallel: int) -> int:
+    """Return the number of elements that one rank has of these tensors."""
+    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in tensors.items())
+
+
+def _outer_elements(tensors: Shapes, tensor_parallel: int) -> int:
+    """Return the elements of a rank's second matrices of adapters."""
+    return rank_elements({name: tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}, tensor_parallel)
+
+
+def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int) -> int:
+    """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed optimizer.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
     (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, whose ends add some KB.
     """
     joint: dict[str, int] = defaultdict(int)
-    for name, tensor in shape.tensors().items():
-        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP.
-        joint[re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
+    for name, tensor in tensors.items():
+        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have their own.
+        joint[name if ".lora_" in name else re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
             tensor
         ) // split_of(name, tensor_parallel)
     divisor = math.lcm(shares, 128)
@@ -163,8 +185,8 @@ def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int) -> int
 
 
 def split_of(name: str, tensor_parallel: int) -> int:
-    """Return the number of ranks over which a tensor is split: none for norms and the biases of row-split matrices."""
-    return 1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
+    """Return the number of ranks over which a tensor is split: none for norms, biases of row-split matrices, and one matrix of an adapter."""
+    return 1 if is_whole(name) or "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

@@ -35,6 +35,8 @@ class ModelSize:
 
     parameters: int = 0
     largest_tensor: int = 0
+    trained: int | None = None
+    """Parameters with a gradient; None = all."""
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
@@ -64,7 +66,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu") // ours.tensor_parallel,
+        memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu", trained=size.trained)
+        // ours.tensor_parallel,
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),

@@ -10,6 +10,9 @@ from learner.lora import CONFIG, WEIGHTS
 from learner.megatron.model import Policy
 from weightstore.store.snapshot import ASIDE, rename_into_place
 
+ADAPTER = "adapter"
+"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top of it."""
+
 
 def write_adapter(directory: Path, policy: Policy, model_dir: Path, *, leads: bool = True) -> None:
     """Write the adapters on the model of ``model_dir``; the directory is replaced whole. Collective over the tensor-parallel ranks.

@@ -50,6 +50,11 @@ class Policy:
         """The key of ``DTYPES`` for weights and activations."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.config.params_dtype)
 
+    @property
+    def begins_apart(self) -> bool:
+        """Whether the weights of a new run differ from those of the model directory."""
+        return self.adapters is not None and self.adapters.loaded
+
     def gather(self) -> None:
         """Complete the weights after an optimizer step whose gathering was left to the next forward pass; collective over the replicas.
 

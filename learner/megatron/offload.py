@@ -83,6 +83,13 @@ class OffloadedAdam:
                 for piece, main in zip(block.pieces, block.views(block.host[MAIN]), strict=True):
                     main.copy_(piece.of(piece.parameter))
 
+    def reset(self) -> None:
+        """Set moments and steps to 0."""
+        self.steps = 0
+        for block in self.blocks:
+            for name in STATE:
+                block.host[name].zero_()
+
     @torch.no_grad()
     def step(self) -> tuple[bool, float, None]:
         """Clip and apply the gradients; collective. Returns (True, norm before clipping, None), as Megatron's optimizers do."""

@@ -1,4 +1,4 @@
-"""Adam with clipping and a learning rate that is a pure function of the step. A step that is not finite is skipped by all ranks."""
+"""Adam (or SGD) with clipping and a learning rate that is a pure function of the step. A step that is not finite is skipped by all ranks."""
 
 import logging
 import math
@@ -31,6 +31,8 @@ class PolicyOptimizer:
         """``offload``: keep the state in host memory."""
         self._config, self._steps, self._policy = config, steps, policy
         self._has_state = False
+        self._reset_for = 0
+        """Step for which the state was last set to 0."""
         self._taken = 0
         """Steps of Adam, those before a restart included; counted for an optimizer in pieces only."""
         self._distributed = policy.replicas.distributed_optimizer
@@ -45,7 +47,9 @@ class PolicyOptimizer:
         with megatron_device(), policy.memory.region():
             inner = get_megatron_optimizer(
                 MegatronOptimizerConfig(
-                    optimizer="adam",
+                    optimizer="sgd" if config.name == "sgd" else "adam",
+                    decoupled_weight_decay=config.name == "adamw",
+                    sgd_momentum=config.momentum,
                     lr=config.lr,
                     min_lr=config.min_lr,
                     weight_decay=config.weight_decay,
@@ -64,6 +68,9 @@ class PolicyOptimizer:
             make_leaves(inner)
         for group in inner.param_groups:
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
+        if config.name == "sgd":
+            for one in inner.chained_optimizers:
+                one.init_state_fn = _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
         return inner
 
     def zero_grad(self) -> None:
@@ -80,6 +87,9 @@ class PolicyOptimizer:
         Returns the gradient norm before clipping and the learning rate. The norm is None when the step was skipped because loss,
         gradients or learning rate are not finite on some rank; then weights and Adam's state are unchanged on every rank.
         """
+        if step in self._config.reset_at and step != self._reset_for:
+            self._reset()
+            self._reset_for = step
         rate = scale * learning_rate(self._config, step, self._steps)
         if not self._finite(step, loss, rate):
             return None, rate
@@ -87,10 +97,24 @@ class PolicyOptimizer:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
+            group["decoupled_weight_decay"], group["momentum"] = self._config.name == "adamw", self._config.momentum
         with self._memory_of_state():
             _, norm, _ = self.inner.step()
         self._taken += 1
         return float(norm), rate
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        """Set the state to 0: moments or momentum, and the count of steps that corrects Adam's bias."""
+        self._taken = 0
+        if self._offloaded is not None:
+            self._offloaded.reset()
+            return
+        for one in self.inner.chained_optimizers:
+            for state in one.optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        tensor.zero_()
 
     def _finite(self, step: int, loss: float, rate: float) -> bool:
         """Return whether loss, rate and gradients are finite on all ranks, the same on each: NaN and infinity of any rank survive the sum.
@@ -123,6 +147,11 @@ class PolicyOptimizer:
                 yield bucket.grad_data.chunk(group.size())[group.rank()]
 
     # ---- in a checkpoint
+
+    @property
+    def kind(self) -> str:
+        """The state in a checkpoint: that of adam, which adamw has as well, or of sgd."""
+        return "sgd" if self._config.name == "sgd" else "adam"
 
     def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Return the optimizer's part of a checkpoint; ``model``: the model's sharded state. The names are those of the plain one."""
@@ -160,3 +189,11 @@ class PolicyOptimizer:
         """Return the memory region of the first step, which allocates Adam's moments; a context without effect afterwards."""
         first, self._has_state = not self._has_state and self._offloaded is None, True
         return self._policy.memory.region() if first else nullcontext()
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Give parameters without state a momentum of 0, which the first step treats as none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

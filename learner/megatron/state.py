@@ -54,7 +54,7 @@ def stage(
     with megatron_device():
         content = _sharded(policy, optimizer, proximal, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, policy, proximal) | {"numbers": dict(numbers or {})}
+        content["facts"] = _facts(step, policy, proximal) | {"optimizer": optimizer.kind, "numbers": dict(numbers or {})}
         dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
@@ -97,6 +97,8 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    if (kind := facts.get("optimizer", "adam")) != optimizer.kind:
+        raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
     _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)

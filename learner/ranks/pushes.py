@@ -20,6 +20,7 @@ from bus.errors import BusError, Fenced
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
+from learner.megatron.adapter_files import ADAPTER, write_adapter
 from learner.megatron.model import Policy
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
@@ -103,7 +104,7 @@ class Pushes:
         if start.head_version >= 0:
             if start.recorded_until == start.step:
                 self.publish()
-        elif start.initial is not None:  # not publish_initial: engines load version 0 from the model directory, which has other weights
+        elif start.initial is not None or self._policy.begins_apart:  # not publish_initial: engines load version 0 from the model directory, which has other weights
             self.publish()
         else:
             self.published_step = start.step
@@ -193,7 +194,7 @@ class Pushes:
         }
 
     def write_model(self, directory: Path) -> None:
-        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer."""
+        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer; adapters in a part of it."""
         if not self._takes_part:
             return
         # All ranks that take part gather; only rank 0 writes.
@@ -201,6 +202,8 @@ class Pushes:
         if self._leads:
             version = self._report.version if self._report is not None and self._report.step == self.step else -1
             snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
+        if self._policy.adapters is not None:
+            write_adapter(directory / ADAPTER, self._policy, self._places.model_dir, leads=self._leads)
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:

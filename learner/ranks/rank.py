@@ -39,10 +39,11 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
-from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
+from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
+from learner.megatron.tuning import Tuning
 from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.pushes import Pushes
 from learner.ranks.turns import AllTheTime, TurnByTurn
@@ -91,6 +92,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                     kernels=Wanted.of(learner),
                     replicas=parallel.choose_replicas(learner, here),
                     memory=memory,
+                    tuning=Tuning.of(learner),
                 )
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
@@ -163,7 +165,7 @@ def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> W
         return None
     if algorithm.kl.reference:
         return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
-    return WeightBackup(policy)
+    return initial_weights(policy)
 
 
 class Idle:

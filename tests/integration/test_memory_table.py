@@ -160,7 +160,7 @@ def test_the_table_agrees_with_two_replicas_that_share_the_optimizer(tmp_path: P
     """Weights and gradients to the byte, padding included; the shares together have the state of every weight once."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=False, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
-    padded = buffer_elements(shape, 1, 2)
+    padded = buffer_elements(shape.tensors(), 1, 2)
     assert padded > parameters(shape), "the sizes need no padding: the test shows nothing"
     ranks = run_ranks(measured_shares, (model_dir, dtype, offload), world=2, out=tmp_path)
     for found in ranks:

@@ -1,0 +1,38 @@
+"""The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. Pure, loads no torch."""
+
+from collections.abc import Mapping
+
+from actors.serving.builtin.shape import ModelShape
+from learner.config import LearnerConfig
+from learner.schedule import frozen_names
+
+ROW_SPLIT = ("o_proj", "down_proj")
+"""Layers whose input is split over tensor-parallel ranks; of the others the output is."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def trained_tensors(shape: ModelShape, learner: LearnerConfig) -> Shapes:
+    """Return name -> shape of the tensors that have gradients and optimizer state."""
+    whole = shape.tensors()
+    if learner.lora.rank:
+        return adapter_tensors(whole, learner)
+    frozen = frozen_names(learner.optimizer.freeze, list(whole))
+    return {name: tensor for name, tensor in whole.items() if name not in frozen}
+
+
+def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
+    """Return name -> shape of the matrices of all adapters."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in whole.items():
+        layer = name.removesuffix(".weight")
+        if name.endswith(".weight") and layer.rpartition(".")[2] in learner.lora.targets:
+            found[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
+            found[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
+    return found
+
+
+def is_whole(name: str) -> bool:
+    """Return whether every tensor-parallel rank has the whole of an adapter's matrix: A of layers split by output, B of the others."""
+    layer, _, letter = name.rpartition(".lora_")
+    return bool(layer) and (letter == "B") is layer.endswith(ROW_SPLIT)
