@@ -226,6 +226,10 @@ class LearnerConfig:
     """Steps; 0 = only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk; older ones are deleted."""
+    save_hf_every: int = 0
+    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only the last, ``final``."""
+    keep_hf: int = 2
+    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best step has (``eval.best``), is kept with it."""
     from_checkpoint: str = ""
     """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing else."""
     prefetch: bool = True
@@ -286,7 +290,7 @@ class LearnerConfig:
             )
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
-        for name in ("checkpoint_every", "num_epochs"):
+        for name in ("checkpoint_every", "num_epochs", "save_hf_every", "keep_hf"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
@@ -136,6 +137,15 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
             buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
             buffer.reset()
     return ddp
+
+
+def chosen_reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> "WeightBackup | None":
+    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
+    if not algorithm.needs_reference:
+        return None
+    if algorithm.kl.reference:
+        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
+    return initial_weights(policy)
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":

@@ -203,7 +203,9 @@ class Pushes:
             version = self._report.version if self._report is not None and self._report.step == self.step else -1
             snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
         if self._policy.adapters is not None:
-            write_adapter(directory / ADAPTER, self._policy, self._places.model_dir, leads=self._leads)
+            adapter = dict(self._policy.adapters.export())
+            if self._leads:
+                write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:

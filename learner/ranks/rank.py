@@ -25,7 +25,6 @@ import torch.distributed as dist
 from bus import exit_codes
 from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
-from learner.algorithms.config import AlgorithmConfig
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.errors import AlarmStop
@@ -39,13 +38,14 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
-from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights, reference_weights
+from learner.megatron.model import Policy, WeightBackup, build_policy, chosen_reference
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
 from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.pushes import Pushes
+from learner.ranks.saved_models import SavedModels
 from learner.ranks.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
@@ -159,15 +159,6 @@ def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weight
     return start
 
 
-def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
-    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
-    if not algorithm.needs_reference:
-        return None
-    if algorithm.kl.reference:
-        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
-    return initial_weights(policy)
-
-
 class Idle:
     """Callback of every second in which a rank waits for the feeder; it collects a push that may have ended."""
 
@@ -204,7 +195,7 @@ class Rank:
             learner.algorithm,
             max_lag=staleness.max_lag,
             proximal=self._proximal,
-            reference=_reference(policy, places.model_dir, learner.algorithm),
+            reference=chosen_reference(policy, places.model_dir, learner.algorithm),
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
         )
         self.pushes = Pushes(
@@ -219,6 +210,7 @@ class Rank:
         self.checkpoints = Checkpoints(
             places, feed.checkpointed, policy, self._optimizer, self._proximal, config=learner.checkpoint, timeout_s=_timeout_s(learner)
         )
+        self._models = SavedModels(policy, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock, self._meter = WaitClock(), Meter(policy, StepFlops.read(places.model_dir))
@@ -242,6 +234,7 @@ class Rank:
                         self._end(last)
                     else:
                         self.checkpoints.collect(wait=True)
+                        self._models.wait()
                 finally:
                     self.checkpoints.leave()
 
@@ -307,6 +300,7 @@ class Rank:
             )
         if batch.state:
             self.checkpoints.begin(batch.step, start.epoch, batch.state, numbers={"kl_scale": self._trainer.kl_scale})
+        self._models.after(batch.step, checkpointed=bool(batch.state))
 
     def _watched(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics with the numbers of alarms. Raises AlarmStop, before these weights are published."""
@@ -325,6 +319,7 @@ class Rank:
         with self._turns.mine():
             self.pushes.write_model(self._places.final_dir)
         self.checkpoints.collect(wait=True)
+        self._models.wait()
         if self._here.rank == 0:
             log.info("trained model=%s", self._places.final_dir)
         with self._waiting():

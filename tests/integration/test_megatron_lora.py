@@ -57,6 +57,12 @@ def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, f
     return policy
 
 
+def wrote(directory: Path, policy: Policy, model_dir: Path) -> None:
+    """Write the policy's adapters."""
+    assert policy.adapters is not None
+    write_adapter(directory, dict(policy.adapters.export()), policy.adapters.config, model_dir)
+
+
 def with_adapter(model_dir: Path, adapter: Path) -> Any:
     """Return transformers' model with the adapters of a directory in PEFT's format, added by hand."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -85,7 +91,7 @@ def test_the_model_with_adapters_is_that_of_transformers(
     """As merged weights, and as a directory of PEFT's; an adapter directory begins a policy with the same."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=tied, vocab_size=VOCAB)
     policy = lora_policy(model_dir, here, lora)
-    write_adapter(tmp_path / "adapter", policy, model_dir)
+    wrote(tmp_path / "adapter", policy, model_dir)
     again = lora_policy(model_dir, here, replace(lora, adapter=str(tmp_path / "adapter")), filled=False)
     assert policy.digest() == again.digest() and again.adapters is not None and again.adapters.loaded
     by_hand = with_adapter(model_dir, tmp_path / "adapter")
@@ -211,7 +217,7 @@ def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, mod
 
 def test_adapter_directories_that_do_not_fit_are_refused(here: Any, model_dir: Path, tmp_path: Path) -> None:
     policy = lora_policy(model_dir, here, SOME)
-    write_adapter(tmp_path, policy, model_dir)
+    wrote(tmp_path, policy, model_dir)
     fits = replace(SOME, adapter=str(tmp_path))
     assert adapter_refusals(fits) == [] == adapter_refusals(SOME)
     for field in ("rank", "alpha"):

@@ -1,0 +1,86 @@
+"""Models of earlier steps as Hugging Face directories, ``models/step-<k>``, written by a thread while training goes on.
+
+    step k     after    all ranks of one replica: gather the weights, copy them to host memory     the only part that a step waits for
+    meanwhile  thread   rank 0: write the directory aside, rename it into place, remove old ones
+
+They are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while it is one of the newest, or
+while its step has a checkpoint, which the best step (``eval.best``) has.
+"""
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from learner.checkpoints import disk
+from learner.feed.places import RankPlaces
+from learner.megatron.adapter_files import ADAPTER, write_adapter
+from learner.megatron.model import Policy
+from weightstore.store import snapshot
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+class SavedModels:
+    """The models of one start of the learner. Every rank calls ``after`` and ``wait`` at the same place."""
+
+    def __init__(self, policy: Policy, places: RankPlaces, *, every: int, keep: int) -> None:
+        """``every``: steps; 0 = none are written. ``keep``: newest models that are kept; 0 = all."""
+        self._policy, self._places, self._every, self._keep = policy, places, every, keep
+        self._root = places.final_dir.with_name("models")
+        self._takes_part = policy.parallel.dp_rank == 0
+        self._leads = self._takes_part and policy.parallel.tp_rank == 0
+        self._writing: threading.Thread | None = None
+
+    def after(self, step: int, *, checkpointed: bool) -> None:
+        """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a checkpoint."""
+        if not self._every or (step % self._every and not checkpointed) or not self._takes_part:
+            return
+        self.wait()
+        adapter: dict[str, Tensor] = {}
+        if self._policy.adapters is not None:
+            adapter = _copied(dict(self._policy.adapters.export()))
+        tensors = _copied(dict(self._policy.export()))
+        if self._leads:
+            # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
+            self._writing = threading.Thread(target=self._write, args=(step, tensors, adapter), name="saved-model", daemon=True)
+            self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the model before is written, or could not be."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
+        directory = self._root / f"step-{step}"
+        try:
+            if not directory.exists():  # a repeated step has the same weights
+                snapshot.write(directory, tensors, version=-1, step=step, model_dir=self._places.model_dir)
+            if adapter and self._policy.adapters is not None and not (directory / ADAPTER).exists():
+                write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
+            log.info("model saved step=%d directory=%s", step, directory)
+            prune(self._root, self._places.checkpoints, keep=self._keep)
+        except OSError as error:
+            log.error("the model of step %d is not saved: %s", step, error)
+
+
+def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
+    """Remove all models but the ``keep`` newest (0 = all) and those whose step has a checkpoint. Raises OSError."""
+    found = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+    spared = {one.step for one in disk.listed(checkpoints)}
+    for step, path in found[:-keep] if keep else ():
+        if step not in spared:
+            shutil.rmtree(path)
+            log.info("model removed directory=%s", path)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, which the next step does not change."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
