@@ -16,7 +16,9 @@ def check_tuning(report: Report, config: RunConfig, shape: ModelShape) -> None:
     names = list(shape.tensors())
     for pattern in unmatched(learner.optimizer.freeze, names):
         cure = "use the names of the model's safetensors, such as ^model.embed_tokens or layers.[0-3][.]"
-        report.error("model", report.at(FREEZE), want="patterns that are found in names of the model's weights", got=repr(pattern), cure=cure)
+        report.error(
+            "model", report.at(FREEZE), want="patterns that are found in names of the model's weights", got=repr(pattern), cure=cure
+        )
     if not trained_tensors(shape, learner):
         cure = "leave weights to train"
         report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)

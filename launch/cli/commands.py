@@ -154,6 +154,14 @@ def prepare(args: argparse.Namespace) -> int:
     return run_prepare(wanted)
 
 
+def convert(args: argparse.Namespace) -> int:
+    """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
+    require("learner")
+    from launch.cli.convert import run_convert
+
+    return run_convert(args.source, args.out, args.model)
+
+
 def bus(args: argparse.Namespace) -> int:
     """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
     args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []

@@ -100,6 +100,15 @@ def _add_runs(commands: "Commands") -> None:
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 
+    convert = commands.add_parser("convert", help="a checkpoint as a Hugging Face directory, or the reverse (docs/lora.md)")
+    convert.add_argument(
+        "source", type=Path, metavar="FROM", help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory"
+    )
+    convert.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
+    convert.add_argument(
+        "--model", type=Path, default=None, metavar="DIR", help="model of the checkpoint: configuration, tokenizer (default: the run's)"
+    )
+
 
 def _add_processes(commands: "Commands") -> None:
     bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")

@@ -177,9 +177,11 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int) -> int:
     joint: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
         # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have their own.
-        joint[name if ".lora_" in name else re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
-            tensor
-        ) // split_of(name, tensor_parallel)
+        joint[
+            name
+            if ".lora_" in name
+            else re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)
+        ] += math.prod(tensor) // split_of(name, tensor_parallel)
     divisor = math.lcm(shares, 128)
     return -(-sum(-(-elements // 64) * 64 for elements in joint.values()) // divisor) * divisor
 

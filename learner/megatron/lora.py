@@ -172,15 +172,14 @@ class Adapters:
         for parameter in module.parameters():
             parameter.requires_grad_(False)
         self._adapters = {
-            adapter.name: adapter
-            for layer in module.decoder.layers
-            for place in LAYERS
-            for adapter in self._on(layer, place, seed)
+            adapter.name: adapter for layer in module.decoder.layers for place in LAYERS for adapter in self._on(layer, place, seed)
         }
         missing = set(config.targets) - {adapter.target for adapter in self._adapters.values()}
         if missing:
             there = sorted({adapter.target for adapter in self._adapters.values()})
-            raise ConfigRefused("learner.lora.targets", f"layers of this model that can have adapters ({', '.join(there)})", sorted(missing))
+            raise ConfigRefused(
+                "learner.lora.targets", f"layers of this model that can have adapters ({', '.join(there)})", sorted(missing)
+            )
         self.loaded = False
         """Whether they came from a directory: otherwise the model computes what it does without them."""
         if config.adapter:

@@ -70,7 +70,11 @@ def save(
     numbers: Mapping[str, float] | None = None,
 ) -> None:
     """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    staged = stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers)
+    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers))
+
+
+def _write_all(staged: Staged) -> None:
+    """Write the parts of all ranks and the index."""
     results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, staged.write())
     if dist.get_rank() == 0:
@@ -97,6 +101,9 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    if facts.get("weights_only"):
+        want = "a checkpoint with the optimizer's state, or a new run with learner.from_checkpoint"
+        raise ConfigRefused(str(directory), want, "weights alone (tidemill convert)")
     if (kind := facts.get("optimizer", "adam")) != optimizer.kind:
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
     _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
@@ -126,16 +133,38 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
 
     Returns the step of the checkpoint. Raises ConfigRefused for a checkpoint of another model.
     """
-    facts = load_common_state_dict(str(directory))["facts"]
+    step = load_model(directory, policy=policy, setting="learner.from_checkpoint")
+    optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
+    return step
+
+
+def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
+    """Load only the weights of a checkpoint of Tidemill or of Megatron, saved with any parallel layout. Returns its step.
+
+    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
+    """
+    common = load_common_state_dict(str(directory))
+    ours = "facts" in common
+    facts = common["facts"] if ours else {"step": common.get("iteration", 0)}
     _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
     with megatron_device(), policy.memory.region():
         model = _model_entries(policy)
-        _refuse_another_model(directory, model, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
+        # Megatron pads the vocabulary to a multiple of a number that its command line chooses.
+        _refuse_another_model(directory, model, setting, "a checkpoint of the model in model.path", exactly=ours)
         with plain_torch():
             loaded = dist_checkpointing.load({"model": model}, str(directory))
         policy.module.load_state_dict(loaded["model"], strict=policy.adapters is None)
-        optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return int(facts["step"])
+
+
+def save_model(directory: Path, *, policy: Policy) -> None:
+    """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest. Raises OSError."""
+    strategy = StagedSave()
+    with megatron_device():
+        facts = _facts(0, policy, None) | {"weights_only": True}
+        dist_checkpointing.save({"model": _model_entries(policy), "facts": facts}, str(directory), strategy)
+    assert strategy.staged is not None
+    _write_all(strategy.staged)
 
 
 def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: str, want: str, *, exactly: bool = False) -> None:

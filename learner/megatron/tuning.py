@@ -22,6 +22,8 @@ class Tuning:
     freeze: tuple[str, ...] = ()
     seed: int = 0
     """Seed of new adapters."""
+    trains: bool = True
+    """False for a model that is only read: nothing has a gradient."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> "Tuning":
@@ -36,6 +38,8 @@ def tune(module: GPTModel, bridge: Any, parallel: Parallel, tuning: Tuning) -> A
         adapters = Adapters(module, bridge, parallel, tuning.lora, seed=tuning.seed)
     elif tuning.freeze:
         _freeze(module, bridge, tuning.freeze)
+    if not tuning.trains:
+        module.requires_grad_(False)
     embedding = getattr(module, "embedding", None)
     if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
         # A recomputed layer whose input has no gradient returns an output that has none, and nothing in it would be trained.

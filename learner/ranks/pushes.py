@@ -104,7 +104,9 @@ class Pushes:
         if start.head_version >= 0:
             if start.recorded_until == start.step:
                 self.publish()
-        elif start.initial is not None or self._policy.begins_apart:  # not publish_initial: engines load version 0 from the model directory, which has other weights
+        elif (
+            start.initial is not None or self._policy.begins_apart
+        ):  # not publish_initial: engines load version 0 from the model directory, which has other weights
             self.publish()
         else:
             self.published_step = start.step

@@ -85,9 +85,7 @@ def log_probs(model: Any, tokens: Tensor) -> Tensor:
     ("family", "tied", "lora"),
     [("qwen3", True, LORA), ("qwen2", False, SOME), ("llama", False, LORA), ("qwen3", False, SOME)],
 )
-def test_the_model_with_adapters_is_that_of_transformers(
-    here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig
-) -> None:
+def test_the_model_with_adapters_is_that_of_transformers(here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig) -> None:
     """As merged weights, and as a directory of PEFT's; an adapter directory begins a policy with the same."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=tied, vocab_size=VOCAB)
     policy = lora_policy(model_dir, here, lora)

@@ -99,7 +99,9 @@ def by_hand(name: str, weights: Tensor, grads: list[Tensor], settings: Optimizer
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(here: Any, model_dir: Path, tmp_path: Path, name: str) -> None:
+def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
+    here: Any, model_dir: Path, tmp_path: Path, name: str
+) -> None:
     settings = replace(OPTIMIZER, name=name, clip_grad=1e9)
 
     def stepped(optimizer: PolicyOptimizer, policy: Policy, steps: tuple[int, ...]) -> None:

@@ -1,0 +1,130 @@
+"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Megatron's own torch_dist checkpoints are read, too.
+
+The layout that saved a checkpoint does not matter: tensors are found by their names and global shapes. A checkpoint made of a model
+directory has weights and nothing else; it begins a run (``learner.from_checkpoint``), and resumes none.
+"""
+
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.safe_globals import register_safe_globals
+from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+
+from bus.client.ids import nonce
+from learner.checkpoints import disk
+from learner.checkpoints.manifest import MANIFEST
+from learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
+from learner.lora import LoraConfig
+from learner.megatron import parallel, state
+from learner.megatron.adapter_files import ADAPTER, write_adapter
+from learner.megatron.model import DTYPES, build_policy
+from learner.megatron.parallel import Parallel
+from learner.megatron.tuning import Tuning
+from weightstore.store import snapshot
+
+_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+MEGATRON = ("metadata.json", ".metadata", "common.pt")
+"""Files of every checkpoint in the format torch_dist."""
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether a directory has the files of a torch_dist checkpoint."""
+    return all((directory / name).is_file() for name in MEGATRON)
+
+
+def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> int:
+    """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step of the checkpoint.
+
+    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``. Raises ConfigRefused
+    for a checkpoint of another model, CheckpointCorrupt, OSError.
+    """
+    if (checkpoint / MANIFEST).exists():
+        disk.verify(checkpoint)
+    register_safe_globals()  # the arguments in the common part of Megatron's own checkpoints
+    with _readable(checkpoint):
+        lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
+        tuning = Tuning(lora=_lora(lora), trains=False)
+        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning)
+        step = state.load_model(checkpoint, policy=policy, setting="--model")
+    snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
+    if policy.adapters is not None:
+        write_adapter(out / ADAPTER, dict(policy.adapters.export()), policy.adapters.config, model_dir)
+    return step
+
+
+def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
+    """Write the weights of a model directory as a checkpoint. Raises ConfigRefused, FileExistsError, OSError."""
+    if out.exists():
+        raise FileExistsError(f"{out}: want a new directory, got one that exists")
+    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=Tuning(trains=False))
+    aside = out.with_name(f"{out.name}-{nonce()}.tmp")
+    aside.mkdir(parents=True)
+    try:
+        state.save_model(aside, policy=policy)
+        disk.commit(aside, b"", extra={"step": 0, "world": 1}).rename(out)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def one_process() -> Iterator[Parallel]:
+    """Form Megatron's groups of this process alone. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment are those of one."""
+    here = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    try:
+        yield here
+    finally:
+        parallel.leave()
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Translate the errors of damaged files. Raises CheckpointCorrupt."""
+    try:
+        yield
+    except LearnerError:
+        raise
+    except (CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointCorrupt(
+            str(checkpoint), "common.pt, .metadata, *.distcp", "a readable torch_dist checkpoint", reason[:1]
+        ) from error
+
+
+def _dtype(checkpoint: Path) -> str:
+    """Return the dtype of the weights in a checkpoint. Raises ConfigRefused for another than those of the learner."""
+    found = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    weights = {name: part.dtype for name, part in found.items() if not name.startswith(("optimizer.", "proximal."))}
+    return _named(next(iter(weights.values()), None), str(checkpoint))
+
+
+def _dtype_of_model(model_dir: Path) -> str:
+    """Return the dtype of the weights of a model directory. Raises ConfigRefused for another than those of the learner."""
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                return _named(getattr(torch, _TYPES.get(file.get_slice(name).get_dtype(), ""), None), str(path))
+    raise ConfigRefused(str(model_dir), "a model with its weights in *.safetensors", "none")
+
+
+def _named(dtype: Any, where: str) -> str:
+    name = next((name for name, one in DTYPES.items() if one == dtype), "")
+    if not name:
+        raise ConfigRefused(where, f"weights in {' or '.join(DTYPES)}", str(dtype))
+    return name
+
+
+def _lora(facts: dict[str, Any] | None) -> LoraConfig:
+    """Return the settings of the adapters in a checkpoint; those without adapters if it has none."""
+    if facts is None:
+        return LoraConfig()
+    return LoraConfig(rank=facts["rank"], alpha=facts["alpha"], rslora=facts["rslora"], targets=tuple(facts["targets"]))

@@ -1,0 +1,166 @@
+"""``tidemill convert``: checkpoints of any layout as model directories and back, bit for bit; damaged and foreign files in one line."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
+from torch import Tensor
+
+from launch.cli.main import main
+from learner.checkpoints import disk
+from learner.errors import ConfigRefused
+from learner.lora import LoraConfig
+from learner.megatron import parallel, state
+from learner.megatron.checkpoint_writer import StagedSave
+from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.model import build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.schedule import OptimizerConfig
+from tests.integration.megatron_lora import STEPS, learner, take
+from tests.integration.megatron_sharding import WAYS, saved
+from tests.integration.megatron_sharding import learner as whole_learner
+from tests.integration.megatron_sharding import take as take_step
+from tests.integration.test_lora_run import assert_merged
+from tests.learner_steps import run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the variables that the command sets for its process."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    yield
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])] == []
+
+
+def committed(root: Path, name: str) -> Path:
+    """Add state and manifest to a saved checkpoint, as a run does."""
+    return disk.commit((root / name).rename(root / "step-3-epoch-1.tmp"), b"state", extra={"step": 3})
+
+
+def two_ranks(model_dir: Path, tensor_parallel: int, way: str, dtype: str, out: Path) -> None:
+    """Train a step on this rank, one of two, and save checkpoint and digest."""
+    here = parallel.join(tensor_parallel_size=tensor_parallel, device=torch.device("cpu"), seed=0)
+    trainer, policy, optimizer = whole_learner(model_dir, here, dtype, WAYS[way], OptimizerConfig(lr=1e-2))
+    take_step(trainer, 3, here)
+    saved(out / "saved", policy, optimizer)
+    digest = policy.digest()
+    parallel.leave()
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(digest))
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "way", "dtype"), [(2, "plain", "float32"), (1, "distributed, offload", "bfloat16")], ids=["tp2", "dp2-shares-bf16"]
+)
+def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
+    model_dir: Path, tmp_path: Path, tensor_parallel: int, way: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And back: the checkpoint of the converted model converts to the same bits, and begins a policy with them."""
+    digest = run_ranks(two_ranks, (model_dir, tensor_parallel, way, dtype), world=2, out=tmp_path)[0]
+    checkpoint = committed(tmp_path, "saved")
+    assert main(["convert", str(checkpoint), str(tmp_path / "there"), "--model", str(model_dir)]) == 0
+    assert "there: the model of step 3" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    assert main(["convert", str(tmp_path / "back"), str(tmp_path / "again"), "--model", str(model_dir)]) == 0
+    there, again = weights(tmp_path / "there"), weights(tmp_path / "again")
+    assert_equal(there, again)
+    assert next(iter(there.values())).dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
+    assert (tmp_path / "there" / "tokenizer.json").is_file()
+    with one_rank() as here:
+        policy = build_policy(model_dir, dtype=dtype, parallel=here)
+        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-2), steps=2)
+        disk.verify(tmp_path / "back")
+        assert state.load_weights(tmp_path / "back", policy=policy, optimizer=optimizer) == 0
+        assert policy.digest() == digest
+        with pytest.raises(ConfigRefused, match="want a checkpoint with the optimizer's state.*got 'weights alone"):
+            state.load(tmp_path / "back", policy=policy, optimizer=optimizer)
+
+
+def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(model_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    run.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(f"run: r\nmodel: {{path: {model_dir}}}\n")
+    with one_rank() as here:
+        ours = learner(model_dir, here, lora=LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj")))
+        take(ours, STEPS[0], here)
+        (run / "saved").mkdir()
+        state.save(run / "saved", step=3, policy=ours.policy, optimizer=ours.optimizer)
+        wanted = {name: tensor.clone() for name, tensor in ours.policy.export()}
+    checkpoint = committed(run, "saved")
+    assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 0  # the model is the run's
+    assert_equal(weights(tmp_path / "out"), wanted)
+    assert_merged(tmp_path / "out", model_dir)
+
+
+def megatrons(model_dir: Path, directory: Path, vocab: int) -> dict[str, Tensor]:
+    """Write a checkpoint as Megatron's own training does, with a padded vocabulary. Returns its weights by Hugging Face names."""
+    padded = write_tiny_model(directory.with_name("padded"), vocab_size=vocab, seed=4)
+    directory.mkdir()
+    with one_rank() as here:
+        policy = build_policy(padded, dtype="float32", parallel=here)
+        strategy = StagedSave()
+        content = {"model": policy.module.sharded_state_dict(), "iteration": 70, "checkpoint_version": 3.0, "args": Namespace(lr=1.0)}
+        with megatron_device():
+            dist_checkpointing.save(content, str(directory), strategy)
+        assert strategy.staged is not None
+        strategy.staged.finish([strategy.staged.write()])
+        return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def test_a_checkpoint_of_megatron_itself(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = megatrons(model_dir, tmp_path / "iter_0000070", vocab=320)
+    assert main(["convert", str(tmp_path / "iter_0000070"), str(tmp_path / "out"), "--model", str(model_dir)]) == 0
+    assert "the model of step 70" in capsys.readouterr().out
+    assert_equal(weights(tmp_path / "out"), {name: tensor[:VOCAB] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()})
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: str, want: str) -> None:
+        assert main(["convert", *words]) == 2
+        error = capsys.readouterr().err
+        assert want in error and error.count("\n") == 1, error
+
+    out, back = str(tmp_path / "out"), tmp_path / "back"
+    assert main(["convert", str(model_dir), str(back)]) == 0
+    capsys.readouterr()
+    refused(str(tmp_path / "nothing"), out, want="nothing: want a checkpoint (metadata.json, .metadata, common.pt) or a model directory")
+    refused(str(back), str(model_dir), want="want a directory that does not exist yet, got one that does")
+    refused(str(back), out, want="--model: want the model directory of")
+    other: Any = write_tiny_model(tmp_path / "other", vocab_size=VOCAB, num_hidden_layers=3)
+    refused(str(back), out, "--model", str(other), want="--model: want a checkpoint of the model in model.path: decoder.layers")
+    for name in ("common.pt", ".metadata", "__0_0.distcp"):
+        damaged = shutil.copytree(back, tmp_path / f"damaged-{name}")
+        cut_short(damaged / name)
+        refused(str(damaged), out, "--model", str(model_dir), want=f"damaged-{name}/{name}: want ")
+        (damaged / "manifest.json").unlink()  # as Megatron's own have none
+        refused(str(damaged), out, "--model", str(model_dir), want="want a readable torch_dist checkpoint, got")
+    assert not Path(out).exists()
