@@ -227,9 +227,9 @@ class LearnerConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk; older ones are deleted."""
     save_hf_every: int = 0
-    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only the last, ``final``."""
+    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only ``final``."""
     keep_hf: int = 2
-    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best step has (``eval.best``), is kept with it."""
+    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best has (``eval.best``), is kept with it."""
     from_checkpoint: str = ""
     """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing else."""
     prefetch: bool = True

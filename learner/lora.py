@@ -1,4 +1,4 @@
-"""LoRA: its settings, and PEFT's ``adapter_config.json``, which says the same of a directory with adapters. Knows no tensor, loads no torch.
+"""LoRA: its settings, and PEFT's ``adapter_config.json``, which has those of a directory with adapters. Loads no torch.
 
 Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); rank-stabilised scale, Kalajdzievski 2023 (arXiv:2312.03732).
 """
@@ -42,7 +42,7 @@ class LoraConfig:
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
     targets: tuple[str, ...] = TARGETS
-    """Layers with adapters, by the last part of their Hugging Face names: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """Layers with adapters, by the last part of their Hugging Face names."""
     adapter: str = ""
     """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those here."""
 

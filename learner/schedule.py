@@ -20,7 +20,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     lr_decay: str = "constant"
-    """constant | linear | cosine | wsd (constant, then linear over the last ``wsd_share`` of the steps) | inverse_sqrt (from the warm-up on)."""
+    """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after the warm-up)."""
     lr_decay_steps: int = 0
     """Step at which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = the last step of the run."""
     wsd_share: float = 0.2
@@ -55,14 +55,17 @@ class OptimizerConfig:
         for name, choices in (("name", OPTIMIZERS), ("lr_decay", DECAYS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: want {', '.join(choices[:-1])} or {choices[-1]}, got {getattr(self, name)!r}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        for name in ("warmup_steps", "lr_decay_steps", "momentum"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:
             raise ValueError(f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}")
-        if not 0 < self.wsd_share <= 1:
-            raise ValueError(f"wsd_share: want > 0 and <= 1, got {self.wsd_share!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: want 0 <= momentum < 1, got {self.momentum!r}")
+        if not self.momentum < 1:
+            raise ValueError(f"momentum: want < 1, got {self.momentum!r}")
+        if not self.wsd_share > 0:
+            raise ValueError(f"wsd_share: want > 0, got {self.wsd_share!r}")
+        if self.wsd_share > 1:
+            raise ValueError(f"wsd_share: want <= 1, got {self.wsd_share!r}")
         if any(step < 1 for step in self.reset_at):
             raise ValueError(f"reset_at: want steps >= 1, got {list(self.reset_at)}")
         for pattern in self.freeze:

@@ -187,7 +187,7 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int) -> int:
 
 
 def split_of(name: str, tensor_parallel: int) -> int:
-    """Return the number of ranks over which a tensor is split: none for norms, biases of row-split matrices, and one matrix of an adapter."""
+    """Return the number of ranks over which a tensor is split: none for norms, biases of row-split matrices, one of an adapter."""
     return 1 if is_whole(name) or "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. Pure, loads no torch."""
+"""The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. No torch."""
 
 from collections.abc import Mapping
 

@@ -144,6 +144,8 @@ def _cell(text: str) -> str:
 
 def _kind_words(kind: Any) -> str:
     bare = typing.get_origin(kind) or kind
+    if bare is tuple and typing.get_args(kind)[0] is int:
+        return "list of whole numbers"
     return {int: "whole number", float: "number", bool: "true or false", str: "text", tuple: "list of texts", dict: "map"}[bare]
 
 
@@ -174,7 +176,8 @@ def _typed(entry: Entry) -> JsonObject:
     if entry.choices:
         return {"enum": list(entry.choices)}
     if bare is tuple:
-        return {"type": "array", "items": {"type": ["string", "number"]}}
+        items = "integer" if typing.get_args(entry.kind)[0] is int else ["string", "number"]
+        return {"type": "array", "items": {"type": items}}
     if bare is float:
         return {"type": ["number", "string"], "pattern": NUMBER_AS_TEXT}
     return {"type": {int: "integer", bool: "boolean", str: ["string", "number"], dict: "object"}[bare]}

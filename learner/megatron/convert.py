@@ -1,4 +1,4 @@
-"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Megatron's own torch_dist checkpoints are read, too.
+"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Reads those of Megatron itself, too.
 
 The layout that saved a checkpoint does not matter: tensors are found by their names and global shapes. A checkpoint made of a model
 directory has weights and nothing else; it begins a run (``learner.from_checkpoint``), and resumes none.

@@ -5,8 +5,7 @@
 Megatron has one layer for queries, keys and values, and one for gate and up; each part has an A and a B of its own here, as in PEFT, so
 adapters of both trained elsewhere are the same tensors. A layer keeps its instance, its name and its weight; its class is exchanged.
 
-Split over tensor-parallel ranks: of a column-parallel layer A is whole and B is split by rows, of a row-parallel layer A is split by columns
-and B is whole.
+Over tensor-parallel ranks, B of a column-parallel layer is split by rows, and A of a row-parallel layer by columns; the others are whole.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,7 @@ class _LoraLayer(torch.nn.Module):
     lora_groups: int
     """Groups of the output, in each of which the parts follow each other."""
     lora_scale: float
-    _SPLIT: Mapping[str, int]
+    _SPLIT: ClassVar[Mapping[str, int]]
     """Dimension that is split over tensor-parallel ranks, by the first letters of a parameter's name."""
 
     def add(self, parts: tuple[_Part, ...], groups: int, config: LoraConfig, first: Callable[[str, int], Tensor]) -> None:
@@ -121,7 +120,7 @@ class _LoraLayer(torch.nn.Module):
 class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
     """A column-parallel layer with adapters."""
 
-    _SPLIT = {"lora_B_": 0}
+    _SPLIT: ClassVar[Mapping[str, int]] = {"lora_B_": 0}
 
     def forward(self, input_: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Return output and bias of the layer, adapters included."""
@@ -137,7 +136,7 @@ class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
 class LoraRow(_LoraLayer, RowParallelLinear):  # type: ignore[misc]
     """A row-parallel layer with adapters."""
 
-    _SPLIT = {"lora_A_": 1}
+    _SPLIT: ClassVar[Mapping[str, int]] = {"lora_A_": 1}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and bias of the layer, adapters included."""
@@ -187,7 +186,7 @@ class Adapters:
 
     def _on(self, layer: Any, place: str, seed: int) -> Iterator[_Adapter]:
         """Add the adapters of one layer, and yield them."""
-        found = next((module for name, module in layer.named_modules() if name == place), None)
+        found: Any = dict(layer.named_modules()).get(place)
         if type(found) not in _CLASSES:
             return
         names = self._bridge._weight_name_mapping_mcore_to_hf(f"decoder.layers.{layer.layer_number - 1}.{place}.weight")

@@ -1,4 +1,4 @@
-"""Adam (or SGD) with clipping and a learning rate that is a pure function of the step. A step that is not finite is skipped by all ranks."""
+"""Adam or SGD, with clipping and a learning rate that is a pure function of the step. All ranks skip a step that is not finite."""
 
 import logging
 import math

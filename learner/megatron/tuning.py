@@ -1,4 +1,4 @@
-"""The weights that are trained: all of them, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
+"""The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
 
 from dataclasses import dataclass, field
 from typing import Any

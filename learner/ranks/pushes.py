@@ -196,7 +196,7 @@ class Pushes:
         }
 
     def write_model(self, directory: Path) -> None:
-        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer; adapters in a part of it."""
+        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer, and with adapters."""
         if not self._takes_part:
             return
         # All ranks that take part gather; only rank 0 writes.

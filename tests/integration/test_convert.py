@@ -97,7 +97,7 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
         disk.verify(tmp_path / "back")
         assert state.load_weights(tmp_path / "back", policy=policy, optimizer=optimizer) == 0
         assert policy.digest() == digest
-        with pytest.raises(ConfigRefused, match="want a checkpoint with the optimizer's state.*got 'weights alone"):
+        with pytest.raises(ConfigRefused, match=r"want a checkpoint with the optimizer's state.*got 'weights alone"):
             state.load(tmp_path / "back", policy=policy, optimizer=optimizer)
 
 

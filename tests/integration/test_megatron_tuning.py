@@ -133,7 +133,7 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
     assert again.digest() == policy.digest()
     other = "adamw" if name == "sgd" else "sgd"
     _, again, its_optimizer = learner(model_dir, here, replace(settings, name=other))
-    with pytest.raises(ConfigRefused, match="learner.optimizer.name: want (adam|sgd), whose state"):
+    with pytest.raises(ConfigRefused, match=r"learner.optimizer.name: want (adam|sgd), whose state"):
         state.load(tmp_path, policy=again, optimizer=its_optimizer)
 
 
@@ -141,12 +141,12 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
 def test_a_reset_forgets_the_steps_before(here: Any, model_dir: Path, way: str) -> None:
     """Step 4 after a reset is that of an optimizer which begins there; with two minibatches, the second keeps the first one's state."""
     settings = replace(OPTIMIZER, reset_at=(4,), name="sgd" if way == "sgd" else "adamw")
-    trainer, policy, optimizer = learner(model_dir, here, settings, offload=way == "offload")
+    trainer, policy, _ = learner(model_dir, here, settings, offload=way == "offload")
     take(trainer, 3)
     with torch.no_grad():
         middle = {name: parameter.clone() for name, parameter in policy.module.named_parameters()}
     take(trainer, 4, minibatches=2)
-    fresh, its_policy, its_optimizer = learner(model_dir, here, replace(settings, reset_at=()), offload=way == "offload")
+    fresh, its_policy, _ = learner(model_dir, here, replace(settings, reset_at=()), offload=way == "offload")
     with torch.no_grad():
         for name, parameter in its_policy.module.named_parameters():
             parameter.copy_(middle[name])

@@ -1,0 +1,117 @@
+"""Learning rates, and settings of optimizer, frozen weights and adapters, without a model."""
+
+import re
+from typing import Any
+
+import pytest
+
+from launch.cli.main import main
+from launch.devices.memory_table import Row, memory_rows
+from launch.settings.config_loader import load
+from learner.config import LearnerConfig
+from learner.lora import LoraConfig
+from learner.schedule import OptimizerConfig, frozen_names, learning_rate, unmatched
+from tests.unit.test_memory_table import SHAPE
+
+
+def rates(**settings: Any) -> list[float]:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, **settings)
+    return [learning_rate(config, step, 12) for step in range(1, 13)]
+
+
+def test_wsd_is_constant_until_its_last_share() -> None:
+    assert rates(lr_decay="wsd", wsd_share=0.4) == pytest.approx([0.5, *[1] * 7, 0.775, 0.55, 0.325, 0.1])
+    assert rates(lr_decay="wsd", wsd_share=1.0) == pytest.approx(rates(lr_decay="linear"))
+
+
+def test_a_decay_of_fewer_steps_than_the_run_stays_at_its_end() -> None:
+    assert rates(lr_decay="linear", lr_decay_steps=5) == pytest.approx([0.5, 1, 0.7, 0.4, *[0.1] * 8])
+    assert rates(lr_decay="cosine", lr_decay_steps=12) == rates(lr_decay="cosine")
+
+
+def test_inverse_sqrt_continues_the_warm_up_without_a_jump() -> None:
+    found = rates(lr_decay="inverse_sqrt")
+    assert found == pytest.approx([0.5, 1, *[max(0.1, (2 / step) ** 0.5) for step in range(3, 13)]])
+    assert learning_rate(OptimizerConfig(lr=1.0, lr_decay="inverse_sqrt", min_lr=0.1), 400, 500) == 0.1
+
+
+def test_names_are_searched_by_patterns() -> None:
+    names = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.11.mlp.up_proj.weight"]
+    assert frozen_names((r"layers\.1\.", "^model.embed"), names) == set(names[:2])
+    assert unmatched(("embed", "lm_head"), names) == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": {"name": "muon"}}, "name: want adamw, adam or sgd, got 'muon': Megatron's Muon needs"),
+        ({"optimizer": {"lr_decay": "exp"}}, "lr_decay: want constant, linear, cosine, wsd or inverse_sqrt, got 'exp'"),
+        ({"optimizer": {"warmup_steps": 5, "lr_decay_steps": 5}}, "lr_decay_steps: want > warmup_steps = 5, or 0, got 5"),
+        ({"optimizer": {"reset_at": (0,)}}, "reset_at: want steps >= 1, got [0]"),
+        ({"optimizer": {"freeze": ("(",)}}, "freeze: want regular expressions, got '(': "),
+        ({"optimizer": {"name": "sgd"}, "distributed_optimizer": True}, "distributed_optimizer: want false with optimizer.name: sgd"),
+        ({"optimizer": {"name": "adam"}, "offload_optimizer": True}, "offload_optimizer: want false with optimizer.name: adam"),
+        ({"optimizer": {"freeze": ("x",)}, "lora": {"rank": 2}}, "optimizer.freeze: want none with lora.rank > 0"),
+        ({"lora": {"rank": 2, "targets": ("lm_head",)}}, "targets: want names of q_proj, k_proj, "),
+        ({"lora": {"rank": 2, "targets": ("q_proj", "q_proj")}}, "targets: want at least one name, each once"),
+        ({"lora": {"adapter": "some/where"}}, "adapter: want rank > 0 with it"),
+        ({"lora": {"rank": 2, "alpha": 0}}, "alpha: want > 0, got 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    def made() -> LearnerConfig:
+        given = dict(settings)
+        optimizer = OptimizerConfig(**given.pop("optimizer", {}))
+        return LearnerConfig(optimizer=optimizer, lora=LoraConfig(**given.pop("lora", {})), **given)
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made()
+
+
+def test_rank_stabilised_adapters_have_another_scale() -> None:
+    assert LoraConfig(rank=16, alpha=32).scale == 2
+    assert LoraConfig(rank=16, alpha=32, rslora=True).scale == 8
+
+
+def test_the_check_names_patterns_that_freeze_nothing_or_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(pattern: str) -> str:
+        assert main(["config", "launch/configs/digits.yaml", "--set", f"learner.optimizer.freeze=['{pattern}']"]) == 78
+        return capsys.readouterr().err
+
+    assert "learner.optimizer.freeze: want patterns that are found in names of the model's weights, got 'embedding'; use" in printed(
+        "embedding"
+    )
+    assert "learner.optimizer.freeze: want weights that are trained, got ['model|lm_head']" in printed("model|lm_head")
+
+
+def test_the_check_names_adapters_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--set", "learner.lora.rank=4", "--set", "learner.lora.adapter=no/such"]
+    assert main(["config", "launch/configs/digits.yaml", *words]) == 78
+    assert "learner.lora.adapter: want a directory with PEFT's adapter_config.json" in capsys.readouterr().err
+
+
+def rows(*settings: str) -> dict[str, Row]:
+    config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
+    return {re.split(",| of the weights", row.part)[0]: row for row in memory_rows(SHAPE, config, cuda=True) if row.process == "rank"}
+
+
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+    """Qwen3-8B with rank 16: 43.6 million parameters of adapters, by PEFT's count."""
+    adapters = 36 * 16 * ((4096 + 4096) + 2 * (4096 + 1024) + (4096 + 4096) + 3 * (4096 + 12288))
+    assert adapters == 43_646_976
+    found, all_of_it = rows("learner.lora.rank=16"), rows()
+    assert found["gradients"].bytes == 4 * adapters
+    assert found["Adam: two moments and main weights"].bytes == 12 * adapters
+    assert found["weights"].bytes == all_of_it["weights"].bytes + 2 * adapters
+    kl = rows("learner.lora.rank=16", "learner.algorithm.kl.coef=0.1", "weights.push_every=2")
+    assert kl["weights of the last version"].bytes == 2 * adapters
+    assert 0 < kl["reference model"].bytes < 2 * adapters
+    split = rows("learner.lora.rank=16", "learner.tensor_parallel=4")
+    assert adapters / 4 < split["gradients"].bytes / 4 < adapters
+
+
+def test_frozen_weights_have_neither() -> None:
+    frozen, all_of_it = rows("learner.optimizer.freeze=['embed_tokens','lm_head']"), rows()
+    tables = 2 * 151936 * 4096
+    assert frozen["weights"].bytes == all_of_it["weights"].bytes
+    assert all_of_it["gradients"].bytes - frozen["gradients"].bytes == 4 * tables
