@@ -19,12 +19,13 @@ from learner.megatron.attention import packed_row
 from learner.megatron.checkpoint_writer import HostCopies
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.kernels import Kernels, Wanted
-from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.optimizer_pieces import whole_pieces
 from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.state import stage
+from learner.megatron.tuning import Tuning
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -109,6 +110,30 @@ def test_the_table_agrees_with_a_fused_activation(world: Parallel, tmp_path: Pat
     policy.config.bias_activation_fusion = True
     with torch.compiler.set_stance("force_eager"):
         assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype, fused=True).kept_per_token(shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_path: Path, dtype: str) -> None:
+    """Weights, gradients and the copies of a checkpoint to the byte; activations, which the table does not count for adapters, nearly."""
+    model_dir = write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, **SIZES)
+    shape = ModelShape.read(model_dir)
+    given = (f"learner.dtype={dtype}", "learner.lora.rank=4", "learner.algorithm.kl.coef=0.1", "weights.push_every=2")
+    config = load([], given).config
+    rows = {row.part.split(",")[0]: row.bytes for row in memory_rows(shape, config, cuda=False) if row.process == "rank"}
+    policy = build_policy(model_dir, dtype=dtype, parallel=world, tuning=Tuning.of(config.learner))
+    assert sum(parameter.nbytes for parameter in policy.module.parameters()) == rows["weights"]
+    assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == rows["gradients"]
+    proximal, reference, copies = WeightBackup(policy), initial_weights(policy), HostCopies()
+    assert sum(copy.nbytes for copy in reference.tensors.values()) == rows["reference model"]
+    assert sum(copy.nbytes for copy in proximal.tensors.values()) == rows["weights of the last version"]
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    optimizer.zero_grad()
+    with megatron_device():
+        optimizer.step(1, loss=0.0)
+    (tmp_path / "step-1").mkdir()
+    stage(tmp_path / "step-1", step=1, policy=policy, optimizer=optimizer, proximal=proximal, copies=copies)
+    assert copies.bytes == rows["copy of weights and Adam's state"]
+    assert 0.7 < kept_bytes(policy) / (TOKENS * Activations(dtype=dtype).kept_per_token(shape)) < 1.2
 
 
 def measured(model_dir: Path, dtype: str, out: Path) -> None:
