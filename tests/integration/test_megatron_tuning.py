@@ -131,6 +131,11 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
     state.load(tmp_path, policy=again, optimizer=its_optimizer)
     stepped(its_optimizer, again, (3,))
     assert again.digest() == policy.digest()
+    kin = {"adam": "adamw", "adamw": "adam", "sgd": "sgd"}[name]
+    _, again, its_optimizer = learner(model_dir, here, replace(settings, name=kin))
+    state.load(tmp_path, policy=again, optimizer=its_optimizer)
+    stepped(its_optimizer, again, (3,))
+    assert (again.digest() == policy.digest()) is (kin == name), "the settings of the checkpoint's optimizer were used"
     other = "adamw" if name == "sgd" else "sgd"
     _, again, its_optimizer = learner(model_dir, here, replace(settings, name=other))
     with pytest.raises(ConfigRefused, match=r"learner.optimizer.name: want (adam|sgd), whose state"):
