@@ -114,9 +114,7 @@ def build_policy(
     """
     kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
-        bridge = open_bridge(
-            model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels, sequence_parallel=parallel.sequence_parallel
-        )
+        bridge = open_bridge(model_dir, dtype=kind, sizes=parallel.sizes, wanted=kernels, sequence_parallel=parallel.sequence_parallel)
         with memory.region():
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():

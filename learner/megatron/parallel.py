@@ -37,6 +37,16 @@ class Parallel:
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the parallelism that divides a model, by the names of their settings."""
+        return {
+            "tensor_parallel": self.tp_size,
+            "pipeline_parallel": self.pp_size,
+            "virtual_pipeline": self.vp_size,
+            "context_parallel": self.cp_size,
+        }
+
+    @property
     def is_first_copy(self) -> bool:
         """This rank has a part of the first of all copies of the model: those of the replicas and the context-parallel ranks."""
         return self.dp_rank == 0 and self.cp_rank == 0
