@@ -105,13 +105,15 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
+        assert max_seq_len.position_ids_T is not None
         positions_T = max_seq_len.position_ids_T
         # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
         angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        # Each angle is that of two elements: neighbours, or one in each half.
+        both = torch.stack((angles, angles), dim=-1).flatten(1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]
 
 
 class SDPACoreAttention(MegatronModule):
@@ -128,7 +130,7 @@ class SDPACoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b may be left out.
 
         Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal.
         """
@@ -136,7 +138,7 @@ class SDPACoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         row = packed_seq_params
-        q, k, v = (_Pad.apply(x.squeeze(1), row.take_P, row.give_T) for x in (query, key, value))
+        q, k, v = (_Pad.apply(x.squeeze(1) if x.dim() == 4 else x, row.take_P, row.give_T) for x in (query, key, value))
         out, place = [], 0
         for count, width in row.buckets:
             parts = (x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))

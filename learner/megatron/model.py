@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from learner.megatron.bridge import open_bridge
+from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
@@ -60,7 +60,7 @@ class Policy:
         Without tensor parallelism they are views on the live weights. Raises MemoryReleased.
         """
         self.memory.want("the export of weights")
-        yield from self.bridge.export(self.module)
+        yield from self.bridge.export([self.module])
 
     def digest(self) -> str:
         """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
@@ -94,7 +94,7 @@ def build_policy(
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             module.to(parallel.device)
             with torch.no_grad():
-                bridge.load_weights([module], str(model_dir))
+                bridge.load([module], model_dir)
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
         ddp = _data_parallel(bridge.config, inner, replicas, memory)
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
@@ -131,9 +131,9 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
-        policy.bridge.load_weights([policy.module], str(reference_dir))
+        policy.bridge.load([policy.module], reference_dir)
         backup = WeightBackup(policy)
-        policy.bridge.load_weights([policy.module], str(model_dir))
+        policy.bridge.load([policy.module], model_dir)
     return backup
 
 

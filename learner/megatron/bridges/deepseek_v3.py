@@ -20,12 +20,12 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
     """Tensors that the layers for multi-token prediction share; models with such layers are refused."""
 
-    def __init__(self, hf_config: Any, *arguments: Any) -> None:
+    def __init__(self, hf_config: Any, *arguments: Any, **more: Any) -> None:
         # mbridge reads the kind of scaling from the older of its two names.
         if scaling := getattr(hf_config, "rope_scaling", None):
             kind = scaling.get("rope_type", scaling.get("type", "default"))
             hf_config.rope_scaling = None if kind == "default" else {**scaling, "type": kind}
-        super().__init__(hf_config, *arguments)
+        super().__init__(hf_config, *arguments, **more)
 
     def _build_base_config(self, **arguments: Any) -> Any:
         arguments["original_max_position_embeddings"] = arguments.pop("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""Layers that differ from Megatron's own: norms, the router of experts, sublayers with a norm behind them. Knows no family."""
+"""Layers that differ from Megatron's own: the router of experts, sublayers with a norm behind them. Knows no family."""
 
 from typing import Any
 
@@ -8,14 +8,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-
-class Norm(torch.nn.RMSNorm):
-    """Root mean square norm, also of tokens that are split over the tensor-parallel ranks (Megatron's wrapper of torch's refuses those)."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Megatron then sums the gradient over the ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+from learner.megatron.norms import Norm
 
 
 class Router(TopKRouter):  # type: ignore[misc]

@@ -20,8 +20,8 @@ from torch import Tensor
 from learner.errors import ConfigRefused
 from learner.megatron.attention import CORE_ATTENTION, PackedRotary
 from learner.megatron.bridges.files import ModelFiles
-from learner.megatron.bridges.layers import Norm
 from learner.megatron.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
+from learner.megatron.norms import Norm
 from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import rope_arguments
 
@@ -45,12 +45,12 @@ class LocalLayers:
     hf_config: Any
     mpu: Any
 
-    def __init__(self, hf_config: Any, dtype: torch.dtype, wanted: Wanted) -> None:
+    def __init__(self, hf_config: Any, dtype: torch.dtype, wanted: Wanted, *, sequence_parallel: bool = False) -> None:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         if getattr(hf_config, "head_dim", 0) is None:  # mbridge divides by it
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
-        self.set_extra_args(**self._arguments())  # type: ignore[attr-defined]
+        self.set_extra_args(**self._arguments(), sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
         if not self._FLASH_HEADS:
             if wanted.attention == VARLEN:
                 want, got = "sdpa or auto", f"varlen: keys and values of {hf_config.model_type} have heads of different sizes"
@@ -66,7 +66,6 @@ class LocalLayers:
         # is deterministic on CUDA; the rank has set torch's switch from ``learner.deterministic`` before.
         return {
             "use_cpu_initialization": not torch.cuda.is_available(),
-            "sequence_parallel": False,
             "masked_softmax_fusion": False,
             "persist_layer_norm": False,
             "batch_p2p_sync": False,
@@ -181,9 +180,10 @@ class LocalLayers:
             parameters = dict(chunk.named_parameters())
             state = chunk.state_dict()
             for local, name in self._names(chunk):
-                if local == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                    continue  # the embedding has that name
-                for each, whole in self._gathered(name, parameters.get(local, state[local])):
+                weight = parameters.get(local, state[local])
+                if getattr(weight, "shared", False):
+                    continue  # the last stage's copy of a tied embedding, which the first stage yields
+                for each, whole in self._gathered(name, weight):
                     names, tensors = self._weight_to_hf_format(each, whole)  # type: ignore[attr-defined]
                     yield from zip(names, tensors, strict=True)
 

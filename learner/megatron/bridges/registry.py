@@ -36,15 +36,18 @@ _BRIDGES: Mapping[str, type[LocalLayers]] = {
 assert sorted(_BRIDGES) == sorted(FAMILIES)  # FAMILIES is for checks that must not import torch
 
 
-def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int, wanted: Wanted | None = None) -> Any:
-    """Return the bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load([model], dir)``, ``export([model])``.
+def open_bridge(
+    model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int, wanted: Wanted | None = None, sequence_parallel: bool = False
+) -> Any:
+    """Return the bridge for a Hugging Face model directory.
 
+    It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and ``export(chunks)``.
     ``wanted``: settings about kernels; None = the defaults. Raises ConfigRefused for a model type without a bridge, a value that Megatron
     would compute differently, sizes that the parallel layout cannot split, or a kernel that cannot work here.
     """
     hf_config = AutoConfig.from_pretrained(model_dir)
     for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", tensor_parallel=tensor_parallel):
         raise refused
-    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype, wanted or Wanted())
+    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype, wanted or Wanted(), sequence_parallel=sequence_parallel)
     assert isinstance(bridge, LLMBridge)
     return bridge
