@@ -71,7 +71,7 @@ _ANSWERS: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (megatron_random, "_set_cuda_rng_state"): lambda *_, **__: None,
 }
 """Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation saves and restores
-the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts waits for streams and moves sizes to the host."""
+the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts has a stream of its own."""
 
 
 @contextlib.contextmanager

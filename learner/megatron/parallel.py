@@ -70,7 +70,9 @@ def choose_dtype(wanted: str, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def join(*, tensor_parallel_size: int, expert_parallel_size: int = 1, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
+def join(
+    *, tensor_parallel_size: int, expert_parallel_size: int = 1, device: torch.device, seed: int, timeout_s: float = 1800.0
+) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
     Returns this rank's place in them. Raises ValueError when the world size is not a multiple of the tensor-parallel size, and for the
@@ -87,7 +89,7 @@ def join(*, tensor_parallel_size: int, expert_parallel_size: int = 1, device: to
         tensor_model_parallel_size=tensor_parallel_size,
         expert_model_parallel_size=expert_parallel_size,
         expert_tensor_parallel_size=1,  # experts are spread, not split
-        distributed_timeout_minutes=max(1, int(timeout_s // 60))
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -72,9 +72,9 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
-    """Let Megatron know inside the context that Transformer Engine is absent: without it, 0.16.1 compares with classes that are None."""
+    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with no class then."""
     had = multi_latent_attention.HAVE_TE
-    multi_latent_attention.HAVE_TE = had and multi_latent_attention.TELinear is not None
+    multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
     try:
         yield
     finally:

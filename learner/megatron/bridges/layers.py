@@ -37,6 +37,7 @@ class NormedMLP(MLP):  # type: ignore[misc]
     """MLP with a norm between its output and the residual."""
 
     def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
+        more.setdefault("ffn_hidden_size", config.ffn_hidden_size)  # Megatron passes it to its own class only
         super().__init__(config, *arguments, **more)
         self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
