@@ -17,9 +17,12 @@ from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.optimizer_pieces import buffers_of
 from learner.megatron.parallel import Parallel, Replicas
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUTER_BIAS = "router.expert_bias"
+"""End of the name of a router's bias, which Megatron keeps as a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Policy:
 
         The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
         """
-        groups = self.ddp.bucket_groups
+        groups = [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
         if self.replicas.overlap_param_gather and any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
             self.ddp.start_param_sync(force_sync=True)
 
@@ -95,7 +98,7 @@ def build_policy(
             module.to(parallel.device)
             with torch.no_grad():
                 bridge.load([module], model_dir)
-            inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
+            inner = _in_float16(bridge.config, module) if kind == torch.bfloat16 else module
         ddp = _data_parallel(bridge.config, inner, replicas, memory)
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
 
@@ -115,14 +118,30 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
     with memory.region():
         ddp = DistributedDataParallel(config, settings, inner)
-        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
-        for buffer in ddp.buffers:
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers_of(ddp)]
+        for buffer in buffers_of(ddp):
             buffer.grad_data.untyped_storage().resize_(0)
     with memory.region(scratch=True):
-        for buffer, size in zip(ddp.buffers, sizes, strict=True):
+        for buffer, size in zip(buffers_of(ddp), sizes, strict=True):
             buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
             buffer.reset()
     return ddp
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield everything that belongs to a version of the model: its parameters, and the biases of routers, which are not trained by Adam."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS))
+
+
+def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
+    """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    biases = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS)}
+    inner: torch.nn.Module = Float16Module(config, module)
+    for name, buffer in module.named_buffers():
+        if name in biases:
+            buffer.data = biases[name]
+    return inner
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
@@ -145,7 +164,7 @@ class WeightBackup:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._copies = {name: _empty_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _empty_on_host(weight) for name, weight in named_weights(policy.module)}
         self.refresh()
 
     @property
@@ -157,8 +176,8 @@ class WeightBackup:
     def refresh(self) -> None:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
-        for name, parameter in self._policy.module.named_parameters():
-            self._copies[name].copy_(parameter, non_blocking=True)
+        for name, weight in named_weights(self._policy.module):
+            self._copies[name].copy_(weight, non_blocking=True)
         _synchronize(self._policy)
 
     @torch.no_grad()
@@ -192,14 +211,14 @@ class OtherWeights:
         """Give the model the weights of ``backup``, which must not change inside the context."""
         if not self._away:
             self._put_away()
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in named_weights(self._policy.module):
             if self._in_place:
                 parameter.copy_(backup.tensors[name], non_blocking=True)
             else:
                 parameter.data = backup.tensors[name]
 
     def _put_away(self) -> None:
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in named_weights(self._policy.module):
             if not self._in_place:
                 self._own[name] = parameter.data
                 continue
@@ -212,7 +231,7 @@ class OtherWeights:
     def __exit__(self, *error: object) -> None:
         if not self._away:
             return
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in named_weights(self._policy.module):
             if self._in_place:
                 parameter.copy_(self._own[name], non_blocking=True)
             else:
