@@ -6,7 +6,7 @@ It has the weight, and with it the name, the split and the checkpoint entry of M
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -16,7 +16,10 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
         """Return the hidden states and no bias. ``weight`` is that of tied embeddings; see ``output_weight``."""
         # With any of these, Megatron does more with the input or the output than the loss does.
-        assert not self.sequence_parallel and not self.gather_output and self.bias is None
+        assert not self.gather_output and self.bias is None
+        if self.sequence_parallel:
+            # The loss sums the gradient of the hidden states over the tensor-parallel ranks, so each takes its own tokens of it.
+            return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
         return input_, None
 
 

@@ -98,7 +98,8 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)
-        _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
+        for key in _keys(policy, "model"):
+            _refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -106,10 +107,10 @@ def load(
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
-        policy.module.load_state_dict(loaded["model"])
+        _load_chunks(policy, loaded)
         optimizer.restore(loaded)
     if proximal is not None:
-        proximal.restore(loaded["proximal"])
+        proximal.restore({name: tensor for key in _keys(policy, "proximal") for name, tensor in loaded[key].items()})
     if same_world:
         _restore_rng(loaded["rng"])
     else:
@@ -124,11 +125,12 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
     """
     facts = load_common_state_dict(str(directory))["facts"]
     with megatron_device(), policy.memory.region():
-        model = policy.module.sharded_state_dict()
-        _refuse_another_model(directory, model, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
+        model = _model(policy)
+        for part in model.values():
+            _refuse_another_model(directory, part, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
         with plain_torch():
-            loaded = dist_checkpointing.load({"model": model}, str(directory))
-        policy.module.load_state_dict(loaded["model"])
+            loaded = dist_checkpointing.load(model, str(directory))
+        _load_chunks(policy, loaded)
         optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return int(facts["step"])
 
@@ -148,16 +150,33 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
 
 
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
-    model = policy.module.sharded_state_dict()
-    content = {"model": model, **optimizer.sharded(model, is_loading=is_loading)}
+    model = _model(policy)
+    content = {**model, **optimizer.sharded(model, is_loading=is_loading)}
     if proximal is not None:
         # The layout of the model's own shards, with the copies as their data and under other names.
-        copies = {name: part for name, part in policy.module.sharded_state_dict().items() if name in proximal.tensors}
-        for name, part in copies.items():
-            part.data = proximal.tensors[name]
-        add_prefix_for_sharding(copies, "proximal.")
-        content["proximal"] = copies
+        for number, (key, part) in enumerate(zip(_keys(policy, "proximal"), _model(policy).values(), strict=True)):
+            before = f"{number}." if len(policy.chunks) > 1 else ""
+            copies = {before + name: entry for name, entry in part.items() if before + name in proximal.tensors}
+            for name, entry in copies.items():
+                entry.data = proximal.tensors[name]
+            add_prefix_for_sharding(copies, "proximal.")
+            content[key] = copies
     return content
+
+
+def _keys(policy: Policy, name: str) -> list[str]:
+    """Return the places of the chunks in the content of a checkpoint. The files do not have them."""
+    return [name] if len(policy.chunks) == 1 else [f"{name}{number}" for number in range(len(policy.chunks))]
+
+
+def _model(policy: Policy) -> dict[str, Any]:
+    """Return the sharded state of each chunk at its place."""
+    return {key: chunk.sharded_state_dict() for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
+
+
+def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
+    for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True):
+        chunk.load_state_dict(loaded[key])
 
 
 def _facts(step: int, proximal: WeightBackup | None) -> dict[str, Any]:

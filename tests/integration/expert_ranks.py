@@ -1,6 +1,6 @@
 """Body of one rank of a world of two: trains a mixture of experts in several layouts, saves it in one and goes on in another.
 
-Run by the test, in that order: experts spread over the ranks, experts on every rank.
+Run by the test. The layouts take turns in the processes, because starting those is most of the cost.
 """
 
 import json
@@ -20,6 +20,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Replicas
 from learner.megatron.trainer import Trainer
 from tests.learner_steps import make_batches, make_samples
+from tests.tiny_models import EXPERTS
 
 VOCAB = 300
 STEPS = (3, 4, 5)
@@ -28,6 +29,37 @@ SAVED = 4
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.01)
 """With a smaller eps Adam steps by the sign of gradients that are rounding noise."""
 REPLICAS = {"plain": Replicas(), "distributed": Replicas(distributed_optimizer=True)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"expert_parallel_size": 2},
+    "DP2": {},
+    "TP2": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "TP2 EP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2},
+    "PP2": {"pipeline_parallel_size": 2},
+    "CP2": {"context_parallel_size": 2},
+    "CP2 EP2": {"context_parallel_size": 2, "expert_parallel_size": 2},
+}
+RUNS = [
+    *((family, layout, "plain") for layout in ("EP2", "DP2", "TP2", "PP2") for family in EXPERTS),
+    *(("qwen3_moe", layout, way) for layout, way in (("EP2", "distributed"), ("DP2", "distributed"), ("TP2", "distributed"))),
+    *(("qwen3_moe", layout, "plain") for layout in ("TP2 EP2", "CP2", "CP2 EP2")),
+    ("deepseek_v3", "CP2", "plain"),
+]
+"""(family, layout, optimizer)"""
+RESUMES = [
+    *(
+        (f"{layout} {way}", other, way_of_other)
+        for layout, way in (("1", "plain"), ("EP2", "plain"), ("EP2", "distributed"))
+        for other, way_of_other in (
+            ("EP2", "plain"),
+            ("EP2", "distributed"),
+            ("DP2", "plain"),
+            ("DP2", "distributed"),
+            ("TP2", "plain"),
+            ("PP2", "plain"),
+        )
+    )
+]
+"""(layout and optimizer that saved, layout that goes on, its optimizer)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +76,22 @@ def learner(model_dir: Path, here: parallel.Parallel, *, replicas: str = "plain"
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=REPLICAS[replicas])
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
-    return Learner(policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=proximal), proximal)
+    return Learner(
+        policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=proximal), proximal
+    )
 
 
 def take(made: Learner, steps: tuple[int, ...], here: parallel.Parallel) -> list[dict[str, float]]:
     """Train these steps. Returns their metrics."""
     found = []
     for step in steps:
-        batches = make_batches(make_samples(vocab=VOCAB, step=step, groups=6), step=step, data_parallel=here.dp_size, max_tokens=90)
+        batches = make_batches(
+            make_samples(vocab=VOCAB, step=step, groups=6),
+            step=step,
+            data_parallel=here.dp_size,
+            max_tokens=90,
+            pad_to=here.tp_size * here.cp_size,
+        )
         found.append(made.trainer.train(batches[here.dp_rank]))
     return found
 
@@ -80,21 +120,19 @@ def main(model_dirs: dict[str, Path], of_one: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     results: dict[str, Any] = {}
-    rank = int(os.environ["RANK"])
-    for layout, experts in (("EP2", 2), ("DP2", 1)):
-        here = parallel.join(tensor_parallel_size=1, expert_parallel_size=experts, device=torch.device("cpu"), seed=0)
-        for way in REPLICAS:
-            for family, model_dir in model_dirs.items():
+    for layout, sizes in LAYOUTS.items():
+        here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+        for family, of, way in RUNS:
+            if of == layout:
                 directory = out / f"{family} {layout} {way}"
-                results[directory.name] = unbroken(model_dir, here, directory, replicas=way)
-        model_dir = model_dirs["qwen3_moe"]
-        sources = {"1 plain": of_one, "EP2 plain": out / "qwen3_moe EP2 plain", "EP2 distributed": out / "qwen3_moe EP2 distributed"}
-        for source, directory in sources.items():
-            for way in REPLICAS:
-                results[f"{source} > {layout} {way}"] = resumed(model_dir, here, directory, replicas=way)
+                results[directory.name] = unbroken(model_dirs[family], here, directory, replicas=way)
+        for source, of, way in RESUMES:
+            if of == layout:
+                directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"
+                results[f"{source} > {layout} {way}"] = resumed(model_dirs["qwen3_moe"], here, directory, replicas=way)
         with KeptPort() as kept:
             port = [kept.number]
             torch.distributed.broadcast_object_list(port)
             parallel.leave()
             os.environ["MASTER_PORT"] = str(port[0])
-    (out / f"rank-{rank}.json").write_text(json.dumps(results))
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
