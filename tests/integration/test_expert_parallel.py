@@ -11,6 +11,8 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import EXPERTS, write_tiny_model
 
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
+LOOSER = {"offpolicy/entropy_gap": 5e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
+"""A small mean of larger numbers, and that by its standard error: both magnify the rounding."""
 
 
 class World:
@@ -37,7 +39,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def assert_same(ours: dict[str, float], wanted: dict[str, float]) -> None:
     assert ours.keys() == wanted.keys()
     for name in ours.keys() - TIMES:
-        assert ours[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
+        assert ours[name] == pytest.approx(wanted[name], rel=LOOSER.get(name, 1e-5), abs=1e-6), name
 
 
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS)
