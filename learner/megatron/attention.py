@@ -44,6 +44,8 @@ class PackedRow(PackedSeqParams):
     """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
     give_T: Tensor | None = None
     """Padded position of each token."""
+    experts: tuple[Tensor, ...] = ()
+    """Experts of this rank's tokens in each layer that has any, [T, K] int16, where they are recorded (``routing``)."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:

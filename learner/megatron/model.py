@@ -21,8 +21,10 @@ from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.mixture import Mixture
 from learner.megatron.optimizer_pieces import buffers_of
 from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.routing import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
@@ -42,6 +44,9 @@ class Policy:
     replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
+    mixture: Mixture = field(default_factory=Mixture)
+    routing: Routing = field(default_factory=Routing)
+    """The experts of the tokens, to be recorded and replayed."""
 
     @property
     def module(self) -> GPTModel:
@@ -115,23 +120,31 @@ def build_policy(
     kernels: Wanted | None = None,
     replicas: Replicas | None = None,
     memory: Memory | None = None,
+    mixture: Mixture | None = None,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
     Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
+    kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
     with megatron_device():
-        bridge = open_bridge(
-            model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels, sequence_parallel=parallel.sequence_parallel
-        )
+        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture)
         with memory.region():
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
                 bridge.load(chunks, model_dir)
             inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
         ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
-    return Policy(chunks=chunks, ddps=ddps, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+    return Policy(
+        chunks=chunks,
+        ddps=ddps,
+        bridge=bridge,
+        parallel=parallel,
+        replicas=replicas,
+        memory=memory,
+        mixture=mixture,
+        routing=Routing(chunks),
+    )
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:

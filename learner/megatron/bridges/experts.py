@@ -30,18 +30,28 @@ class Experts(LocalLayers):
     _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
 
     def _arguments(self) -> dict[str, Any]:
-        # The auxiliary loss is off and the bias fixed unless settings say otherwise: both move the policy beside its objective.
+        # The balancing loss is off and the bias fixed unless settings say otherwise: both move the policy beside its objective.
+        mixture = self.mixture
         return super()._arguments() | {
             "moe_grouped_gemm": False,
             "moe_shared_expert_overlap": False,
             "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_bias_update_rate": 0.0,
+            "moe_router_load_balancing_type": "aux_loss" if mixture.aux_loss_coef else "none",
+            "moe_aux_loss_coeff": mixture.aux_loss_coef,
+            "moe_router_bias_update_rate": mixture.bias_update_rate,
+            "moe_enable_routing_replay": mixture.replay,
             "moe_layer_freq": self._sparse_layers(),
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
         }
+
+    def _kernel_arguments(self) -> dict[str, Any]:
+        """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
+        found = super()._kernel_arguments()
+        if self.kernels.recompute == "selective":
+            found["recompute_modules"] = [*found["recompute_modules"], "moe"]
+        # The fused activation is one of dense layers; for the experts of a rank, each with another number of tokens, it would compile anew.
+        return found | {"bias_activation_fusion": False}
 
     def _sparse_layers(self) -> list[int]:
         """Return 1 for every layer that has experts, 0 for every layer that has one MLP."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -18,6 +19,14 @@ class Router(TopKRouter):  # type: ignore[misc]
         """Return the logits of all experts in float32, [..., experts]."""
         logits: Tensor = torch.nn.functional.linear(input.float(), self.weight.float())
         return logits
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *unused: Any, valid_token_count: Any = None, **more: Any
+    ) -> Tensor:
+        """Attach the balancing loss to the graph, multiplied by this rank's tokens (``balance``), without Megatron's global table of it."""
+        tokens = activation.shape[0] if valid_token_count is None else valid_token_count
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens)
+        return attached
 
 
 class NormedAttention(SelfAttention):  # type: ignore[misc]

@@ -21,6 +21,7 @@ from learner.errors import ConfigRefused
 from learner.megatron.attention import CORE_ATTENTION, PackedRotary
 from learner.megatron.bridges.files import ModelFiles
 from learner.megatron.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
+from learner.megatron.mixture import Mixture
 from learner.megatron.norms import Norm
 from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import rope_arguments
@@ -45,7 +46,10 @@ class LocalLayers:
     hf_config: Any
     mpu: Any
 
-    def __init__(self, hf_config: Any, dtype: torch.dtype, wanted: Wanted, *, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, hf_config: Any, dtype: torch.dtype, wanted: Wanted, *, sequence_parallel: bool = False, mixture: Mixture | None = None
+    ) -> None:
+        self.mixture = mixture or Mixture()
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         if getattr(hf_config, "head_dim", 0) is None:  # mbridge divides by it
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
@@ -57,7 +61,7 @@ class LocalLayers:
                 raise ConfigRefused("learner.attention", want, got)
             wanted = replace(wanted, attention=SDPA)
         self.kernels: Kernels = chosen(wanted, dtype=dtype, head_size=self.config.kv_channels)
-        self.set_extra_args(**self.kernels.arguments())  # type: ignore[attr-defined]
+        self.set_extra_args(**self._kernel_arguments())  # type: ignore[attr-defined]
 
     def _arguments(self) -> dict[str, Any]:
         """Return the fields of Megatron's TransformerConfig that are set for every model of the class."""
@@ -73,6 +77,9 @@ class LocalLayers:
             "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
             "attention_dropout": 0.0,
         }
+
+    def _kernel_arguments(self) -> dict[str, Any]:
+        return self.kernels.arguments()
 
     # ---- the model
 

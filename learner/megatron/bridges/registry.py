@@ -19,6 +19,8 @@ from learner.megatron.bridges.qwen2_moe import Qwen2MoE
 from learner.megatron.bridges.qwen3 import Qwen3
 from learner.megatron.bridges.qwen3_moe import Qwen3MoE
 from learner.megatron.kernels import Wanted
+from learner.megatron.mixture import Mixture
+from learner.megatron.parallel import Parallel
 from learner.megatron.sizes import FAMILIES, refusals
 
 _BRIDGES: Mapping[str, type[LocalLayers]] = {
@@ -37,17 +39,20 @@ assert sorted(_BRIDGES) == sorted(FAMILIES)  # FAMILIES is for checks that must 
 
 
 def open_bridge(
-    model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int, wanted: Wanted | None = None, sequence_parallel: bool = False
+    model_dir: Path, *, dtype: torch.dtype, parallel: Parallel, wanted: Wanted | None = None, mixture: Mixture | None = None
 ) -> Any:
     """Return the bridge for a Hugging Face model directory.
 
     It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and ``export(chunks)``.
-    ``wanted``: settings about kernels; None = the defaults. Raises ConfigRefused for a model type without a bridge, a value that Megatron
-    would compute differently, sizes that the parallel layout cannot split, or a kernel that cannot work here.
+    ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. Raises ConfigRefused for a model type without a
+    bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel that cannot work here.
     """
     hf_config = AutoConfig.from_pretrained(model_dir)
-    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", tensor_parallel=tensor_parallel):
+    sizes = {"tensor_parallel": parallel.tp_size, "expert_parallel": parallel.ep_size}
+    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", **sizes):
         raise refused
-    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype, wanted or Wanted(), sequence_parallel=sequence_parallel)
+    bridge = _BRIDGES[hf_config.model_type](
+        hf_config, dtype, wanted or Wanted(), sequence_parallel=parallel.sequence_parallel, mixture=mixture or Mixture()
+    )
     assert isinstance(bridge, LLMBridge)
     return bridge
