@@ -228,6 +228,14 @@ class LearnerConfig:
     """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
+    expert_parallel: int = 1
+    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
+    routing_replay: str = "none"
+    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    moe_aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
@@ -282,6 +290,7 @@ class LearnerConfig:
             "max_tokens_per_micro_batch",
             "data_parallel",
             "tensor_parallel",
+            "expert_parallel",
             "threads",
         )
         for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
@@ -352,6 +361,17 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.routing_replay not in ("none", "old"):
+            why = ": samples do not have the experts that an engine has chosen" if self.routing_replay == "rollout" else ""
+            raise ValueError(f"routing_replay: want none or old, got {self.routing_replay!r}{why}")
+        for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
+        if (spread := self.data_parallel * self.tensor_parallel) % self.expert_parallel:
+            raise ValueError(f"expert_parallel: want a divisor of data_parallel x tensor_parallel = {spread}, got {self.expert_parallel}")
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

@@ -18,6 +18,8 @@ EXPERTS_OF = {
     "qwen3_moe": "num_experts",
 }
 """The key with the number of routed experts, for the families that have experts."""
+WITH_BIAS = ("deepseek_v3", "glm4_moe")
+"""Families whose routers have a bias per expert."""
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
 OFFLOADED_AT_ONCE = 1 << 26
@@ -49,7 +51,17 @@ def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int, exp
 
 def num_experts(values: Mapping[str, Any]) -> int:
     """Return the number of routed experts of a layer; 0 for a dense model."""
-    return int(values.get(EXPERTS_OF.get(str(values.get("model_type")), ""), 0) or 0)
+    return _int(values, EXPERTS_OF.get(str(values.get("model_type")), ""))
+
+
+def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has routed experts instead of one MLP."""
+    layers = range(values["num_hidden_layers"])
+    if not num_experts(values):
+        return [False for _ in layers]
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+    first = values.get("first_k_dense_replace") or 0
+    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
 
 
 def _split_refusals(
@@ -95,12 +107,13 @@ def _attention_refusals(values: Mapping[str, Any], family: str) -> Iterator[tupl
         yield "attention_bias", "false: the output projection has no bias in the learner"
     if values.get("mlp_bias"):
         yield "mlp_bias", "false: an MLP has no bias in the learner"
-    window, longest = values.get("sliding_window"), values.get("max_position_embeddings", 0)
+    window, longest = values.get("sliding_window"), _int(values, "max_position_embeddings")
     if family in ("mistral", "mixtral") and isinstance(window, int) and window < longest:
         yield "sliding_window", "null, or at least max_position_embeddings: attention has no window in the learner"
     if values.get("use_sliding_window"):
         yield "use_sliding_window", "false: attention has no window in the learner"
-    if set(values.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+    kinds = values.get("layer_types")
+    if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         yield "layer_types", "full_attention in every layer: attention has no window in the learner"
     if family == "deepseek_v3" and values.get("rope_interleave") is False:
         yield "rope_interleave", "true: Megatron's latent attention has pairs of neighbours"
@@ -109,7 +122,7 @@ def _attention_refusals(values: Mapping[str, Any], family: str) -> Iterator[tupl
 def _expert_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
     if values.get("num_nextn_predict_layers"):
         yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
-    if family not in ("deepseek_v3", "glm4_moe"):
+    if family not in WITH_BIAS:
         return
     if values.get("norm_topk_prob") is False:
         yield "norm_topk_prob", "true: Megatron normalises sigmoid scores always"
@@ -117,8 +130,8 @@ def _expert_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[s
         yield "scoring_func", "sigmoid"
     if values.get("topk_method", "noaux_tc") != "noaux_tc":
         yield "topk_method", "noaux_tc"
-    groups, chosen = values.get("topk_group") or 1, values.get("num_experts_per_tok")
-    if (values.get("n_group") or 1) > 1 and chosen != 2 * groups:
+    groups, chosen = _int(values, "topk_group") or 1, values.get("num_experts_per_tok")
+    if _int(values, "n_group") > 1 and chosen != 2 * groups:
         yield "num_experts_per_tok", f"2 x topk_group = {2 * groups}: the score of a group is then that of its two best experts in Megatron"
     if "n_shared_experts" in values and not values["n_shared_experts"]:
         yield "n_shared_experts", ">= 1"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ class ModelShape:
     rope: Rope
     eos_ids: tuple[int, ...]
     architecture: str
-    experts: Experts | None = None
-    """None = every layer has one MLP."""
+    experts: Experts | None = field(default=None, repr=False)
+    """None = every layer has one MLP. Not in the text of a shape, which older runs have recorded."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer; None if it has one MLP."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
+from learner.megatron.sizes import sparse_layers
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""
@@ -40,7 +41,7 @@ class Experts(LocalLayers):
             "moe_aux_loss_coeff": mixture.aux_loss_coef,
             "moe_router_bias_update_rate": mixture.bias_update_rate,
             "moe_enable_routing_replay": mixture.replay,
-            "moe_layer_freq": self._sparse_layers(),
+            "moe_layer_freq": [int(sparse) for sparse in sparse_layers(self.hf_config.to_dict())],
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
         }
@@ -52,13 +53,6 @@ class Experts(LocalLayers):
             found["recompute_modules"] = [*found["recompute_modules"], "moe"]
         # The fused activation is one of dense layers; for the experts of a rank, each with another number of tokens, it would compile anew.
         return found | {"bias_activation_fusion": False}
-
-    def _sparse_layers(self) -> list[int]:
-        """Return 1 for every layer that has experts, 0 for every layer that has one MLP."""
-        config = self.hf_config
-        dense, every = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
-        first = getattr(config, "first_k_dense_replace", 0)
-        return [int(at not in dense and (at + 1) % every == 0 and at >= first) for at in range(config.num_hidden_layers)]
 
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the stage's layers as ``LocalLayers`` does, with the experts marked for buffers of their own."""
