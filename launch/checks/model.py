@@ -50,11 +50,10 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     if values is None:
         return None
     before = len(report.errors)
-    for refused in refusals(
-        values, where=where, tensor_parallel=config.learner.tensor_parallel, expert_parallel=config.learner.expert_parallel
-    ):
-        named = [name for name in ("learner.tensor_parallel", "learner.expert_parallel") if name in refused.want]
-        cure = f"lower {named[0]}" if named else "use another model"
+    sizes = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in sizes}):
+        named = [f"learner.{name}" for name in sizes if f"learner.{name}" in refused.want]
+        cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
     _check_settings(report, config, values)
     shape = _shape(report, config, values, where)

@@ -46,6 +46,18 @@ class Parallel:
         return place < math.lcm(self.tp_size, self.ep_size)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the parallelism that divides a model, by the names of their settings."""
+        return {
+            "tensor_parallel": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
+            "pipeline_parallel": self.pp_size,
+            "virtual_pipeline": self.vp_size,
+            "context_parallel": self.cp_size,
+            "expert_parallel": self.ep_size,
+        }
+
+    @property
     def last_stage(self) -> int:
         """Global rank of the last stage of this rank's pipeline."""
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)

@@ -35,13 +35,34 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Constants that Megatron has built in for Llama's scaling, whose factor is an argument."""
 
 
-def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int, expert_parallel: int = 1) -> list[ConfigRefused]:
+def refusals(
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    tensor_parallel: int,
+    sequence_parallel: bool = False,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> list[ConfigRefused]:
     """Return an error for each value of a model's configuration that the learner cannot train."""
     family = values.get("model_type")
     if family not in FAMILIES:
         return [ConfigRefused(f"{where}: model_type", f"one of {', '.join(FAMILIES)}", family)]
-    found = [*_split_refusals(values, family, where, tensor_parallel, expert_parallel)]
+    found = [*_split_refusals(values, family, where, tensor_parallel), *_expert_layout(values, family, where, expert_parallel)]
+    if family in EXPERTS_OF and tensor_parallel > 1 and not sequence_parallel:
+        want = "true with learner.tensor_parallel > 1 for a model with experts: every rank sends its own tokens to them"
+        found.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
     found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
+    layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
+    chunks, parts = pipeline_parallel * virtual_pipeline, tensor_parallel * context_parallel
+    if isinstance(layers, int) and layers % chunks:
+        factors = "learner.pipeline_parallel" + (" x learner.virtual_pipeline" if virtual_pipeline > 1 else "")
+        found.append(ConfigRefused(f"{where}: num_hidden_layers", f"a multiple of {factors} = {chunks}", layers))
+    if isinstance(heads, int) and heads % parts and context_parallel > 1:
+        wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
+        found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
     try:
         rope_arguments(values.get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
@@ -64,25 +85,26 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
     return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
 
 
-def _split_refusals(
-    values: Mapping[str, Any], family: str, where: str, tensor_parallel: int, expert_parallel: int
-) -> Iterator[ConfigRefused]:
-    """Yield an error for each size that the parallel layout does not divide."""
+def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
+    """Yield an error for each size that tensor parallelism does not divide."""
     derived = {"shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts")}
     for name in (*SPLIT, *_SPLIT_TOO.get(family, ())):
         size = derived.get(name, values.get(name))
         shown = "moe_intermediate_size" if name == "shared" else name
         if isinstance(size, int) and size % tensor_parallel:
             yield ConfigRefused(f"{where}: {shown}", f"a multiple of learner.tensor_parallel = {tensor_parallel}", size)
+
+
+def _expert_layout(values: Mapping[str, Any], family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
+    """Yield an error for experts that cannot be spread over the ranks."""
     if expert_parallel == 1:
         return
     if family not in EXPERTS_OF:
-        want = f"a family with experts ({', '.join(EXPERTS_OF)}) for learner.expert_parallel = {expert_parallel}, or that at 1"
+        want = f"a family with experts ({', '.join(EXPERTS_OF)}), or learner.expert_parallel = 1"
         yield ConfigRefused(f"{where}: model_type", want, family)
     elif num_experts(values) % expert_parallel:
-        yield ConfigRefused(
-            f"{where}: {EXPERTS_OF[family]}", f"a multiple of learner.expert_parallel = {expert_parallel}", num_experts(values)
-        )
+        want = f"a multiple of learner.expert_parallel = {expert_parallel}"
+        yield ConfigRefused(f"{where}: {EXPERTS_OF[family]}", want, num_experts(values))
 
 
 def _int(values: Mapping[str, Any], name: str) -> int:

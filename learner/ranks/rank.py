@@ -122,7 +122,11 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         device=device,
         seed=learner.seed,
         timeout_s=_timeout_s(learner),
+        pipeline_parallel_size=learner.pipeline_parallel,
+        virtual_pipeline_size=learner.virtual_pipeline,
+        context_parallel_size=learner.context_parallel,
         expert_parallel_size=learner.expert_parallel,
+        sequence_parallel=learner.sequence_parallel,
     )
     stack.callback(parallel.leave)
     return here

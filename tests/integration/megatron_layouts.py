@@ -36,6 +36,10 @@ class Layout:
     context_parallel: int = 1
     sharded: bool = False
     """Distributed optimizer."""
+    overlap: bool = False
+    """Collectives of the replicas beside forward and backward passes."""
+    offload: bool = False
+    """Optimizer in host memory."""
     recompute: str = "none"
     model: str = "flat"
     """Name of the model."""
@@ -71,10 +75,13 @@ class Layout:
 def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
     """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
     config, minibatches = algorithm(case), CASES[case][1]
-    replicas, kernels = parallel.Replicas(distributed_optimizer=layout.sharded), Wanted(recompute=layout.recompute)
+    replicas = parallel.Replicas(
+        distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
+    )
+    kernels = Wanted(recompute=layout.recompute)
     policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas, kernels=kernels)
     reference = WeightBackup(policy) if config.needs_reference else None
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload), config, max_lag=2, reference=reference)
     seen = RaisingOnCuda()
     watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0

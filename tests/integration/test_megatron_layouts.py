@@ -42,8 +42,10 @@ LAYOUTS = {
     "tp2 x pp2": Layout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=6),
     "dp2 x tp2": Layout(data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=6),
     "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=6),
-    "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, model="tied", max_tokens=60, every=6),
-    "pp2 vpp2 x cp2": Layout(pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", every=6),
+    "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, model="tied", max_tokens=60, every=6),
+    "pp2 vpp2 x cp2": Layout(
+        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, overlap=True, model="deep", max_tokens=120, every=6
+    ),
 }
 MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4}, "tied": {"num_hidden_layers": 4, "tied": True}}
 """Models by name, and the layout of one rank with which the others are compared."""
@@ -125,10 +127,14 @@ SAME = [
 """Cases that are one algorithm here: one optimizer step per version, ratios within the bounds."""
 
 
-LOOSER = {"offpolicy/entropy_gap": 2e-5, "offpolicy/entropy_gap_sigmas": 1e-4, "offpolicy/sequence_chi2": 3e-5}
+LOOSER = {"offpolicy/entropy_gap": 2e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
 """A small mean of larger numbers, and that by its standard error: both magnify the rounding, which differs between processors."""
+
+
+NEAR_ONE = {"offpolicy/sequence_chi2": 4e-5}
+"""Absolute: a mean of squared ratios of sequences less 1. The ratios are exponentials of sums over a response, in float32."""
 
 
 def _close(name: str, one: float, other: float) -> bool:
     """Compare within 1e-5 relative; 1e-6 absolute for differences of nearly equal numbers."""
-    return math.isclose(one, other, rel_tol=LOOSER.get(name, 1e-5), abs_tol=1e-6)
+    return math.isclose(one, other, rel_tol=LOOSER.get(name, 1e-5), abs_tol=NEAR_ONE.get(name, 1e-6))

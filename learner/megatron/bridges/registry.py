@@ -48,8 +48,7 @@ def open_bridge(
     bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel that cannot work here.
     """
     hf_config = AutoConfig.from_pretrained(model_dir)
-    sizes = {"tensor_parallel": parallel.tp_size, "expert_parallel": parallel.ep_size}
-    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", **sizes):
+    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", **parallel.sizes):
         raise refused
     bridge = _BRIDGES[hf_config.model_type](
         hf_config, dtype, wanted or Wanted(), sequence_parallel=parallel.sequence_parallel, mixture=mixture or Mixture()
