@@ -7,7 +7,7 @@ from typing import Any
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
-from learner.parallelism import refuse_sizes
+from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -383,19 +383,7 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        if self.routing_replay not in ("none", "old"):
-            why = ": samples do not have the experts that an engine has chosen" if self.routing_replay == "rollout" else ""
-            raise ValueError(f"routing_replay: want none or old, got {self.routing_replay!r}{why}")
-        for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
-        if self.routing_replay != "none" and self.virtual_pipeline > 1:
-            raise ValueError(f"routing_replay: want none with virtual_pipeline > 1, got {self.routing_replay!r}")
-        if (spread := self.num_ranks // self.pipeline_parallel) % self.expert_parallel:
-            raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {self.expert_parallel}")
+        refuse_experts(self)
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

@@ -69,7 +69,25 @@ def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...
 
 def here(dp_size: int, device: str) -> Parallel:
     group: Any = None
-    return Parallel(rank=0, dp_rank=0, dp_size=dp_size, tp_rank=0, tp_size=1, dp_group=group, tp_group=group, device=torch.device(device))
+    return Parallel(
+        rank=0,
+        dp_rank=0,
+        dp_size=dp_size,
+        tp_rank=0,
+        tp_size=1,
+        dp_group=group,
+        tp_group=group,
+        device=torch.device(device),
+        pp_rank=0,
+        pp_size=1,
+        pp_group=group,
+        vp_size=1,
+        cp_rank=0,
+        cp_size=1,
+        cp_group=group,
+        ep_size=1,
+        sequence_parallel=False,
+    )
 
 
 @pytest.mark.parametrize(
