@@ -20,6 +20,12 @@ def refuse_sizes(learner: "LearnerConfig") -> None:
             f"virtual_pipeline: want 1 without a pipeline, got {learner.virtual_pipeline}: it divides the layers of a stage; "
             "raise pipeline_parallel, or remove it"
         )
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if learner.virtual_pipeline > 1 and getattr(learner, name) == "always":
+            raise ValueError(
+                f"{name}: want auto or never with virtual_pipeline, got 'always': "
+                "the chunks of a stage would be reduced while others of it still run"
+            )
     if learner.sequence_parallel and learner.tensor_parallel == 1:
         raise ValueError(
             "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over the tensor-parallel ranks; "

@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
         """Return all parts."""
         ctx.group = group
         whole = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
-        dist.all_gather_into_tensor(whole, values_C.contiguous(), group=group)
+        dist.all_gather(list(whole.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
         return whole
 
     @staticmethod

@@ -80,11 +80,12 @@ class Replicas:
 def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
     """Return what the settings mean for this world: nothing with one copy of the model, and overlap only on CUDA unless it is demanded.
 
-    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass.
+    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass. With virtual
+    stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its chunks has been reduced early.
     """
     if here.dp_size * here.cp_size == 1:
         return Replicas()
-    on = {"auto": here.device.type == "cuda", "always": True, "never": False}
+    on = {"auto": here.device.type == "cuda" and here.vp_size == 1, "always": True, "never": False}
     return Replicas(
         distributed_optimizer=learner.distributed_optimizer,
         overlap_grad_reduce=on[learner.overlap_grad_reduce],

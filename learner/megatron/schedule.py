@@ -81,7 +81,7 @@ def run_rows(
             )
         return output, partial(after, row)
 
-    filled = [*rows, *_fillers(policy, len(rows))]
+    filled: list[Row | _Filler] = [*rows, *_fillers(policy, len(rows))]
     several = len(policy.chunks) > 1
     with torch.no_grad() if forward_only else contextlib.nullcontext():
         results: list[Any] = get_forward_backward_func()(

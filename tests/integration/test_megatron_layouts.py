@@ -44,7 +44,7 @@ LAYOUTS = {
     "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=6),
     "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, model="tied", max_tokens=60, every=6),
     "pp2 vpp2 x cp2": Layout(
-        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, overlap=True, model="deep", max_tokens=120, every=6
+        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", max_tokens=120, every=6
     ),
 }
 MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4}, "tied": {"num_hidden_layers": 4, "tied": True}}
