@@ -7,7 +7,7 @@ from typing import Any
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
-from learner.parallelism import refuse_sizes
+from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -238,6 +238,14 @@ class LearnerConfig:
     """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
+    expert_parallel: int = 1
+    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
+    routing_replay: str = "none"
+    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    moe_aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
@@ -295,6 +303,7 @@ class LearnerConfig:
             "pipeline_parallel",
             "virtual_pipeline",
             "context_parallel",
+            "expert_parallel",
             "threads",
         )
         for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
@@ -375,6 +384,7 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
+        refuse_experts(self)
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

@@ -28,6 +28,7 @@ from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
+from learner.megatron.balance import balanced
 from learner.megatron.context import gather_parts, own_part
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
@@ -226,7 +227,8 @@ class Trainer:
                 # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
                 if self._proximal is not None:
                     others.take(self._proximal)
-                old = self._forward_only(rows, temperature)
+                with self._policy.routing.recording():
+                    old = self._forward_only(rows, temperature)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=a_T, old_entropy_T=b_T)) for row, (a_T, b_T) in zip(rows, old, strict=True)
                 ]
@@ -275,7 +277,12 @@ class Trainer:
         """Take one optimizer step."""
         coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
         self._optimizer.zero_grad()
-        parts = run_rows(self._policy, rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled))
+        if self._policy.mixture.aux_loss_coef:
+            lengths = [len(row.tokens_T) for row in rows]
+            scale_loss = self._optimizer.inner.scale_loss
+            self._policy.config.grad_scale_func = balanced(scale_loss, lengths, self._policy.parallel, self._summed)
+        with self._policy.routing.replaying():
+            parts = run_rows(self._policy, rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled))
         sums = self._sums(parts)
         scale = 1.0
         if self._algorithm.ess_lr:

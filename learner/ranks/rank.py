@@ -39,6 +39,7 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
+from learner.megatron.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
@@ -91,6 +92,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                     kernels=Wanted.of(learner),
                     replicas=parallel.choose_replicas(learner, here),
                     memory=memory,
+                    mixture=Mixture.of(learner),
                 )
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
@@ -123,6 +125,7 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         pipeline_parallel_size=learner.pipeline_parallel,
         virtual_pipeline_size=learner.virtual_pipeline,
         context_parallel_size=learner.context_parallel,
+        expert_parallel_size=learner.expert_parallel,
         sequence_parallel=learner.sequence_parallel,
     )
     stack.callback(parallel.leave)
