@@ -170,7 +170,7 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
         if several:  # then the length of a sample is that of all its sequences
             length = end - start - 1 - int(trainable[0]) if len(trainable) else 0
         response = slice(end - 1 - length, end - 1)  # targets: the value at t is that of token t + 1
-        one = {
+        one: dict[str, Any] = {
             "sequence_ids": np.int32(row.sequence_T[start]),
             "sample_ids": np.int32(sample),
             "total_lengths": np.int32(end - start),

@@ -27,7 +27,6 @@ def _tokens(line: str, where: str) -> list[int]:
     except ValueError:
         value = None
     tokens = value.get("tokens") if isinstance(value, dict) else value
-    right = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
-    if not right or len(tokens) < LEAST_TOKENS:
+    if not isinstance(tokens, list) or len(tokens) < LEAST_TOKENS or any(type(token) is not int or token < 0 for token in tokens):
         raise DebugFileRefused(where, f"a JSON list of at least {LEAST_TOKENS} token ids, or a map with tokens", repr(line[:60]))
     return list(tokens)

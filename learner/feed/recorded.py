@@ -29,7 +29,7 @@ from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_a
 from learner.errors import FeedError
 from learner.feed.beginning import own_epoch
 from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer
+from learner.feed.feed_server import FeedServer, Frames
 from learner.feed.feeder_row import BEAT_S
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.opening import opened_ends
@@ -148,7 +148,7 @@ class RecordedFeeder:
             await self._server.offer(self._step, frames)
         self._text = f"rank 0 to finish step {self._step}"
 
-    def _next(self) -> list[Sequence[object]]:
+    def _next(self) -> list[Frames]:
         """Read and pack the next step. Returns the frames of each data-parallel rank. Raises DebugFileRefused."""
         step, recorded = self._step + 1, self._recorded
         rollout = recorded.load(step)

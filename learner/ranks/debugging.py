@@ -6,7 +6,7 @@ Consumes the batches and metrics of the rank, beside its steps. Produces files a
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from learner.data.batch import StepBatch
 from learner.debug.collector import Collector, Target
 from learner.debug.config import DebugConfig, DumpModulesConfig
 from learner.debug.module_file import write_modules
+from learner.debug.profiler import Profiler
 from learner.debug.prompts import read_prompts
 from learner.debug.report import Facts, report
 from learner.megatron.activations import module_outputs, parallel_info
@@ -34,6 +35,8 @@ class RankDebug:
         """``root``: the run's directory, for files whose place is not set."""
         self._config, self._learner, self._policy, self._root = config, learner, policy, root
         self._memory: dict[str, float] | None = None
+        on_cuda = policy.parallel.device.type == "cuda"
+        self._profiler = Profiler(root, on_cuda=on_cuda) if policy.parallel.rank == 0 else None
         self.collector: Collector | None = None
         if config.save_train:
             info = parallel_info(policy.parallel)
@@ -48,7 +51,8 @@ class RankDebug:
         dump = self._config.dump_modules
         if dump.step and batch.step == dump.step:
             self._dump(dump, batch.step)
-        yield
+        with self._profiler.around(batch.step) if self._profiler is not None else nullcontext():
+            yield
 
     def _dump(self, dump: DumpModulesConfig, step: int) -> None:
         prompts = read_prompts(Path(dump.prompts))
