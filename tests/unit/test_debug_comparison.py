@@ -71,7 +71,13 @@ def written(path: Path, kind: str = TRAIN, *, step: int = 1, ids: tuple[int, ...
     names = ("log_probs", "entropy") if kind == RECORD else ("advantages", "current_log_probs", "current_entropy")
     columns |= {name: values.copy() for name in names} | changes.pop("columns", {})
     header = {
-        **{"kind": kind, "step": step, "rank": 0, "role": "actor", "num_steps": 1, "parallel_info": {"dp_rank": 0}, "metrics": {}},
+        "kind": kind,
+        "step": step,
+        "rank": 0,
+        "role": "actor",
+        "num_steps": 1,
+        "parallel_info": {"dp_rank": 0},
+        "metrics": {},
         "steps": [{"step_id": 0, "loss_dict": {"loss": 0.1}, "grad_norm": changes.get("norm", 0.5)}],
     }
     write(path, header, {f"steps.0.{name}": value for name, value in columns.items()})
