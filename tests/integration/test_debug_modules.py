@@ -1,4 +1,4 @@
-"""Activations and weights of the learner (Megatron) and the built-in engine agree module by module; planted faults are found with the layer."""
+"""Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the layer."""
 
 import json
 import shutil

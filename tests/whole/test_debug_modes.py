@@ -29,7 +29,6 @@ def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("[3, 4, 5, 6]\n")
-    dumps = ("debug.dump_modules.step=2", f"debug.dump_modules.prompts={prompts}")
     modes = (
         f"debug.load_rollout={files}",
         f"debug.save_train={output}",
