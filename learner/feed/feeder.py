@@ -75,7 +75,7 @@ async def run_feeder(
     if debug.rollout_only:
         feeder_rules = replace(feeder_rules, initial_model=model.directory)
     rules = replace(rules, max_lag=rules.steps) if debug.rollout_only else rules  # version 0 makes all samples, and none is too old
-    async with opened_filters(filters) as opened, opened_ends(places, learner) as (server, connected):
+    async with opened_ends(places, learner) as (server, connected), opened_filters(filters) as opened:
         await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))
 
 
