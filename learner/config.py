@@ -1,7 +1,7 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
@@ -334,6 +334,11 @@ class LearnerConfig:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
         self._refuse_unknown()
+
+    def alone(self) -> "LearnerConfig":
+        """Return these settings with one rank."""
+        sizes = ("data", "tensor", "pipeline", "context", "expert")
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, **{f"{name}_parallel": 1 for name in sizes})
 
     @property
     def num_ranks(self) -> int:

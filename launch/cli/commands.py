@@ -472,6 +472,13 @@ def dead(args: argparse.Namespace) -> int:
     return _change(args, decide_dead_letters)
 
 
+def debug(args: argparse.Namespace) -> int:
+    """Compare dumps or weights, score prompts, or request a profile. Returns 0, or 1 when something differs. Raises ValueError."""
+    from launch.cli.debug import run_debug
+
+    return run_debug(args)
+
+
 def status(args: argparse.Namespace) -> int:
     """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
     from launch.cli.status import show_status

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.cli import debug_arguments as debug
 from launch.samples import arguments as samples
 from launch.settings.extras import explain
 
@@ -52,7 +53,7 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers):
+    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers, debug.add):
         add(commands)
     return parser
 

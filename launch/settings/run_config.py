@@ -18,6 +18,7 @@ from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
+from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from weightstore.config import WeightsConfig
 
@@ -117,6 +118,8 @@ class RunConfig:
     """The inference engines."""
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The rollout actors."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Debugging modes (docs/debugging.md)."""
     up: UpConfig = field(default_factory=UpConfig)
     """Settings of ``tidemill up`` itself."""
 
@@ -203,6 +206,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_rewards(config)
     _refuse_columns(config)
     _refuse_rollouts(config)
+    _refuse_debug(config)
     try:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
@@ -277,6 +281,29 @@ def _refuse_rollouts(config: RunConfig) -> None:
             raise ValueError(
                 f"{place}.sampling_key: want none with {place}.rollout: the limits of a program are its own and rollouts.NAME.budget"
             )
+
+
+def _refuse_debug(config: RunConfig) -> None:
+    """Raise ValueError for settings that have no meaning in a debugging mode."""
+    debug = config.debug
+    mode = "debug.rollout_only" if debug.rollout_only else "debug.load_rollout" if debug.trains_only else ""
+    if mode and config.learner.colocated:
+        raise ValueError(f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true")
+    if debug.rollout_only and config.learner.from_checkpoint:
+        raise ValueError(
+            "learner.from_checkpoint: want none with debug.rollout_only, whose engines load model.path, got "
+            f"{config.learner.from_checkpoint!r}; set model.path to the model to generate with"
+        )
+    if debug.rollout_only and config.learner.nodes > 1:
+        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}")
+    if debug.trains_only and config.eval.every:
+        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}")
+    if debug.trains_only and config.learner.num_epochs:
+        raise ValueError(
+            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {config.learner.num_epochs}; set learner.steps"
+        )
+    if debug.trains_only and debug.save_rollout:
+        raise ValueError(f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them")
 
 
 def _refuse_rewards(config: RunConfig) -> None:

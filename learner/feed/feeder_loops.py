@@ -37,7 +37,7 @@ from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
-from learner.feed.beginning import evaluations_of, initial_weights, own_epoch, peers_of
+from learner.feed.beginning import evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
@@ -50,6 +50,7 @@ from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.issuing import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from learner.feed.recorded_steps import save_step
 from learner.feed.restart import Resumed, recorded_versions, resume
 from weightstore.store.registry import HEAD, VersionRegistry
 
@@ -107,7 +108,7 @@ class Feeder:
         async with asyncio.TaskGroup() as group:
             # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
-            self._epoch = await own_epoch(self._bus, self._rules)
+            self._epoch = await own_epoch(self._bus, self._rules.epoch)
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
@@ -147,7 +148,7 @@ class Feeder:
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
-        head = await registry.head()
+        head = await first_head(registry, self._rules, self._epoch)
         if head is not None:  # a publisher fences the head before it writes one
             self._source.published(head.version, head.step)
         self._lost = LostTasks(self._bus, self._source, self._decide.wake)
@@ -370,9 +371,9 @@ class Feeder:
         wants = self._wants_checkpoint(record.step, recorded)
         snapshot = await self._snapshot() if wants or self._early_end.possible else b""
         state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
-        pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
-        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
-        batches = await asyncio.to_thread(build)
+        build = partial(build_batches, pad_to=self._rules.pad_to, eos_ids=self._rules.eos_ids, token_limits=limits)
+        batches = await asyncio.to_thread(build, record, samples, recorded=recorded, state=state)
+        await save_step(self._rules, record, samples, limits or {})
         self._outcomes.planned(record, facts_of(record, batches, filtered))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)

@@ -39,3 +39,7 @@ class FeederRules:
     """Limits of episodes, by rollout."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
+    save_rollout: str = ""
+    """File for the samples of each step, with ``{step}`` in its name; empty = none."""
+    initial_model: str = ""
+    """Directory that is published as version 0 by the feeder, because no rank publishes any; empty = a rank does."""

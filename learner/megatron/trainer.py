@@ -26,6 +26,7 @@ from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
 from learner.algorithms.ratios import sequence_sums
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
+from learner.debug.collector import Collector
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.balance import balanced
@@ -106,12 +107,14 @@ class Trainer:
         proximal: WeightBackup | None = None,
         reference: WeightBackup | None = None,
         turn_gamma: float | None = None,
+        collector: Collector | None = None,
     ) -> None:
         """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
         ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
-        turns, each of which has an advantage of its own; None = one advantage for an episode.
+        turns, each of which has an advantage of its own; None = one advantage for an episode. ``collector``: gets the values of each token.
         """
+        self._collector = collector
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
@@ -140,6 +143,8 @@ class Trainer:
         step, rows = self._step(batch), self._rows(batch)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
+            if self._collector is not None:
+                self._collector.begin(batch, self._forward_only(rows, step.temperature))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             updates = [
@@ -150,6 +155,8 @@ class Trainer:
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
+        if self._collector is not None:
+            self._collector.end(metrics)
         seconds = time.perf_counter() - began
         return {
             **metrics,
@@ -290,6 +297,8 @@ class Trainer:
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
+        if self._collector is not None:
+            self._collector.update(sums, norm)
         return _Update(sums=sums, norm=norm, rate=rate)
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
@@ -382,6 +391,9 @@ class Trainer:
         log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
         seen = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
+        if self._collector is not None:
+            self._collector.row(seen, log_probs_T, entropy_T, loss)
+            self._collector.logits(hidden_TH, output_weight(self._policy.module), seen.mask_T, step.temperature)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
         )
