@@ -393,7 +393,8 @@ class Trainer:
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
         if self._collector is not None:
             self._collector.row(seen, log_probs_T, entropy_T, loss)
-            self._collector.logits(hidden_TH, output_weight(self._policy.module), seen.mask_T, step.temperature)
+            if self._policy.parallel.cp_size == 1:  # else the hidden states are of a part of the row
+                self._collector.logits(hidden_TH, output_weight(self._policy.chunks[-1]), seen.mask_T, step.temperature)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
         )
