@@ -18,7 +18,7 @@ from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
-NEEDED = ("vocab_size", "max_position_embeddings")
+NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
 """Sizes that the checks use for every family."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""
@@ -50,11 +50,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     if values is None:
         return None
     before = len(report.errors)
-    sizes = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
-    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in sizes}):
-        named = [f"learner.{name}" for name in sizes if f"learner.{name}" in refused.want]
-        cure = f"lower {' or '.join(named)}" if named else "use another model"
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+    _check_layout(report, config, values, where)
     _check_settings(report, config, values)
     shape = _shape(report, config, values, where)
     there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
@@ -65,7 +61,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         return None
     tensors = shape.tensors() if shape is not None else there
     sizes = [math.prod(tensor) for tensor in tensors.values()]
-    vocabulary, positions = (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED)
+    vocabulary, positions = (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
     assert isinstance(vocabulary, int) and isinstance(positions, int)
     model = CheckedModel(
         directory=None if prepare is not None else path,
@@ -126,6 +122,15 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
         return None
     return values
+
+
+def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
+    """Refuse values that the learner cannot train, or cannot divide over its ranks."""
+    splits = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in splits}):
+        named = [f"learner.{name}" for name in splits if f"learner.{name}" in refused.want]
+        cure = f"lower {' or '.join(named)}" if named else "use another model"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Parallel:
         return place < math.lcm(self.tp_size, self.ep_size)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Sizes of the parallelism that divides a model, by the names of their settings."""
         return {
             "tensor_parallel": self.tp_size,

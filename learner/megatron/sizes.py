@@ -27,7 +27,7 @@ OFFLOADED_AT_ONCE = 1 << 26
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 _SPLIT_TOO = {
-    "deepseek_v3": ("q_lora_rank", "shared"),
+    "deepseek_v3": ("q_lora_rank", "kv_lora_rank", "shared"),
     "glm4_moe": ("shared",),
     "qwen2_moe": ("shared_expert_intermediate_size",),
 }
@@ -87,7 +87,10 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
 
 def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
     """Yield an error for each size that tensor parallelism does not divide."""
-    derived = {"shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts")}
+    derived = {
+        "shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts"),
+        "kv_lora_rank": _int(values, "kv_lora_rank") + _int(values, "qk_rope_head_dim"),
+    }
     for name in (*SPLIT, *_SPLIT_TOO.get(family, ())):
         size = derived.get(name, values.get(name))
         shown = "moe_intermediate_size" if name == "shared" else name
