@@ -337,8 +337,8 @@ class LearnerConfig:
 
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
-        sizes = ("data", "tensor", "pipeline", "context", "expert")
-        return replace(self, virtual_pipeline=1, sequence_parallel=False, **{f"{name}_parallel": 1 for name in sizes})
+        one: dict[str, Any] = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
 
     @property
     def num_ranks(self) -> int:
