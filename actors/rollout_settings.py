@@ -56,21 +56,26 @@ class RolloutConfig:
         """``MODULE:NAME`` of the program."""
         if self.use.startswith(OF_SLIME):
             return SLIME
-        if self.use.startswith(OF_VERIFIERS):
+        if self.taskset:
             return VERIFIERS
         return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
 
     @property
     def module(self) -> str:
         """Module of the user's function or class, or of what plays it."""
-        if self.use.startswith(OF_VERIFIERS):
+        if self.taskset:
             return "verifiers"
         return (self.use.removeprefix(OF_SLIME) if self.use.startswith(OF_SLIME) else self.program).partition(":")[0]
 
+    @property
+    def taskset(self) -> str:
+        """Id of its taskset of verifiers; empty = it plays none."""
+        return self.use.removeprefix(OF_VERIFIERS) if self.use.startswith(OF_VERIFIERS) else ""
+
     def arguments(self, model: str) -> dict[str, Any]:
         """Return the arguments of the program. ``model``: directory of the model."""
-        if self.use.startswith(OF_VERIFIERS):
-            return {"id": self.use.removeprefix(OF_VERIFIERS), "model": str(Path(model).absolute()) if model else "", **self.options}
+        if self.taskset:
+            return {"id": self.taskset, "model": str(Path(model).absolute()) if model else "", **self.options}
         return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
 
 

@@ -41,7 +41,8 @@ def write_prompts(args: argparse.Namespace) -> int:
         raise PromptError(str(error.filename or out), "a file or program that can be opened", error.strerror or error) from None
     finally:
         part.unlink(missing_ok=True)
-    print(f"{out}: {count} prompts of {args.taskset}; train on them with data.path={out} and a rollout with use: {OF_VERIFIERS}{args.taskset}")
+    settings = f"data.path={out}, data.metadata_key=metadata"
+    print(f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: {OF_VERIFIERS}{args.taskset}")
     return 0
 
 
