@@ -12,7 +12,7 @@ VERIFIERS ?= .venv-verifiers
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -26,6 +26,10 @@ gsm8k: setup
 # A model learns to use a calculator: episodes of two turns.
 tools: setup
 	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
+
+# A model learns a text game: episodes of up to nine turns.
+walk: setup
+	$(BIN)/tidemill up launch/configs/walk.yaml --fresh $(ARGS)
 
 # The main job with a real SGLang server, on CPUs, in an environment of its own.
 sglang: setup $(SGLANG)/.ready

@@ -15,7 +15,7 @@ PROGRAM = VERIFIERS.rpartition(":")[0]
 
 
 def write_prompts(args: argparse.Namespace) -> int:
-    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for a taskset that cannot be read."""
+    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an unreadable taskset."""
     python, out = args.python or sys.executable, Path(args.out)
     if args.count < 0:
         raise ValueError(f"--count: want a whole number >= 0 (0 = all), got {args.count}")

@@ -1,4 +1,4 @@
-"""Four steps of `tidemill up` on environments of other projects: a taskset of verifiers, a server of OpenEnv, a generate function of slime."""
+"""Four steps of `tidemill up` on environments of other projects: verifiers, OpenEnv, and a generate function of slime."""
 
 import json
 import math

@@ -111,7 +111,12 @@ async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path,
     reply = sample.response
     brief = 1 / (1 + len(reply)) if renderer is None else sample.reward["brief"]  # type: ignore[index]
     right = 2.0 * ("3" in reply)
-    assert sample.reward == {"characters": pytest.approx(1 / brief - 1), "right": right, "brief": brief, "score": pytest.approx(right + brief)}
+    assert sample.reward == {
+        "characters": pytest.approx(1 / brief - 1),
+        "right": right,
+        "brief": brief,
+        "score": pytest.approx(right + brief),
+    }
     assert sample.turns is not None and len(sample.turns.at) == 1 and sample.loss_mask.sum() == sample.turns.tokens.sum() > 0
     await assert_log_probs(sample, model_dir)
 
@@ -152,7 +157,9 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
 
     async def answer(http: web.Request) -> web.Response:
         asked.append((await http.json(), http.path, http.headers.get("X-Tidemill-Train")))
-        message = {"role": "assistant", "content": None, "tool_calls": calls} if len(asked) == 1 else {"role": "assistant", "content": "noon"}
+        message = (
+            {"role": "assistant", "content": None, "tool_calls": calls} if len(asked) == 1 else {"role": "assistant", "content": "noon"}
+        )
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]})
 

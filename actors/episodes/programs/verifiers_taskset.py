@@ -26,7 +26,14 @@ from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
-from verifiers.v1.utils.loaders import default_harness_id, env_config_type, harness_class, load_environment, load_taskset, resolve_env_config
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    env_config_type,
+    harness_class,
+    load_environment,
+    load_taskset,
+    resolve_env_config,
+)
 
 __all__ = ["ChatLoop"]
 """verifiers takes the one harness that a module exports."""
