@@ -36,7 +36,7 @@ async def opened_rollouts(
             children = await stack.enter_async_context(
                 Children(
                     config.program,
-                    options=config.arguments,
+                    options=config.arguments(programs.model),
                     python=config.python,
                     processes=config.processes,
                     episodes_per_child=config.episodes_per_child,

@@ -128,7 +128,11 @@ def up(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Print the bad rows of prompt files. Returns 0, or 78 when there are any. Raises SettingsError, PromptError."""
+    """Print the bad rows of prompt files, or write one. Returns 0, or 78 when there are bad rows. Raises SettingsError, PromptError."""
+    if args.word == "verifiers":
+        from launch.cli.taskset_prompts import write_prompts
+
+        return write_prompts(args)
     from launch.cli.check_data import run_check
 
     return run_check(args)

@@ -58,6 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_taskset(words: "Commands") -> None:
+    taskset = words.add_parser("verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)")
+    taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
+    taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
+    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)")
+    taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
+    taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
+
+
 def _add_runs(commands: "Commands") -> None:
     up = commands.add_parser("up", help="run everything on this machine, with a live view")
     _configured(up, positional=True)
@@ -76,8 +85,10 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
-    data = commands.add_parser("data", help="read files of prompts: name every bad row, count and show the others (docs/data.md)")
-    data.add_argument("word", choices=("check",))
+    data = commands.add_parser("data", help="check files of prompts (docs/data.md), or write one from a taskset (docs/rollouts.md)")
+    words = data.add_subparsers(dest="word", required=True, metavar="WORD")
+    _add_taskset(words)
+    data = words.add_parser("check", help="name every bad row, count and show the others")
     data.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
     data.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
     data.add_argument(
