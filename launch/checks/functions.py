@@ -69,6 +69,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
     for name, rollout in parse_rollouts(config.rollouts).items():
         severity = report.error if here else report.warning
+        if rollout.recorded:
+            continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
                 where, cure = (

@@ -203,6 +203,9 @@ class AlgorithmConfig:
     """Reward that a response of ``max_new_tokens`` loses."""
     mask_truncated: bool = False
     """Do not train responses that ran into their length limit; their rewards still count in the baseline of their group."""
+    sft_coef: float = 0.0
+    """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0 = none
+    (docs/sft.md)."""
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
@@ -300,6 +303,11 @@ class AlgorithmConfig:
     def uncorrected(self) -> bool:
         """True if old data would be trained as if it were fresh."""
         return self.weight == "none" and self.anchor != "rollout" and self.loss != "sft"
+
+    @property
+    def demonstration_coef(self) -> float:
+        """Coefficient of the cross-entropy of demonstrations; 0 = they cannot be trained."""
+        return 1.0 if self.loss == "sft" else self.sft_coef
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:
@@ -460,6 +468,8 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(f"kl.reference: nothing compares with it; want {want}, got {config.kl.reference!r}")
     if config.loss != "sft":
         return
+    if config.sft_coef:
+        raise ValueError(f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}")
     for name in _OF_ADVANTAGES:
         if getattr(config, name) != defaults[name]:
             raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")

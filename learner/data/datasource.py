@@ -269,6 +269,7 @@ class DataSource:
         if not self.rules.filters:
             return []
         groups = [group for group in self._groups.values() if group.full and not group.abandoned and group.verdict is None]
+        groups = [group for group in groups if not group.demonstrations]
         return [(group.task, group.seqs) for group in groups]
 
     def judged(self, id: int, verdict: Verdict) -> None:
@@ -375,7 +376,8 @@ class DataSource:
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        return group.full and not group.abandoned and (group.verdict is not None or not self.rules.filters)
+        judged = group.verdict is not None or not self.rules.filters
+        return group.full and not group.abandoned and (judged or group.demonstrations)
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since

@@ -56,10 +56,11 @@ async def run_feeder(
     curriculum: CurriculumRules | None = None,
     filters: Sequence[FilterConfig] = (),
     budgets: Mapping[str, Budget] | None = None,
+    recorded: frozenset[str] = frozenset(),
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
-    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout.
+    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
@@ -69,7 +70,7 @@ async def run_feeder(
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
-    feeder_rules = replace(feeder_rules, budgets=budgets or {})
+    feeder_rules = replace(feeder_rules, budgets=budgets or {}, recorded=recorded)
     server = FeedServer(
         places.listen,
         keys=places.keys,

@@ -50,6 +50,7 @@ from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.issuing import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from learner.feed.recorded import RecordedResponses
 from learner.feed.restart import Resumed, recorded_versions, resume
 from weightstore.store.registry import HEAD, VersionRegistry
 
@@ -122,6 +123,7 @@ class Feeder:
                     self._find_lost,
                     self._refuse,
                     self._evaluate,
+                    *([self._answer] if self._rules.recorded else []),
                 )
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
@@ -263,6 +265,10 @@ class Feeder:
         await self._replayed.wait()
         await self._evaluations.run()
 
+    async def _answer(self) -> None:
+        await self._replayed.wait()
+        await RecordedResponses(self._bus, self._prompts, self._rules.recorded).run(lambda: (self._source.head or (0, 0))[0])
+
     # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
 
     async def _read(self) -> None:
@@ -355,6 +361,8 @@ class Feeder:
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
+            if task.rollout in self._rules.recorded:  # their rewards are not those of this policy
+                continue
             self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
