@@ -117,7 +117,17 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key", "responses_key")
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
@@ -331,6 +341,8 @@ class LearnerConfig:
             if self.credit_gamma != 1.0:
                 raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
             return
+        if self.algorithm.sft_coef:
+            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":

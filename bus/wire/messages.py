@@ -22,7 +22,7 @@ EPISODES = 2
 them, because they would misread them."""
 MASKED_SAMPLES = 3
 """Schema number of a plan with ``masked``, for the same reason."""
-DEMONSTRATIONS = 4
+DEMONSTRATIONS = 3
 """Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
 
 Prompt = str | list[JsonObject]

@@ -38,6 +38,9 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
     ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
     """
+    if config.samples_nothing:
+        report.good("reward", "none needed: all samples are recorded responses")
+        return
     named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
     if config.actor.reward_parts:
         at = "actor.reward_parts"

@@ -338,6 +338,7 @@ _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
+    "sft_coef",
     *("clip_cov_low", "kl_cov_coef"),
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
@@ -469,7 +470,9 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
     if config.loss != "sft":
         return
     if config.sft_coef:
-        raise ValueError(f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}")
+        raise ValueError(
+            f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}"
+        )
     for name in _OF_ADVANTAGES:
         if getattr(config, name) != defaults[name]:
             raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")

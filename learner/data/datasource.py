@@ -177,6 +177,8 @@ class DataSource:
         if sample.status in (Status.FAILED, Status.ABORTED):
             self._counter.dropped[sample.status.value] += 1
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
+        if sample.demonstration and not self.rules.demonstrations:
+            return self._invalid(seq, "demonstration", actor)
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
         # every reading of the stream (docs/decisions/016).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):

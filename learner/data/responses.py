@@ -6,6 +6,7 @@ is what the template puts between the prompt of that turn and its end, and both 
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +83,13 @@ class RecordedRow:
 
 
 def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[Response, ...]:
-    """Return the responses in column ``key``: one, a list of them, or such a list as JSON text; none for null. Raises PromptError."""
+    """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if found is None:
         return ()
-    if isinstance(found, str) and found.startswith("["):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
-        try:
+    if isinstance(found, str) and found.startswith("[{"):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
+        with suppress(ValueError, RecursionError):  # a text that begins like that
             found = json.loads(found)
-        except (ValueError, RecursionError):
-            pass  # a response that begins with a bracket
     refuse_unsendable(found, where=where, key=key)
     listed = found if isinstance(found, list) else [found]
     if not 0 < len(listed) <= MOST_RESPONSES:
@@ -156,7 +155,9 @@ def _check_tokens(response: Response, *, where: str, key: str) -> None:
 def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
     is_chat = isinstance(value, list) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
     if not is_chat or not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in value):
-        raise PromptError(where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}")
+        raise PromptError(
+            where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}"
+        )
     for turn in value:
         if turn.get(WEIGHT) not in (None, 0, 1) or (turn["role"] != ASSISTANT and turn.get(WEIGHT)):
             raise PromptError(where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}")
@@ -206,8 +207,8 @@ class Recordings:
         max_tokens: int,
         chat: bool = False,
     ) -> None:
-        """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the first of them is put
-        behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses of text go through the chat template.
+        """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the first of them is
+        put behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses of text go through the chat template.
         """
         self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = tokenize, frozenset(rollouts), end_ids, max_tokens, chat
 
@@ -263,8 +264,8 @@ def _prompt_tokens(tokenize: Tokenize, row: RecordedRow) -> Sequence[int]:
 
 def _unstable(where: str, at: int, turns: Sequence[JsonObject]) -> PromptError:
     want = (
-        f"a chat template that writes message {at + 1} as the model would, in the middle of a conversation as at its end; give its assistant "
-        "messages rows of their own, each with weight: 0 in the messages before it"
+        f"a chat template that writes message {at + 1} in the middle of a conversation as at its end; give the assistant's messages rows "
+        "of their own, with weight: 0 in those before"
     )
     return PromptError(where, want, f"other tokens for {turns[at]['content']!r:.80}")
 
@@ -275,7 +276,9 @@ def _made(
     """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all tokens."""
     trained = np.flatnonzero(mask)
     if not len(trained) or not trained[0]:
-        raise PromptError(where, "a prompt before the response, and a response with a token", f"{len(tokens)} tokens, {len(trained)} trained")
+        raise PromptError(
+            where, "a prompt before the response, and a response with a token", f"{len(tokens)} tokens, {len(trained)} trained"
+        )
     first, end = int(trained[0]), int(trained[-1]) + 1
     mask_R = np.array(mask[first:end], np.uint8)
     known = None if log_probs is None else np.where(mask_R == 1, np.array(log_probs[first:end], np.float32), np.float32(0))

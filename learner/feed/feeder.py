@@ -121,6 +121,7 @@ def _data_rules(
         prompts_digest=prompts.digest,
         model=model.identity,
         filters=identity_of(filters),
+        demonstrations=learner.algorithm.demonstration_coef > 0,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )
