@@ -111,6 +111,23 @@ async def test_every_row_is_trained_once_without_actors_though_the_feeder_is_kil
         assert tally["published"] == tally["trained"] + tally["duplicate"]
 
 
+async def test_answered_tasks_are_acked(open_world: OpenWorld) -> None:
+    async with open_world(algorithm=AlgorithmConfig(correction="sft"), steps=2, groups_per_step=1) as world:
+        acked, enough = set[int](), asyncio.Event()
+
+        def on_ack(task: int) -> None:
+            acked.add(task)
+            if len(acked) == 2:
+                enough.set()
+
+        async with world.bus.tasks.acks(on_ack), world.feeder(recorded=world.recorded) as (url, _):
+            training = asyncio.create_task(world.train(url))
+            async with asyncio.timeout(20):
+                await enough.wait()
+            await training
+        assert {int(task) for plan in await world.plans() for task in plan.tasks} == acked
+
+
 async def test_the_ranks_get_the_rows_own_tokens_and_masks(open_world: OpenWorld) -> None:
     async with open_world(algorithm=AlgorithmConfig(correction="sft"), steps=1) as world:
         await finish(world)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from bus.config import BusConfig
 from bus.errors import WireError
 from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.messages import Prompt, Sampling
+from bus.wire.messages import Plan, Prompt, Sampling
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
 from learner.config import DataConfig
@@ -230,7 +229,9 @@ def test_filters_and_zero_variance_let_demonstrations_pass(tmp_path: Path) -> No
     for seq, sample in enumerate(samples_of(task, prompts, "n", version=3), 1):
         source.add(seq, sample, 0.0)
     assert source.unjudged() == []
-    assert getattr(source.plan(0.0), "tasks", np.zeros(0)).tolist() == [5]
+    plan = source.plan(0.0)
+    assert isinstance(plan, Plan), plan
+    assert plan.tasks.tolist() == [5]
 
 
 ROLLOUTS = "rollouts={answers: {use: dataset}}"
