@@ -128,7 +128,16 @@ def up(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Print the bad rows of prompt files. Returns 0, or 78 when there are any. Raises SettingsError, PromptError."""
+    """Check prompt files (returns 78 for bad rows), or import recorded responses. Raises SettingsError, PromptError, ValueError."""
+    if args.word == "import":
+        from launch.samples.imports import import_files
+
+        if args.out is None:
+            raise ValueError("want -o FILE.jsonl, the file of rows to write")
+        print(*import_files(args.files, args.out), sep="\n")
+        return 0
+    if args.out is not None:
+        raise ValueError("--out: is for data import; data check writes nothing")
     from launch.cli.check_data import run_check
 
     return run_check(args)

@@ -75,9 +75,17 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
-    data = commands.add_parser("data", help="read files of prompts: name every bad row, count and show the others (docs/data.md)")
-    data.add_argument("word", choices=("check",))
-    data.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
+    data = commands.add_parser("data", help="check files of prompts (docs/data.md), or import recorded responses (docs/sft.md)")
+    data.add_argument(
+        "word", choices=("check", "import"), help="check: name every bad row, show others; import: rows of recordings and responses"
+    )
+    data.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE|CONFIG",
+        help="check: prompts, path@[a:b], or a run's YAML files; import: *.tide, archives, .jsonl",
+    )
+    data.add_argument("-o", "--out", type=Path, metavar="FILE", help="import: the .jsonl file of rows to write")
     data.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
     data.add_argument(
         "--most", type=int, default=20, metavar="N", help="bad rows of a file that are named (default 20); others are counted"

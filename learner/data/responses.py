@@ -99,7 +99,7 @@ def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple
 
 def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], Response]:
     """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on. Raises PromptError."""
-    first = next((at for at, turn in enumerate(prompt) if not isinstance(turn, str) and turn["role"] == ASSISTANT), 0)
+    first = 0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
     if isinstance(prompt, str) or not first:
         want = "responses in data.responses_key, or chat messages with one of the user before the first of the assistant"
         raise PromptError(where, want, f"{prompt!r:.80}")
