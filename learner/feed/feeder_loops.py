@@ -113,18 +113,8 @@ class Feeder:
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
                 await self._begin()
-                works = (
-                    self._issue,
-                    self._read,
-                    self._intake.follow_dead,
-                    self._follow_head,
-                    self._judge,
-                    self._feed,
-                    self._find_lost,
-                    self._refuse,
-                    self._evaluate,
-                    *([self._answer] if self._rules.recorded else []),
-                )
+                works = [self._issue, self._read, self._intake.follow_dead, self._follow_head, self._judge, self._feed, self._find_lost]
+                works += [self._refuse, self._evaluate, *([self._answer] if self._rules.recorded else [])]
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
