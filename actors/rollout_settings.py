@@ -19,10 +19,12 @@ OF_VERIFIERS = "verifiers:"
 """Beginning of ``use`` for a taskset of verifiers, by its id."""
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
+DATASET = "dataset"
+"""``use`` of a rollout whose samples are the recorded responses of the rows: the learner's feeder makes them, and no actor does."""
 BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 _USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
-USES = f"{', '.join(BUILT_IN)}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
+USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
 AGAIN = ("restart", "replay", "resume")
 """What an actor does with an episode that another one began."""
 TURNS, SECONDS = 64, 1800.0
@@ -34,8 +36,8 @@ class RolloutConfig:
     """One rollout, an entry of ``rollouts``."""
 
     use: str
-    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME`` or
-    ``verifiers:TASKSET``."""
+    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME``,
+    ``verifiers:TASKSET``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
@@ -50,6 +52,11 @@ class RolloutConfig:
     """How an episode goes on whose actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether its samples are the recorded responses of the rows; then it has no program."""
+        return self.use == DATASET
 
     @property
     def program(self) -> str:
@@ -87,6 +94,16 @@ class RolloutPrograms:
     model: str
     """Directory of the model, with its tokenizer and chat template."""
 
+    @property
+    def programs(self) -> dict[str, RolloutConfig]:
+        """Those that an actor runs."""
+        return {name: one for name, one in self.rollouts.items() if not one.recorded}
+
+
+def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
+    """Return the names of the rollouts whose samples are recorded responses."""
+    return frozenset(name for name, one in rollouts.items() if one.recorded)
+
 
 def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[str, RolloutConfig]:
     """Return the rollouts by name. Raises ValueError that names the setting, what was wanted and what came."""
@@ -106,6 +123,10 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(sorted(known))}")
     use = value.get("use")
+    if use == DATASET:
+        if more := sorted(set(value) - {"use"}):
+            raise ValueError(f"{where}.{more[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
+        return RolloutConfig(use=DATASET)
     if not isinstance(use, str) or (use not in BUILT_IN and not _USE.fullmatch(use)):
         raise ValueError(f"{where}.use: want {USES}, got {use!r}")
     options, python = value.get("options", {}), value.get("python", "")

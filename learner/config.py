@@ -40,6 +40,9 @@ class DataConfig:
     """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
+    responses_key: str = ""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
+    messages, and those of the assistant are the response."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -116,7 +119,17 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key")
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
@@ -365,6 +378,8 @@ class LearnerConfig:
             if self.credit_gamma != 1.0:
                 raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
             return
+        if self.algorithm.sft_coef:
+            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":

@@ -32,7 +32,7 @@ async def opened_rollouts(
         await gateway.start()
         stack.push_async_callback(gateway.close)
         found = {}
-        for name, config in programs.rollouts.items():
+        for name, config in programs.programs.items():
             children = await stack.enter_async_context(
                 Children(
                     config.program,

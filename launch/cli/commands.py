@@ -128,11 +128,19 @@ def up(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Print the bad rows of prompt files, or write one. Returns 0, or 78 when there are bad rows. Raises SettingsError, PromptError."""
+    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
+
+    Raises SettingsError, PromptError, ValueError.
+    """
     if args.word == "verifiers":
         from launch.cli.taskset_prompts import write_prompts
 
         return write_prompts(args)
+    if args.word == "import":
+        from launch.samples.imports import import_files
+
+        print(*import_files(args.files, args.out), sep="\n")
+        return 0
     from launch.cli.check_data import run_check
 
     return run_check(args)

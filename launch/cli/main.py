@@ -85,9 +85,12 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
-    data = commands.add_parser("data", help="check files of prompts (docs/data.md), or write one from a taskset (docs/rollouts.md)")
+    data = commands.add_parser("data", help="check files of prompts (docs/data.md), write one of a taskset, import responses (docs/sft.md)")
     words = data.add_subparsers(dest="word", required=True, metavar="WORD")
     _add_taskset(words)
+    imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
+    imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
+    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write")
     data = words.add_parser("check", help="name every bad row, count and show the others")
     data.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
     data.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts
+from actors.rollout_settings import parse_rollouts, recorded_in
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
@@ -488,6 +488,7 @@ async def run_feeder(
         filters=read_filters(config.data.filters),
         budgets=budgets(config, max_context),
         debug=debug,
+        recorded=recorded_in(parse_rollouts(config.rollouts)),
     )
 
 
@@ -495,7 +496,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from learner.feed.feeder import within
 
-    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items()}
+    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -542,7 +543,9 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from launch.checks.rows import refuse_unfit
+    from launch.settings.end_ids import end_ids
     from learner.data.prompts import PromptFile, model_tokenizer
+    from learner.data.responses import Recordings
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
@@ -552,6 +555,13 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
+        recordings=Recordings(
+            tokenize,
+            rollouts=recorded_in(parse_rollouts(config.rollouts)),
+            end_ids=end_ids(Path(config.model.path)),
+            max_tokens=max_context,
+            chat=data.apply_chat_template,
+        ),
     )
     # All rows: ``check`` reads some of a large file.
     refuse_unfit(prompts.rows, config, max_new_tokens=max_new_tokens, vocab_size=model_shape(Path(config.model.path))[0])
@@ -601,11 +611,6 @@ def model_shape(model: Path) -> tuple[int, int]:
 
 def eos_ids(model: Path) -> frozenset[int]:
     """Return the tokens that end a response, from the model's configuration and generation settings; empty if they name none."""
-    import json
+    from launch.settings.end_ids import end_ids
 
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).exists():
-            ids = json.loads((model / name).read_text()).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)
+    return frozenset(end_ids(model))

@@ -57,10 +57,11 @@ async def run_feeder(
     filters: Sequence[FilterConfig] = (),
     budgets: Mapping[str, Budget] | None = None,
     debug: DebugConfig | None = None,
+    recorded: frozenset[str] = frozenset(),
 ) -> None:
     """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
-    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout.
+    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
@@ -71,7 +72,7 @@ async def run_feeder(
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
-    feeder_rules = replace(feeder_rules, budgets=budgets or {}, save_rollout=debug.save_rollout)
+    feeder_rules = replace(feeder_rules, budgets=budgets or {}, save_rollout=debug.save_rollout, recorded=recorded)
     if debug.rollout_only:
         feeder_rules = replace(feeder_rules, initial_model=model.directory)
     rules = replace(rules, max_lag=rules.steps) if debug.rollout_only else rules  # version 0 makes all samples, and none is too old
@@ -106,6 +107,7 @@ def _data_rules(
         prompts_digest=prompts.digest,
         model=model.identity,
         filters=identity_of(filters),
+        demonstrations=learner.algorithm.demonstration_coef > 0,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )

@@ -50,6 +50,7 @@ from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.issuing import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from learner.feed.recorded import RecordedResponses
 from learner.feed.recorded_steps import save_step
 from learner.feed.restart import Resumed, recorded_versions, resume
 from weightstore.store.registry import HEAD, VersionRegistry
@@ -113,17 +114,8 @@ class Feeder:
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
                 await self._begin()
-                works = (
-                    self._issue,
-                    self._read,
-                    self._intake.follow_dead,
-                    self._follow_head,
-                    self._judge,
-                    self._feed,
-                    self._find_lost,
-                    self._refuse,
-                    self._evaluate,
-                )
+                works = [self._issue, self._read, self._intake.follow_dead, self._follow_head, self._judge, self._feed, self._find_lost]
+                works += [self._refuse, self._evaluate, *([self._answer] if self._rules.recorded else [])]
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
@@ -264,6 +256,10 @@ class Feeder:
         await self._replayed.wait()
         await self._evaluations.run()
 
+    async def _answer(self) -> None:
+        await self._replayed.wait()
+        await RecordedResponses(self._bus, self._prompts, self._rules.recorded).run(lambda: (self._source.head or (0, 0))[0])
+
     # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
 
     async def _read(self) -> None:
@@ -356,6 +352,8 @@ class Feeder:
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
+            if task.rollout in self._rules.recorded:  # their rewards are not those of this policy
+                continue
             self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None

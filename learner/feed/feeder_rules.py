@@ -37,6 +37,8 @@ class FeederRules:
     """Prompts that are left out for their pass rate."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Limits of episodes, by rollout."""
+    recorded: frozenset[str] = frozenset()
+    """Rollouts whose samples are the recorded responses of the rows."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
     save_rollout: str = ""
