@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
-from learner.megatron.model import build_policy
+from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.learner_steps import make_batches, make_samples
@@ -77,3 +77,43 @@ def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Pa
     assert exported.keys() == there.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, there[name]), name
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_another_models_weights_come_with_the_biases_of_its_routers(here: Any, tmp_path: Path, family: str) -> None:
+    """A reference model scores as transformers does, and afterwards the policy has its own biases again."""
+    directory, other = write_tiny_model(tmp_path / "a", family), write_tiny_model(tmp_path / "b", family, seed=1)
+    policy = build_policy(directory, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    backup = reference_weights(policy, directory, other)
+    batch = make_batches(make_samples(vocab=299))[0]
+    wanted = Trainer(
+        (twin := build_policy(other, dtype="float32", parallel=here)),
+        PolicyOptimizer(twin, OptimizerConfig(), steps=10),
+        AlgorithmConfig(),
+        max_lag=2,
+    ).log_probs(batch)
+    own = trainer.log_probs(batch)
+    with OtherWeights(policy) as others:
+        others.take(backup)
+        there = trainer.log_probs(batch)
+    for here_T, there_T, wanted_T, again_T in zip(own, there, wanted, trainer.log_probs(batch), strict=True):
+        assert torch.equal(there_T, wanted_T) and torch.equal(here_T, again_T) and not torch.equal(here_T, there_T)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Path, family: str) -> None:
+    """A step runs; export has the weights rounded, and the biases bit for bit."""
+    directory = write_tiny_model(tmp_path, family)
+    policy = build_policy(directory, dtype="bfloat16", parallel=here)
+    there = load_file(directory / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in policy.export()}
+    assert exported.keys() == there.keys()
+    for name, tensor in exported.items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, there[name] if kept else there[name].bfloat16()), name
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+    assert trainer.train(make_batches(make_samples(vocab=299))[0])["train/skipped_minibatches"] == 0
+    after = dict(policy.export())
+    assert any(not torch.equal(after[name], exported[name]) for name in after)
+    assert all(torch.equal(after[name], exported[name]) for name in after if name.endswith("e_score_correction_bias"))
