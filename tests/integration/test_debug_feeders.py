@@ -24,7 +24,7 @@ from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import End
 from learner.feed.feeder import ModelFacts
 from learner.feed.places import FeederPlaces, RankPlaces
-from learner.feed.recorded import run_recorded_feeder
+from learner.feed.recorded_steps import run_recorded_feeder
 from learner.feed.restart import CHECKPOINT_KEY
 from learner.ranks import rollout_only
 from tests.debug_kit import rollout
