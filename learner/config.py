@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
@@ -179,6 +179,26 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic: a second model with a value head, trained where ``algorithm.advantage`` is gae or vtrace."""
+
+    path: str = ""
+    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``."""
+    warmup_steps: int = 0
+    """First steps of the run in which the critic alone is trained."""
+    value_clip: float = 0.2
+    """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """The critic's optimizer: Adam, with settings of its own."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"value_clip: want >= 0, got {self.value_clip!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
 
@@ -270,6 +290,8 @@ class LearnerConfig:
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of ``algorithm.advantage: gae`` and ``vtrace`` (docs/algorithms.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
@@ -316,6 +338,7 @@ class LearnerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
+        self._refuse_critic()
         self._refuse_unknown()
 
     def _refuse_credit(self) -> None:
@@ -336,6 +359,16 @@ class LearnerConfig:
             )
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
+
+    def _refuse_critic(self) -> None:
+        """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
+        if not self.algorithm.by_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: {' or '.join(BY_CRITIC)}, "
+                "or no settings of a critic"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step trains the policy")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""

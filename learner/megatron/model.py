@@ -17,6 +17,7 @@ from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.output_layer import ValueHead
 from learner.megatron.parallel import Parallel, Replicas
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,15 +80,19 @@ def build_policy(
     kernels: Wanted | None = None,
     replicas: Replicas | None = None,
     memory: Memory | None = None,
+    value_head: bool = False,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
+    ``value_head``: the model of a critic, with one value per token in place of the logits; it is never exported.
     Raises ConfigRefused for a model that the learner cannot train.
     """
     kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
         with memory.region():
+            if value_head:  # tied, the embedding would have a second use in the output layer
+                bridge.hf_config.tie_word_embeddings = False
             module = bridge.build()
             for parameter in module.parameters():
                 # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
@@ -95,6 +100,8 @@ def build_policy(
             module.to(parallel.device)
             with torch.no_grad():
                 bridge.load_weights([module], str(model_dir))
+            if value_head:
+                module.output_layer = ValueHead(bridge.config, device=parallel.device)
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
         ddp = _data_parallel(bridge.config, inner, replicas, memory)
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
@@ -143,9 +150,10 @@ class WeightBackup:
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, dtype: torch.dtype | None = None) -> None:
+        """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32."""
         self._policy = policy
-        self._copies = {name: _empty_on_host(parameter) for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _empty_on_host(parameter, dtype) for name, parameter in policy.module.named_parameters()}
         self.refresh()
 
     @property
@@ -160,6 +168,13 @@ class WeightBackup:
         for name, parameter in self._policy.module.named_parameters():
             self._copies[name].copy_(parameter, non_blocking=True)
         _synchronize(self._policy)
+
+    @torch.no_grad()
+    def average(self, stays: float) -> None:
+        """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
+        self._policy.memory.want("an average of the weights")
+        for name, parameter in self._policy.module.named_parameters():
+            self._copies[name].lerp_(parameter.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +211,7 @@ class OtherWeights:
             if self._in_place:
                 parameter.copy_(backup.tensors[name], non_blocking=True)
             else:
-                parameter.data = backup.tensors[name]
+                parameter.data = backup.tensors[name].to(parameter.dtype)  # the copy itself, unless its dtype is another
 
     def _put_away(self) -> None:
         for name, parameter in self._policy.module.named_parameters():
@@ -221,8 +236,8 @@ class OtherWeights:
         _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
 
 
-def _empty_on_host(parameter: Tensor) -> Tensor:
-    return torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+def _empty_on_host(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
 
 
 def _synchronize(policy: Policy) -> None:

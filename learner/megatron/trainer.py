@@ -27,11 +27,13 @@ from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens, Turns, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
+from learner.algorithms.token_advantages import with_token_advantages
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.critic import Critic
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.output_layer import output_weight
@@ -105,25 +107,26 @@ class Trainer:
         proximal: WeightBackup | None = None,
         reference: WeightBackup | None = None,
         turn_gamma: float | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
         ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
-        turns, each of which has an advantage of its own; None = one advantage for an episode.
+        turns, each of which has an advantage of its own; None = one advantage for an episode. ``critic``: trained with the policy if the
+        algorithm needs one; else None.
         """
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
         assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
-        self._turn_gamma = turn_gamma
+        assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
+        self._turn_gamma, self._critic = turn_gamma, critic
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
-        # The schedule reads both from the model's configuration.
-        policy.config.finalize_model_grads_func = _finalize_unscaled
-        policy.config.grad_scale_func = optimizer.inner.scale_loss
-        if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
-            policy.config.no_sync_func = policy.ddp.no_sync
+        _prepare(policy, optimizer)
+        if critic is not None:
+            _prepare(critic.model, critic.optimizer)
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
@@ -141,10 +144,12 @@ class Trainer:
         with megatron_device():
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
-            updates = [
-                self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, step.denominators(number), batch.step)
+            minibatches = [
+                (rows[number * per_minibatch : (number + 1) * per_minibatch], step.denominators(number))
                 for number in range(batch.num_minibatches)
             ]
+            taught = {} if self._critic is None else self._critic.train(minibatches, batch.step, run=self._run, summed=self._summed)
+            updates = [self._minibatch(part, step, denominators, batch.step) for part, denominators in minibatches]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
@@ -152,6 +157,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         return {
             **metrics,
+            **taught,
             **_sample_metrics(batch),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
@@ -241,6 +247,10 @@ class Trainer:
         rewards_N = objective.shaped_rewards(
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
+        if self._critic is not None:
+            valued = self._critic.valued(rows, run=self._run)
+            seen = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
+            return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
         if self._turn_gamma is None:
             advantages = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N, parts=step.parts)
         else:
@@ -272,8 +282,12 @@ class Trainer:
     def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> _Update:
         """Take one optimizer step."""
         coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
+        warms_up = self._critic is not None and self._critic.warms_up(number)
         self._optimizer.zero_grad()
-        sums = diagnostics.merged(self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled)))
+        loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled)
+        sums = diagnostics.merged(self._run(rows, loss, forward_only=warms_up))
+        if warms_up:  # the metrics are those of the policy that stays
+            return _Update(sums=sums, norm=0.0, rate=0.0)
         scale = 1.0
         if self._algorithm.ess_lr:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
@@ -349,11 +363,14 @@ class Trainer:
 
         return [(part["log_probs_T"], part["entropy_T"]) for part in self._run(rows, collect, forward_only=True)]
 
-    def _run(self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False) -> list[Any]:
-        """Run every row through the model, forward and (unless ``forward_only``) backward.
+    def _run(
+        self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False, policy: Policy | None = None
+    ) -> list[Any]:
+        """Run every row through the policy, or another model, forward and (unless ``forward_only``) backward.
 
         ``finish(row, hidden_TH)`` returns (loss, result). Returns the results in the order of the rows.
         """
+        policy = policy or self._policy
 
         def after(row: _Row, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             """Return (loss, number of tokens, result) for the schedule. The number is 0, because ``_finalize_unscaled`` ignores it."""
@@ -371,7 +388,7 @@ class Trainer:
                     position_ids=row.packed.position_ids_T[None],  # type: ignore[index]
                     attention_mask=None,
                     packed_seq_params=row.packed,
-                    **({"fp32_output": False} if self._policy.config.bf16 else {}),
+                    **({"fp32_output": False} if policy.config.bf16 else {}),
                 )
             return output, partial(after, row)
 
@@ -379,7 +396,7 @@ class Trainer:
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(rows),
-                model=self._policy.ddp,
+                model=policy.ddp,
                 num_microbatches=len(rows),
                 seq_length=max(len(row.tokens_T) for row in rows),
                 micro_batch_size=1,
@@ -404,6 +421,14 @@ class Trainer:
         if self._algorithm.ess_lr:
             more["ess"] = sequence_weight_sums(log_probs_T, seen)
         return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
+
+
+def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
+    """Set those fields of a model's configuration that the schedule reads."""
+    policy.config.finalize_model_grads_func = _finalize_unscaled
+    policy.config.grad_scale_func = optimizer.inner.scale_loss
+    if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
+        policy.config.no_sync_func = policy.ddp.no_sync
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
