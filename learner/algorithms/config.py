@@ -146,7 +146,7 @@ class KLConfig:
     reference_every: int = 0
     """The policy becomes the reference after every so many steps; 0 = never."""
     reference_ema: float = 0.0
-    """Share of the reference that stays after each step, the rest being the policy's weights (0.99: a moving average); 0 = it stays whole."""
+    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average); 0 = off."""
 
     def __post_init__(self) -> None:
         if self.estimator not in KL_ESTIMATORS:

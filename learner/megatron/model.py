@@ -132,14 +132,14 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     return ddp
 
 
-def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture.
+def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
+    """Return a backup with the weights of another model of the same architecture, in ``dtype`` (None = the policy's).
 
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
         policy.bridge.load_weights([policy.module], str(reference_dir))
-        backup = WeightBackup(policy)
+        backup = WeightBackup(policy, dtype=dtype)
         policy.bridge.load_weights([policy.module], str(model_dir))
     return backup
 
