@@ -157,10 +157,11 @@ class KLConfig:
             raise ValueError(f"reward_by: want sample | token, got {self.reward_by!r}")
         if self.reward_by != "sample" and not self.reward_coef:
             raise ValueError(f"reward_by: not used without reward_coef; want reward_coef > 0, or sample, got {self.reward_by!r}")
-        if self.reference_every < 0:
-            raise ValueError(f"reference_every: want >= 0, got {self.reference_every!r}")
-        if not 0 <= self.reference_ema < 1:
-            raise ValueError(f"reference_ema: want 0 <= reference_ema < 1 (1 would never move), got {self.reference_ema!r}")
+        for name in ("reference_every", "reference_ema"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
+        if self.reference_ema >= 1:
+            raise ValueError(f"reference_ema: want < 1 (at 1 the reference would never move), got {self.reference_ema!r}")
         if self.reference_every and self.reference_ema:
             raise ValueError(f"reference_ema: want 0 with reference_every = {self.reference_every}: the reference moves by one rule")
         if self.target and not (self.coef or self.reward_coef):
@@ -442,10 +443,11 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{name}: want 0..1, got {getattr(config, name)!r}")
-    if not 0 < config.vtrace_c <= config.vtrace_rho:
-        raise ValueError(
-            f"vtrace_c: want 0 < vtrace_c <= vtrace_rho = {config.vtrace_rho!r} (else there is no fixed point), got {config.vtrace_c!r}"
-        )
+    for name in ("vtrace_rho", "vtrace_c"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
+    if config.vtrace_c > config.vtrace_rho:
+        raise ValueError(f"vtrace_c: want <= vtrace_rho = {config.vtrace_rho!r} (else there is no fixed point), got {config.vtrace_c!r}")
     if config.pass_k < 1:
         raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
     for name in ("cov_share", "top_entropy"):

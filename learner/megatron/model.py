@@ -91,8 +91,6 @@ def build_policy(
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
         with memory.region():
-            if value_head:  # tied, the embedding would have a second use in the output layer
-                bridge.hf_config.tie_word_embeddings = False
             module = bridge.build()
             for parameter in module.parameters():
                 # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
@@ -102,6 +100,7 @@ def build_policy(
                 bridge.load_weights([module], str(model_dir))
             if value_head:
                 module.output_layer = ValueHead(bridge.config, device=parallel.device)
+                module.share_embeddings_and_output_weights = False  # tied ones are the embedding's alone now
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
         ddp = _data_parallel(bridge.config, inner, replicas, memory)
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)

@@ -23,16 +23,16 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
         return input_, None
 
 
-class ValueHead(torch.nn.Linear):
+class ValueHead(torch.nn.Module):
     """One value per token instead of logits: whole on every tensor-parallel rank, computed in float32. It starts at 0."""
 
     def __init__(self, config: Any, *, device: torch.device) -> None:
         """``config``: Megatron's TransformerConfig."""
-        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
-        torch.nn.init.zeros_(self.weight)
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
         self._gathers = bool(config.sequence_parallel)
-        self.weight.sequence_parallel = self._gathers  # its gradient is then of this rank's tokens, and summed over the ranks
+        self.weight.sequence_parallel = self._gathers  # type: ignore[attr-defined]  # its gradient is then of this rank's tokens, and summed over the ranks
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
         """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic never has."""

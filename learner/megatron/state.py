@@ -1,7 +1,8 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
-It consists of model, optimizer, random generators and, where there are any, proximal weights, a reference that changes, and a critic. The caller provides a directory that no
-other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are collective over all ranks.
+It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and a critic. The caller
+provides a directory that no other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are
+collective over all ranks.
 """
 
 import logging
