@@ -17,7 +17,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: str = ""
-    """A .jsonl or .parquet file, or a directory of ``datasets`` (save_to_disk); ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
+    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"

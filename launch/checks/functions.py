@@ -29,6 +29,8 @@ GSPO_WIDE = 0.01
 CONTRACTS = {
     "loss": (4, "", "(log_probs_T, anchor_T, tokens, config)"),
     "advantage": (2, "lengths_N", "(rewards_N, groups_N, *, lengths_N)"),
+    "weight": (4, "", "(delta_T, mask_T, sequence_T, num_sequences)"),
+    "aggregation": (3, "", "(mask_T, sample_T, denominators)"),
 }
 """Number of positional arguments that the learner passes, keyword argument besides, and the signature as messages show it."""
 

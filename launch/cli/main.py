@@ -228,6 +228,13 @@ def _add_onlookers(commands: "Commands") -> None:
     samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
     samples.add_archive(commands.add_parser("archive", help="write every sample to files as it arrives; trimming waits for it"))
 
+    metrics = commands.add_parser("metrics", help="give the metrics of each step to TensorBoard, Weights & Biases, a file or your own sink")
+    _looking(metrics)
+    metrics.add_argument("to", metavar="SINK", help="tensorboard, wandb, jsonl, or package.module:function (docs/looking.md)")
+    metrics.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the sink (YAML); may be repeated")
+    metrics.add_argument("--from-step", type=int, default=1, metavar="N", help="first step (default 1)")
+    metrics.add_argument("--until-end", action="store_true", help="end at the present end of the log")
+
     cursors = commands.add_parser("cursors", help="registered readers of the samples and their positions; remove one")
     _looking(cursors)
     cursors.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it")

@@ -266,7 +266,8 @@ class AlgorithmConfig:
     """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
 
     weight: str | None = None
-    """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
+    """Importance weight: none | token | sequence | geometric | prefix, or module:function; of pi_proximal / mu where the anchor is
+    proximal, else pi / mu."""
     weight_action: str | None = None
     """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
     weight_low: float | None = None
@@ -298,7 +299,7 @@ class AlgorithmConfig:
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
-    constant (sum / (samples x loss_constant): Dr. GRPO)."""
+    constant (sum / (samples x loss_constant): Dr. GRPO), or module:function."""
     loss_constant: float = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
@@ -357,6 +358,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "m2_tokens": ("all", "harmful"),
     "aggregation": AGGREGATIONS,
 }
+_BY_PATH = ("weight", "aggregation")
+"""Choices that may also be the import path of a function."""
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
@@ -425,8 +428,9 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
 def _refuse(config: AlgorithmConfig) -> None:
     """Raise ValueError for an invalid value, and for values that contradict each other, with the reason."""
     for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name}: want {' | '.join(choices)}, got {getattr(config, name)!r}")
+        by_path = name in _BY_PATH
+        if getattr(config, name) not in choices and not (by_path and ":" in getattr(config, name)):
+            raise ValueError(f"{name}: want {' | '.join(choices)}{' or module:function' * by_path}, got {getattr(config, name)!r}")
     for name, choices in (("loss", LOSSES), ("advantage", (*ADVANTAGES, *BY_CRITIC))):
         value = getattr(config, name)
         if value not in choices and ":" not in value:

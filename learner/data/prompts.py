@@ -17,6 +17,7 @@ from bus.wire.messages import Prompt
 from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
+from learner.data.row_functions import add_rows, is_function
 from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
 
@@ -200,6 +201,9 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
 
 
 def _add_content(digest: "hashlib._Hash", path: Path) -> None:
+    if is_function(path):
+        add_rows(digest, path)
+        return
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
