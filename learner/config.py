@@ -7,6 +7,7 @@ from typing import Any
 from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from learner.parallelism import refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -241,8 +242,16 @@ class LearnerConfig:
     """Replicas of the model."""
     tensor_parallel: int = 1
     """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
+    sequence_parallel: bool = False
+    """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic (docs/parallelism.md)."""
+    pipeline_parallel: int = 1
+    """Stages of the layers, each on its own ranks; must divide the number of layers (docs/parallelism.md)."""
+    virtual_pipeline: int = 1
+    """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must divide the layers."""
+    context_parallel: int = 1
+    """Ranks that divide the tokens of each packed row; tensor_parallel x context_parallel must divide the attention heads."""
     distributed_optimizer: bool = False
-    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with data_parallel 1."""
+    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with one copy of the model."""
     overlap_grad_reduce: str = "auto"
     """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
     overlap_param_gather: str = "auto"
@@ -305,6 +314,9 @@ class LearnerConfig:
             "max_tokens_per_micro_batch",
             "data_parallel",
             "tensor_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "context_parallel",
             "threads",
         )
         for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
@@ -314,12 +326,7 @@ class LearnerConfig:
             raise ValueError(f"nodes: want >= 0, got {self.nodes}")
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
-        world = self.data_parallel * self.tensor_parallel
-        if self.nodes > 1 and (world % self.nodes or world // self.nodes % self.tensor_parallel):
-            raise ValueError(
-                f"nodes: want a divisor of data_parallel = {self.data_parallel}, so that each has the same number of whole tensor-parallel "
-                f"groups, got {self.nodes}"
-            )
+        refuse_sizes(self)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm
@@ -341,6 +348,21 @@ class LearnerConfig:
         self._refuse_credit()
         self._refuse_critic()
         self._refuse_unknown()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.data_parallel * self.ranks_of_replica
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """Ranks that share one replica of the model and its batch."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def row_multiple(self) -> int:
+        """Number that must divide the tokens of every row, for equal parts of it."""
+        return self.tensor_parallel * self.context_parallel
 
     def _refuse_credit(self) -> None:
         """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""

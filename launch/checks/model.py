@@ -46,8 +46,10 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     if values is None:
         return None
     before = len(report.errors)
-    for refused in refusals(values, where=where, tensor_parallel=config.learner.tensor_parallel):
-        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "use another model"
+    splits = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in splits}):
+        named = [f"learner.{name}" for name in splits if f"learner.{name}" in refused.want]
+        cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:

@@ -59,15 +59,16 @@ def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, c
 
 
 def num_shares(learner: LearnerConfig) -> int:
-    """Return the number of replicas over which the optimizer's state is divided."""
-    return learner.data_parallel if learner.distributed_optimizer else 1
+    """Return the number of copies of the model over which the optimizer's state is divided."""
+    return learner.data_parallel * learner.context_parallel if learner.distributed_optimizer else 1
 
 
 def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
     learner, item = config.learner, ITEM_BYTES[dtype]
-    split, tokens = learner.tensor_parallel, row_tokens(shape, config)
+    split, stages, row = learner.tensor_parallel, learner.pipeline_parallel, row_tokens(shape, config)
+    tokens = -(-row // learner.context_parallel)
     shares = num_shares(learner)
-    own = buffer_elements(shape, split, shares) if shares > 1 else rank_parameters(shape, split)
+    own = buffer_elements(shape, split, shares, stages) if shares > 1 else rank_parameters(shape, split, stages)
     yield Row(process="rank", part="weights", bytes=item * own)
     yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
     yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
@@ -86,6 +87,7 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
+    # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
     if learner.recompute != NONE:
@@ -141,19 +143,38 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(tensor) for tensor in shape.tensors().values())
 
 
-def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
-    """Return the number of parameters of one rank."""
-    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in shape.tensors().items())
+def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
+    """Return the number of parameters of one rank, in the largest stage of a pipeline."""
+    stage = stage_tensors(shape, pipeline_parallel).items()
+    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in stage)
 
 
-def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int) -> int:
+def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tuple[int, ...]]:
+    """Return the tensors of the first or the last stage, whichever is larger; the last one has a copy of a tied embedding."""
+    tensors = shape.tensors()
+    if pipeline_parallel == 1:
+        return tensors
+    layers = {name: tensor for name, tensor in tensors.items() if ".layers." in name}
+    mine = {
+        name: tensor
+        for name, tensor in layers.items()
+        if int(name.split(".layers.")[1].split(".")[0]) < shape.num_layers // pipeline_parallel
+    }
+    first = {name: tensor for name, tensor in tensors.items() if "embed" in name}
+    last = {name: tensor for name, tensor in tensors.items() if name not in layers and name not in first}
+    if not any("lm_head" in name for name in last):
+        last |= first
+    return mine | max(first, last, key=lambda ends: sum(map(math.prod, ends.values())))
+
+
+def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int, pipeline_parallel: int = 1) -> int:
     """Return the elements of a rank's weight buffer, and of its gradients, with a distributed optimizer.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
     (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, whose ends add some KB.
     """
     joint: dict[str, int] = defaultdict(int)
-    for name, tensor in shape.tensors().items():
+    for name, tensor in stage_tensors(shape, pipeline_parallel).items():
         # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP.
         joint[re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
             tensor

@@ -39,6 +39,11 @@ class Sums:
     totals: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor]
 
+    def to(self, device: torch.device | str) -> "Sums":
+        """Return the sums on another device."""
+        totals, maxima = ({name: value.to(device) for name, value in values.items()} for values in (self.totals, self.maxima))
+        return Sums(totals=totals, maxima=maxima)
+
 
 def merged(parts: Iterable[Sums]) -> Sums:
     """Return the sums over several micro-batches: at least one, all with the same names."""

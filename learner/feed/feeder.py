@@ -57,7 +57,7 @@ async def run_feeder(
     filters: Sequence[FilterConfig] = (),
     budgets: Mapping[str, Budget] | None = None,
 ) -> None:
-    """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
+    """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
     ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
@@ -73,7 +73,7 @@ async def run_feeder(
     server = FeedServer(
         places.listen,
         keys=places.keys,
-        world_size=learner.data_parallel * learner.tensor_parallel,
+        world_size=learner.num_ranks,
         data_parallel=learner.data_parallel,
         rank_silence_s=places.rank_silence_s,
     )
@@ -138,7 +138,7 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         ahead=ahead,
         batch_timeout_s=learner.batch_timeout_s,
         vocab_size=model.vocab_size,
-        pad_to=learner.tensor_parallel,
+        pad_to=learner.row_multiple,
         eos_ids=model.eos_ids,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
         epoch=places.epoch,

@@ -2,8 +2,7 @@
 
     rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> for each minibatch: value loss, backward, Adam
 
-It knows neither the schedule nor the policy: the trainer passes ``run``, which takes rows through a model. Shape letter: T = tokens of a
-packed micro-batch.
+It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = those of this rank's part of it.
 """
 
 import math
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,21 +19,24 @@ from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.objective import Tokens
 from learner.algorithms.values import value_clipped, value_loss
 from learner.config import CriticConfig, LearnerConfig
+from learner.megatron.context import gather_parts
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.schedule import ModelInput, run_rows
+from learner.megatron.stages import of_last, tensors_of_last
 
-Run = Callable[..., list[Any]]
-"""``run(rows, finish, forward_only=..., policy=...)``: the trainer's way of taking rows through a model."""
 Summed = Callable[[Tensor], Tensor]
 """Sum of a tensor over the data-parallel ranks."""
 
 
-class Row(Protocol):
+class Row(ModelInput, Protocol):
     """A micro-batch of the trainer, as far as the critic reads it."""
 
     @property
-    def seen(self) -> Tokens: ...
+    def seen(self) -> Tokens:
+        """Inputs of the objective, of the whole row."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +62,25 @@ class Critic:
         """Return whether only the critic is trained in this step."""
         return step <= self._config.warmup_steps
 
-    def valued(self, rows: Sequence[Row], *, run: Run) -> list[Tokens]:
+    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
-        def collect(row: Row, values_T1: Tensor) -> tuple[Tensor, Tensor]:
+        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and the values."""
-            values_T = values_T1[:, 0]
-            return values_T.sum(), values_T
+            values_T1 = self._whole(values_C1)
+            return values_T1.sum(), values_T1
 
-        values = run(rows, collect, forward_only=True, policy=self.model)
-        return [replace(row.seen, values_T=each_T) for row, each_T in zip(rows, values, strict=True)]
+        results = run_rows(self.model, rows, collect, forward_only=True)
+        values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
+        return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
-    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], step: int, *, run: Run, summed: Summed) -> dict[str, float]:
+    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], step: int, *, summed: Summed) -> dict[str, float]:
         """Take an optimizer step for each minibatch; its rows have ``values_T`` and ``returns_T``. Returns the metrics ``critic/``.
 
         The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks.
         """
         fit = summed(torch.stack([_fit_sums(row.seen) for rows, _ in minibatches for row in rows]).sum(0))
-        updates = [self._minibatch(rows, denominators, step, run) for rows, denominators in minibatches]
+        updates = [self._minibatch(rows, denominators, step) for rows, denominators in minibatches]
         self.model.gather()
         taken = [update for update in updates if update.norm is not None]
         metrics = {
@@ -94,14 +97,21 @@ class Critic:
             "critic/grad_norm": sum(update.norm for update in taken if update.norm is not None) / len(taken),
         }
 
-    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int, run: Run) -> _Update:
+    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
-        sums = torch.stack(run(rows, partial(self._loss, denominators=denominators), policy=self.model)).sum(0)
+        parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
+        here = self.model.parallel
+        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), here).to(here.device)
         norm, rate = self.optimizer.step(step, loss=float(sums[0]))
         return _Update(sums, norm, rate)
 
-    def _loss(self, row: Row, values_T1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
-        seen, values_T = row.seen, values_T1[:, 0]
+    def _whole(self, values_C1: Tensor) -> Tensor:
+        """Return the values of the whole row, on all context-parallel ranks."""
+        here = self.model.parallel
+        return values_C1 if here.cp_size == 1 else gather_parts(values_C1, here.cp_group)
+
+    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        seen, values_T = row.seen, self._whole(values_C1)[:, 0]
         assert seen.values_T is not None and seen.returns_T is not None
         place = (values_T, seen.values_T, seen.returns_T, seen.mask_T)
         total = aggregate(value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean")

@@ -1,4 +1,7 @@
-"""The policy: a Megatron GPTModel built from a Hugging Face directory and wrapped for data parallelism."""
+"""The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
+
+A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages it has several.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -7,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from learner.megatron import stages
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
@@ -25,16 +29,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model, its data-parallel wrapper, and the bridge to its Hugging Face names."""
+    """The model's chunks on this rank, their data-parallel wrappers, and the bridge to their Hugging Face names."""
 
-    module: GPTModel
-    ddp: DistributedDataParallel
-    """The wrapper that the schedule and the optimizer use."""
+    chunks: tuple[GPTModel, ...]
+    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage the output layer."""
+    ddps: tuple[DistributedDataParallel, ...]
+    """The wrappers that the schedule and the optimizer use, one for each chunk."""
     bridge: Any
     parallel: Parallel
     replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
+
+    @property
+    def module(self) -> GPTModel:
+        """The only chunk of this rank."""
+        [module] = self.chunks
+        return module
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The wrapper of the only chunk."""
+        [ddp] = self.ddps
+        return ddp
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of this rank under Megatron's names; of several chunks with the number of the chunk before the name."""
+        for number, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{number}.{name}" if len(self.chunks) > 1 else name, parameter
 
     @property
     def config(self) -> Any:
@@ -51,17 +74,22 @@ class Policy:
 
         The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
         """
-        groups = self.ddp.bucket_groups
-        if self.replicas.overlap_param_gather and any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
-            self.ddp.start_param_sync(force_sync=True)
+        for ddp in self.ddps if self.replicas.overlap_param_gather else ():
+            if any(group.param_gather_handle or not group.param_gather_dispatched for group in ddp.bucket_groups):
+                ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
+        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the ranks of one copy of the model.
 
-        Without tensor parallelism they are views on the live weights. Raises MemoryReleased.
+        Weights of this stage that are not split over ranks are views on the live ones. Raises MemoryReleased.
         """
+        own = self.export_stage()
+        yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
+
+    def export_stage(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone."""
         self.memory.want("the export of weights")
-        yield from self.bridge.export(self.module)
+        yield from self.bridge.export(self.chunks)
 
     def digest(self) -> str:
         """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
@@ -89,25 +117,40 @@ def build_policy(
     """
     kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
+        bridge = open_bridge(model_dir, dtype=kind, sizes=parallel.sizes, wanted=kernels, sequence_parallel=parallel.sequence_parallel)
         with memory.region():
-            module = bridge.build()
-            for parameter in module.parameters():
-                # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            module.to(parallel.device)
+            chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
-                bridge.load_weights([module], str(model_dir))
+                bridge.load(chunks, model_dir)
             if value_head:
-                module.output_layer = ValueHead(bridge.config, device=parallel.device)
-                module.share_embeddings_and_output_weights = False  # tied ones are the embedding's alone now
-            inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
-        ddp = _data_parallel(bridge.config, inner, replicas, memory)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+                _give_value_head(chunks, bridge.config, parallel)
+            inner = [Float16Module(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
+        ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
+    return Policy(chunks=chunks, ddps=ddps, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
 
 
-def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory) -> DistributedDataParallel:
-    """Wrap the model. Gradients are scratch memory, because each minibatch sets them to zero first."""
+def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
+    """Return chunk ``number`` of this rank, on its device, with random weights."""
+    stage = number if parallel.vp_size > 1 else None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    chunk: GPTModel = bridge.build(pre_process=first, post_process=last, vp_stage=stage)
+    for parameter in chunk.parameters():
+        # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunk.to(parallel.device)
+
+
+def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parallel) -> None:
+    """Put a value head in the place of the output layer. Tied weights are the embedding's alone then."""
+    for chunk in chunks:
+        chunk.share_embeddings_and_output_weights = False
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(config, device=parallel.device)
+
+
+def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool) -> DistributedDataParallel:
+    """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
@@ -117,10 +160,10 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     )
     if not replicas.distributed_optimizer:
         with memory.region(scratch=True):
-            return DistributedDataParallel(config, settings, inner)
+            return DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
     # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
     with memory.region():
-        ddp = DistributedDataParallel(config, settings, inner)
+        ddp = DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
         sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
         for buffer in ddp.buffers:
             buffer.grad_data.untyped_storage().resize_(0)
@@ -137,9 +180,9 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, d
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
-        policy.bridge.load_weights([policy.module], str(reference_dir))
+        policy.bridge.load(policy.chunks, reference_dir)
         backup = WeightBackup(policy, dtype=dtype)
-        policy.bridge.load_weights([policy.module], str(model_dir))
+        policy.bridge.load(policy.chunks, model_dir)
     return backup
 
 
@@ -152,7 +195,7 @@ class WeightBackup:
     def __init__(self, policy: Policy, *, dtype: torch.dtype | None = None) -> None:
         """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32."""
         self._policy = policy
-        self._copies = {name: _empty_on_host(parameter, dtype) for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _empty_on_host(parameter, dtype) for name, parameter in policy.named_parameters()}
         self.refresh()
 
     @property
@@ -164,7 +207,7 @@ class WeightBackup:
     def refresh(self) -> None:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._policy.named_parameters():
             self._copies[name].copy_(parameter, non_blocking=True)
         _synchronize(self._policy)
 
@@ -172,7 +215,7 @@ class WeightBackup:
     def average(self, stays: float) -> None:
         """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
         self._policy.memory.want("an average of the weights")
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._policy.named_parameters():
             self._copies[name].lerp_(parameter.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()
@@ -206,14 +249,14 @@ class OtherWeights:
         """Give the model the weights of ``backup``, which must not change inside the context."""
         if not self._away:
             self._put_away()
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._policy.named_parameters():
             if self._in_place:
                 parameter.copy_(backup.tensors[name], non_blocking=True)
             else:
                 parameter.data = backup.tensors[name].to(parameter.dtype)  # the copy itself, unless its dtype is another
 
     def _put_away(self) -> None:
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._policy.named_parameters():
             if not self._in_place:
                 self._own[name] = parameter.data
                 continue
@@ -226,7 +269,7 @@ class OtherWeights:
     def __exit__(self, *error: object) -> None:
         if not self._away:
             return
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._policy.named_parameters():
             if self._in_place:
                 parameter.copy_(self._own[name], non_blocking=True)
             else:

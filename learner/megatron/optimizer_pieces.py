@@ -136,6 +136,8 @@ def make_leaves(inner: Any) -> None:
         for at, shard in enumerate(shards):
             shards[at] = group["params"][at] = shard.detach()
             tensor_parallel.copy_tensor_model_parallel_attributes(shards[at], shard)
+            if getattr(shard, "shared", False):  # the last stage's copy of a tied embedding, which counts once in the norm
+                shards[at].shared = True
 
 
 def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:

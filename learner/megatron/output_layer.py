@@ -19,7 +19,10 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
         """Return the hidden states and no bias. ``weight`` is that of tied embeddings; see ``output_weight``."""
         # With any of these, Megatron does more with the input or the output than the loss does.
-        assert not self.sequence_parallel and not self.gather_output and self.bias is None
+        assert not self.gather_output and self.bias is None
+        if self.sequence_parallel:
+            # The loss sums the gradient of the hidden states over the tensor-parallel ranks, so each takes its own tokens of it.
+            return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
         return input_, None
 
 
@@ -32,7 +35,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
         self._gathers = bool(config.sequence_parallel)
-        self.weight.sequence_parallel = self._gathers  # type: ignore[attr-defined]  # its gradient is then of this rank's tokens, and summed over the ranks
+        # Its gradient is then of this rank's tokens, and Megatron sums it over the ranks.
+        self.weight.sequence_parallel = self._gathers  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
         """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic never has."""

@@ -15,7 +15,15 @@ SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermedia
 """Sizes that tensor parallelism divides."""
 
 
-def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> list[ConfigRefused]:
+def refusals(
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    tensor_parallel: int,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    context_parallel: int = 1,
+) -> list[ConfigRefused]:
     """Return an error for each value of a model's configuration that the learner cannot train."""
     family = values.get("model_type")
     if family not in FAMILIES:
@@ -25,6 +33,14 @@ def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> 
         for name in SPLIT
         if isinstance(values.get(name), int) and values[name] % tensor_parallel
     ]
+    layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
+    chunks, parts = pipeline_parallel * virtual_pipeline, tensor_parallel * context_parallel
+    if isinstance(layers, int) and layers % chunks:
+        factors = "learner.pipeline_parallel" + (" x learner.virtual_pipeline" if virtual_pipeline > 1 else "")
+        found.append(ConfigRefused(f"{where}: num_hidden_layers", f"a multiple of {factors} = {chunks}", layers))
+    if isinstance(heads, int) and heads % parts and context_parallel > 1:
+        wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
+        found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
     try:
         rope_arguments(values.get("rope_scaling"), where=where)
     except ConfigRefused as refused:

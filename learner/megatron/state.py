@@ -117,9 +117,11 @@ def load(
     _refuse_other_roles(directory, facts, beside)
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
-        _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
+        for key in _keys(policy, "model"):
+            _refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
         if beside.critic is not None:
-            _refuse_another_model(directory, content["critic"]["model"], "learner.critic.path", "the critic this run began with")
+            for key in _keys(beside.critic.model, "model"):
+                _refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -127,14 +129,14 @@ def load(
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
-        policy.module.load_state_dict(loaded["model"])
+        _load_chunks(policy, loaded)
         optimizer.restore(loaded)
         if beside.critic is not None:
-            beside.critic.model.module.load_state_dict(loaded["critic"]["model"])
+            _load_chunks(beside.critic.model, loaded["critic"])
             beside.critic.optimizer.restore(loaded["critic"])
     for name, copies in (("proximal", proximal), ("reference", beside.reference)):
         if copies is not None:
-            copies.restore(loaded[name])
+            copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
     if same_world:
         _restore_rng(loaded["rng"])
     else:
@@ -149,11 +151,12 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
     """
     facts = load_common_state_dict(str(directory))["facts"]
     with megatron_device(), policy.memory.region():
-        model = policy.module.sharded_state_dict()
-        _refuse_another_model(directory, model, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
+        model = _model(policy)
+        for part in model.values():
+            _refuse_another_model(directory, part, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
         with plain_torch():
-            loaded = dist_checkpointing.load({"model": model}, str(directory))
-        policy.module.load_state_dict(loaded["model"])
+            loaded = dist_checkpointing.load(model, str(directory))
+        _load_chunks(policy, loaded)
         optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return int(facts["step"])
 
@@ -193,27 +196,49 @@ def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Besid
 def _sharded(
     policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, beside: Beside, *, is_loading: bool
 ) -> dict[str, Any]:
-    model = policy.module.sharded_state_dict()
-    content = {"model": model, **optimizer.sharded(model, is_loading=is_loading)}
+    content = _trained(policy, optimizer, is_loading=is_loading)
     for name, copies in (("proximal", proximal), ("reference", beside.reference)):
         if copies is not None:
-            content[name] = _of_copies(policy, copies, name)
+            content |= _of_copies(policy, copies, name)
     if beside.critic is not None:
-        its = beside.critic.model.module.sharded_state_dict()
-        content["critic"] = {"model": its, **beside.critic.optimizer.sharded(its, is_loading=is_loading)}
+        content["critic"] = _trained(beside.critic.model, beside.critic.optimizer, is_loading=is_loading)
         add_prefix_for_sharding(content["critic"], "critic.")
     return content
 
 
+def _trained(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool) -> dict[str, Any]:
+    model = _model(policy)
+    return {**model, **optimizer.sharded(model, is_loading=is_loading)}
+
+
 def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any]:
     """Return the layout of the model's own shards, with the copies as their data and under other names."""
-    parts = {key: part for key, part in policy.module.sharded_state_dict().items() if key in copies.tensors}
-    for key, part in parts.items():
-        part.data = copies.tensors[key]
-        if isinstance(part, ShardedTensor):  # copies may have another dtype
-            part.dtype = part.data.dtype
-    add_prefix_for_sharding(parts, f"{name}.")
-    return parts
+    content: dict[str, Any] = {}
+    for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
+        before = f"{number}." if len(policy.chunks) > 1 else ""
+        entries = {before + each: entry for each, entry in part.items() if before + each in copies.tensors}
+        for each, entry in entries.items():
+            entry.data = copies.tensors[each]
+            if isinstance(entry, ShardedTensor):  # copies may have another dtype
+                entry.dtype = entry.data.dtype
+        add_prefix_for_sharding(entries, f"{name}.")
+        content[key] = entries
+    return content
+
+
+def _keys(policy: Policy, name: str) -> list[str]:
+    """Return the places of the chunks in the content of a checkpoint. The files do not have them."""
+    return [name] if len(policy.chunks) == 1 else [f"{name}{number}" for number in range(len(policy.chunks))]
+
+
+def _model(policy: Policy) -> dict[str, Any]:
+    """Return the sharded state of each chunk at its place."""
+    return {key: chunk.sharded_state_dict() for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
+
+
+def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
+    for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True):
+        chunk.load_state_dict(loaded[key])
 
 
 def _facts(step: int, proximal: WeightBackup | None, beside: Beside) -> dict[str, Any]:

@@ -5,9 +5,7 @@
 Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,16 +29,19 @@ from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
-from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.context import gather_parts, own_part
+from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.output_layer import output_weight
+from learner.megatron.schedule import run_rows
+from learner.megatron.stages import of_last, tensors_of_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A micro-batch on the device."""
+    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of the whole row."""
 
     tokens_T: Tensor
     targets_T: Tensor
@@ -148,7 +148,7 @@ class Trainer:
                 (rows[number * per_minibatch : (number + 1) * per_minibatch], step.denominators(number))
                 for number in range(batch.num_minibatches)
             ]
-            taught = {} if self._critic is None else self._critic.train(minibatches, batch.step, run=self._run, summed=self._summed)
+            taught = {} if self._critic is None else self._critic.train(minibatches, batch.step, summed=self._summed)
             updates = [self._minibatch(part, step, denominators, batch.step) for part, denominators in minibatches]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
@@ -199,16 +199,18 @@ class Trainer:
         return [self._row(micro_batch, len(batch.rewards_N), batch.num_sequences) for micro_batch in batch.micro_batches]
 
     def _row(self, micro_batch: MicroBatch, num_samples: int, num_sequences: int) -> _Row:
-        to = partial(torch.Tensor.to, device=self._policy.parallel.device, non_blocking=True)
+        here = self._policy.parallel
+        to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
+        part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
         mask_T, sample_T = _tensor(micro_batch.loss_mask_T), _tensor(micro_batch.sample_T).long()
         sequence_T = _tensor(micro_batch.sequence_T).long()
         rollout_T = to(_tensor(micro_batch.rollout_log_probs_T))
         return _Row(
-            tokens_T=to(_tensor(micro_batch.tokens_T)),
-            targets_T=to(_tensor(micro_batch.targets_T)),
+            tokens_T=to(part(_tensor(micro_batch.tokens_T))),
+            targets_T=to(part(_tensor(micro_batch.targets_T))),
             position_T=to(_places(mask_T, sequence_T)),
             turn_T=to(_tensor(micro_batch.turn_T).long()),
-            packed=packed_row(micro_batch.cu_seqlens, to(_tensor(micro_batch.position_ids_T))),
+            packed=packed_row(micro_batch.cu_seqlens, to(part(_tensor(micro_batch.position_ids_T)))),
             seen=Tokens(
                 mask_T=to(mask_T),
                 sample_T=to(sample_T),
@@ -248,7 +250,7 @@ class Trainer:
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
         if self._critic is not None:
-            valued = self._critic.valued(rows, run=self._run)
+            valued = self._critic.valued(rows)
             seen = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
             return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
         if self._turn_gamma is None:
@@ -285,7 +287,8 @@ class Trainer:
         warms_up = self._critic is not None and self._critic.warms_up(number)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled)
-        sums = diagnostics.merged(self._run(rows, loss, forward_only=warms_up))
+        parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
+        sums = self._sums(parts)
         if warms_up:  # the metrics are those of the policy that stays
             return _Update(sums=sums, norm=0.0, rate=0.0)
         scale = 1.0
@@ -354,59 +357,33 @@ class Trainer:
     # ---- through the model
 
     def _forward_only(self, rows: list[_Row], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """Return (log-probs of the targets, entropies) of each row, without gradient."""
+        """Return (log-probs of the targets, entropies) of each row, without gradient, on all ranks."""
 
-        def collect(row: _Row, hidden_TH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            """Return a loss that is not used, and both."""
-            log_probs_T, entropy_T = self._log_probs(row, hidden_TH, temperature)
-            return log_probs_T.sum(), {"log_probs_T": log_probs_T, "entropy_T": entropy_T}
+        def collect(row: _Row, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+            """Return a loss that is not used, and both, [T, 2]."""
+            both_T2 = torch.stack(self._log_probs(row, hidden_TH, temperature), dim=1)
+            return both_T2[:, 0].sum(), both_T2
 
-        return [(part["log_probs_T"], part["entropy_T"]) for part in self._run(rows, collect, forward_only=True)]
+        results = run_rows(self._policy, rows, collect, forward_only=True)
+        lengths = [len(row.seen.mask_T) for row in rows]
+        return [(both_T2[:, 0], both_T2[:, 1]) for both_T2 in tensors_of_last(results, lengths, 2, self._policy.parallel)]
 
-    def _run(
-        self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False, policy: Policy | None = None
-    ) -> list[Any]:
-        """Run every row through the policy, or another model, forward and (unless ``forward_only``) backward.
-
-        ``finish(row, hidden_TH)`` returns (loss, result). Returns the results in the order of the rows.
-        """
-        policy = policy or self._policy
-
-        def after(row: _Row, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            """Return (loss, number of tokens, result) for the schedule. The number is 0, because ``_finalize_unscaled`` ignores it."""
-            with plain_torch():
-                loss, result = finish(row, output[0])
-                return loss, torch.zeros((), dtype=torch.int, device=output.device), result
-
-        def step(rows_left: Iterator[_Row], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            """Run the model on the next row. Returns its output, and the function that makes the loss of it."""
-            row = next(rows_left)
-            with plain_torch():
-                # The hidden states stay in bfloat16, for the product with the output weight in the loss.
-                output = model(
-                    input_ids=row.tokens_T[None],
-                    position_ids=row.packed.position_ids_T[None],  # type: ignore[index]
-                    attention_mask=None,
-                    packed_seq_params=row.packed,
-                    **({"fp32_output": False} if policy.config.bf16 else {}),
-                )
-            return output, partial(after, row)
-
-        with torch.no_grad() if forward_only else contextlib.nullcontext():
-            results: list[Any] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(rows),
-                model=policy.ddp,
-                num_microbatches=len(rows),
-                seq_length=max(len(row.tokens_T) for row in rows),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-        return results
+    def _sums(self, parts: list[Sums] | None) -> Sums:
+        """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere None."""
+        here = self._policy.parallel
+        merged = None if parts is None else diagnostics.merged(parts)
+        if merged is not None and here.pp_size == 1:
+            return merged
+        return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
 
     def _log_probs(self, row: _Row, hidden_TH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        weight_VH = output_weight(self._policy.module)
-        return log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=self._policy.parallel.tp_group)
+        """Return log-probs and entropies of the whole row, on all context-parallel ranks."""
+        here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
+        both = log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=here.tp_group)
+        if here.cp_size == 1:
+            return both
+        log_probs_T, entropy_T = gather_parts(torch.stack(both, dim=1), here.cp_group).unbind(1)
+        return log_probs_T, entropy_T
 
     def _loss(self, row: _Row, hidden_TH: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
         log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
@@ -428,7 +405,7 @@ def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
     policy.config.finalize_model_grads_func = _finalize_unscaled
     policy.config.grad_scale_func = optimizer.inner.scale_loss
     if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
-        policy.config.no_sync_func = policy.ddp.no_sync
+        policy.config.no_sync_func = policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:

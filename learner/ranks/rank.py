@@ -116,7 +116,16 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor; nothing reads one
     device = parallel.choose_device(learner.device)
-    here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=_timeout_s(learner))
+    here = parallel.join(
+        tensor_parallel_size=learner.tensor_parallel,
+        device=device,
+        seed=learner.seed,
+        timeout_s=_timeout_s(learner),
+        pipeline_parallel_size=learner.pipeline_parallel,
+        virtual_pipeline_size=learner.virtual_pipeline,
+        context_parallel_size=learner.context_parallel,
+        sequence_parallel=learner.sequence_parallel,
+    )
     stack.callback(parallel.leave)
     return here
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.megatron import parallel, state
 from learner.megatron.critic import Critic, open_critic
+from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel, Replicas
@@ -27,6 +30,12 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, eps=1e-5)
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 GAE: dict[str, Any] = {"advantage": "gae", "gamma": 0.99, "lam": 0.9}
 MOVING = KLConfig(coef=0.1, reference_ema=0.5)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2 in sequence, recompute": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
 SHARES = Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000)
 
 
@@ -47,7 +56,7 @@ class Built:
     def train(self, step: int, here: Parallel, *, max_tokens: int = 60, minibatches: int = 1, **changes: Any) -> dict[str, float]:
         """Train a step; ``changes`` of the batch."""
         samples = make_samples(vocab=VOCAB, step=step)
-        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches)
+        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches, pad_to=2)
         metrics = self.trainer.train(replace(batches[here.dp_rank], **changes))
         self.reference.follow(step)
         return metrics
@@ -60,7 +69,7 @@ class Built:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the critic's own weights on this rank."""
-        return {name: parameter.detach().clone() for name, parameter in self.critic.model.module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self.critic.model.named_parameters()}
 
 
 def build(
@@ -70,13 +79,14 @@ def build(
     replicas: Replicas | None = None,
     dtype: str = "float32",
     learner: LearnerConfig | None = None,
+    offload: bool = False,
+    recompute: str = "none",
     **algorithm: Any,
 ) -> Built:
     """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``."""
-    learner = learner or LearnerConfig(
-        steps=10, group_size=4, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm))
-    )
-    policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas)
+    learner = learner or LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm)))
+    learner = replace(learner, offload_optimizer=offload, recompute=recompute)
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
     optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
     reference = open_reference(policy, model_dir, learner.algorithm)
     critic = open_critic(learner, policy, model_dir)
@@ -98,20 +108,27 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    cpu, rank = torch.device("cpu"), int(os.environ["RANK"])
-    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
-    results = {
-        "dp2": trained(model_dir, here),
-        "dp2 distributed": trained(model_dir, here, replicas=SHARES),
-        "dp2 distributed resumed": trained(model_dir, here, replicas=SHARES, checkpoint=checkpoint),
-        "dp2 minibatches": trained(model_dir, here, minibatches=2),
-    }
+    with joined() as here:
+        results = {
+            "dp2": trained(model_dir, here),
+            "dp2 distributed": trained(model_dir, here, replicas=SHARES),
+            "dp2 distributed, offload, resumed": trained(model_dir, here, replicas=SHARES, offload=True, checkpoint=checkpoint),
+            "dp2 in minibatches": trained(model_dir, here, minibatches=2),
+        }
+    for name, sizes in LAYOUTS.items():
+        with joined(**sizes) as here:
+            results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none")
+            results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+@contextmanager
+def joined(**sizes: Any) -> Iterator[Parallel]:
+    """Form the groups of a layout, and leave them on a new port for the next one."""
+    here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+    yield here
     with KeptPort() as kept:
         port = [kept.number]
         torch.distributed.broadcast_object_list(port)
         parallel.leave()
         os.environ["MASTER_PORT"] = str(port[0])
-        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
-    results |= {"tp2": trained(model_dir, here), "tp2 resumed": trained(model_dir, here, checkpoint=checkpoint)}
-    parallel.leave()
-    (out / f"rank-{rank}.json").write_text(json.dumps(results))

@@ -170,7 +170,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Data parallel with both optimizers, tensor parallel, and each from the checkpoint of one rank: every metric to 1e-5."""
+    """Data, tensor, sequence, pipeline and context parallel, and each from the checkpoint of one rank: every metric to 1e-5."""
     one = build(model_dir, here, kl=MOVING)
     metrics = []
     (tmp_path / "checkpoint").mkdir()
@@ -183,7 +183,10 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
         for name, ours in result.items():
             wanted: Any = halves if name.endswith("minibatches") else metrics
             for each, other in zip(ours["metrics"], wanted[-len(ours["metrics"]) :], strict=True):
-                same(each, other)
+                try:
+                    same(each, other)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}: {error}") from None
 
 
 def test_vtrace_trains(here: parallel.Parallel, model_dir: Path) -> None:
