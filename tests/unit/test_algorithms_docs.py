@@ -133,7 +133,9 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
 
 
 def test_a_metric_or_function_that_is_named_exists() -> None:
-    sources = "".join((ROOT / "learner" / name).read_text() for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py"))
+    sources = "".join(
+        (ROOT / "learner" / name).read_text() for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py")
+    )
     metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy|critic)/[\w/]+", quote)}
     assert len(metrics) > 10
     assert not {metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")}
