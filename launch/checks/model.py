@@ -17,6 +17,8 @@ from learner.megatron.sizes import FAMILIES, refusals
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
+SPLITS = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
+"""Settings of the learner that divide a model."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""
 
@@ -35,6 +37,8 @@ class CheckedModel:
     shape: ModelShape
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
+    critic: ModelShape | None = None
+    """The model in ``learner.critic.path``; None = the critic starts from the policy's model, or there is none."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -46,9 +50,8 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     if values is None:
         return None
     before = len(report.errors)
-    splits = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
-    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in splits}):
-        named = [f"learner.{name}" for name in splits if f"learner.{name}" in refused.want]
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in SPLITS}):
+        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
     shape = _shape(report, values, where)
@@ -63,6 +66,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_parameters=parameters,
         shape=shape,
         largest_tensor=max(sizes, default=0),
+        critic=_check_critic(report, config, shape),
     )
     if prepare is None:
         _check_weights(report, path, shape)
@@ -198,3 +202,27 @@ def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> No
     if there.tensors() != shape.tensors():
         got = f"{there.family}, {there.num_layers} layers of {there.hidden} in {reference}"
         report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")
+
+
+def _check_critic(report: Report, config: RunConfig, shape: ModelShape) -> ModelShape | None:
+    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's layout."""
+    learner = config.learner
+    if not learner.critic.path:
+        return None
+    path, where = Path(learner.critic.path), report.at("learner.critic.path")
+    cure = "fix the path, or leave it empty: the policy's model"
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        there = ModelShape.of(values, where=str(path))
+        tensors_in(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)
+        return None
+    if there.vocab_size < shape.vocab_size or there.max_positions < shape.max_positions:
+        want = f"a vocabulary of at least {shape.vocab_size} tokens and a context of at least {shape.max_positions}, the policy's"
+        got = f"{there.vocab_size} tokens, context {there.max_positions} in {path}"
+        report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
+        return None
+    for refused in refusals(values, where=f"{path}/config.json", **{name: getattr(learner, name) for name in SPLITS}):
+        report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
+    return there

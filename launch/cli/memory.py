@@ -26,7 +26,7 @@ def print_memory(loaded: Loaded) -> None:
     report.refuse()
     assert model is not None, "without a model there is an error"
     cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
-    rows = memory_rows(model.shape, config, cuda=cuda)
+    rows = memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "part"):
         shown.add_column(name)

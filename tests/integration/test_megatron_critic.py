@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.serving.builtin.shape import ModelShape
+from launch.devices.memory_table import rank_parameters, valued
 from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.errors import ConfigRefused
@@ -240,3 +242,11 @@ def test_a_reference_follows_the_policy(here: parallel.Parallel, model_dir: Path
         assert built.policy.digest() == own
         for name, tensor in built.reference.weights.tensors.items():
             assert torch.equal(there[name], tensor.to(built.policy.config.params_dtype).float()), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_table_of_memory_counts_the_critic(here: parallel.Parallel, tmp_path: Path, tied: bool) -> None:
+    directory = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
+    critic = build(directory, here).critic.model
+    wanted = rank_parameters(valued(ModelShape.read(directory)), 1)
+    assert sum(parameter.numel() for parameter in critic.module.parameters()) == wanted
