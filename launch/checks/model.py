@@ -13,6 +13,7 @@ from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
+from learner.megatron.arguments import refusals as argument_refusals
 from learner.megatron.sizes import FAMILIES, refusals
 
 SETTING = "model.path"
@@ -54,6 +55,8 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+    for refused in argument_refusals(config.learner.megatron):
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:
         return None
