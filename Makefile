@@ -12,12 +12,16 @@ VERIFIERS ?= .venv-verifiers
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
 	$(BIN)/tidemill up $(CONFIG) --fresh $(ARGS)
+
+# The digits by PPO with a critic.
+ppo: setup
+	$(BIN)/tidemill up launch/configs/digits_ppo.yaml --fresh $(ARGS)
 
 # The same program on real questions.
 gsm8k: setup

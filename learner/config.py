@@ -4,9 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from learner.megatron.arguments import refuse_ours
 from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -194,6 +195,26 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic: a second model with a value head, trained where ``algorithm.advantage`` is gae or vtrace."""
+
+    path: str = ""
+    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``."""
+    warmup_steps: int = 0
+    """First steps of the run in which the critic alone is trained."""
+    value_clip: float = 0.2
+    """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The critic's optimizer: Adam, with settings of its own. A learning rate of 5 to 10 times the policy's is usual."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"value_clip: want >= 0, got {self.value_clip!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
 
@@ -267,6 +288,8 @@ class LearnerConfig:
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
     """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -301,6 +324,8 @@ class LearnerConfig:
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of ``algorithm.advantage: gae`` and ``vtrace`` (docs/algorithms.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
@@ -327,6 +352,7 @@ class LearnerConfig:
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
         refuse_sizes(self)
+        refuse_ours(self.megatron)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm
@@ -346,6 +372,7 @@ class LearnerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
+        self._refuse_critic()
         self._refuse_unknown()
 
     def alone(self) -> "LearnerConfig":
@@ -388,6 +415,16 @@ class LearnerConfig:
             )
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
+
+    def _refuse_critic(self) -> None:
+        """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
+        if not self.algorithm.by_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: {' or '.join(BY_CRITIC)}, "
+                "or no settings of a critic"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step trains the policy")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""

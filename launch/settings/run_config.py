@@ -352,6 +352,11 @@ def _refuse_rewards(config: RunConfig) -> None:
             "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
             "group would be dropped; turn it off, or raise learner.group_size"
         )
+    if config.staleness.filter_zero_variance and algorithm.by_critic:
+        raise ValueError(
+            f"staleness.filter_zero_variance: want false with learner.algorithm.advantage: {algorithm.advantage}: groups of equal rewards "
+            "teach a critic too, and without them its values are biased"
+        )
     equal = [one.name for one in read_filters(config.data.filters) if one.use == "equal_rewards" and not one.count_only]
     if equal and config.learner.group_size == 1:
         raise ValueError(

@@ -74,6 +74,10 @@ class Tokens:
     """Entropies of the distributions of ``old_T``."""
     chosen_T: Tensor | None = None
     """Tokens chosen by covariance; None = none are."""
+    values_T: Tensor | None = None
+    """Values of a critic before the step; None = there is none."""
+    returns_T: Tensor | None = None
+    """Targets of the critic's value function, with ``values_T``."""
 
     @property
     def by_sequence(self) -> tuple[Tensor, int]:
@@ -188,7 +192,8 @@ class Objective:
         self._mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
-        self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
+        if not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
+            self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)

@@ -25,6 +25,7 @@ from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens, Turns, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.supervised import Supervised
+from learner.algorithms.token_advantages import with_token_advantages
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
 from learner.debug.collector import Collector
@@ -33,6 +34,7 @@ from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.balance import balanced
 from learner.megatron.context import gather_parts, own_part
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.critic import Critic
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.output_layer import output_weight
@@ -86,6 +88,10 @@ class _Step:
         )
 
 
+_Terms = tuple[Denominators, Supervised | None]
+"""Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
     """Result of the optimizer step of one minibatch."""
@@ -112,26 +118,27 @@ class Trainer:
         reference: WeightBackup | None = None,
         turn_gamma: float | None = None,
         collector: Collector | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
         ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
-        turns, each of which has an advantage of its own; None = one advantage for an episode. ``collector``: gets the values of each token.
+        turns, each of which has an advantage of its own; None = one advantage for an episode. ``critic``: trained with the policy if the
+        algorithm needs one; else None. ``collector``: gets the values of each token.
         """
         self._collector = collector
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
         assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
-        self._turn_gamma = turn_gamma
+        assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
+        self._turn_gamma, self._critic = turn_gamma, critic
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
-        # The schedule reads both from the model's configuration.
-        policy.config.finalize_model_grads_func = _finalize_unscaled
-        policy.config.grad_scale_func = optimizer.inner.scale_loss
-        if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
-            policy.config.no_sync_func = policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
+        _prepare(policy, optimizer)
+        if critic is not None:
+            _prepare(critic.model, critic.optimizer)
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
@@ -151,10 +158,14 @@ class Trainer:
                 self._collector.begin(batch, self._forward_only(rows, step.temperature))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
-            updates = [
-                self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, number, batch.step)
+            minibatches = [
+                (rows[number * per_minibatch : (number + 1) * per_minibatch], self._denominators(step, number))
                 for number in range(batch.num_minibatches)
             ]
+            taught = {}
+            if self._critic is not None:
+                taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch.step, summed=self._summed)
+            updates = [self._minibatch(part, step, terms, batch.step) for part, terms in minibatches]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
@@ -164,6 +175,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         return {
             **metrics,
+            **taught,
             **_sample_metrics(batch),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
@@ -259,6 +271,10 @@ class Trainer:
         rewards_N = objective.shaped_rewards(
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
+        if self._critic is not None:
+            valued = self._critic.valued(rows)
+            seen = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
+            return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
         if self._turn_gamma is None:
             advantages = self._of_samples(rewards_N, step)
         else:
@@ -298,12 +314,13 @@ class Trainer:
             total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
-    def _minibatch(self, rows: list[_Row], step: _Step, minibatch: int, number: int) -> _Update:
+    def _minibatch(self, rows: list[_Row], step: _Step, terms: _Terms, number: int) -> _Update:
         """Take one optimizer step, on one minibatch of step ``number``."""
-        denominators, supervised = self._denominators(step, minibatch)
+        denominators, supervised = terms
         coupled = Coupled()
         if denominators.tokens:
             coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
+        warms_up = self._critic is not None and self._critic.warms_up(number)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
@@ -311,19 +328,24 @@ class Trainer:
             scale_loss = self._optimizer.inner.scale_loss
             self._policy.config.grad_scale_func = balanced(scale_loss, lengths, self._policy.parallel, self._summed)
         with self._policy.routing.replaying():
-            parts = run_rows(self._policy, rows, loss)
+            parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
         sums = self._sums(parts)
+        if warms_up:  # the metrics are those of the policy that stays
+            return self._collected(_Update(sums=sums, norm=0.0, rate=0.0))
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
-        if self._collector is not None:
-            self._collector.update(sums, norm)
-        return _Update(sums=sums, norm=norm, rate=rate)
+        return self._collected(_Update(sums=sums, norm=norm, rate=rate))
 
-    def _denominators(self, step: _Step, minibatch: int) -> tuple[Denominators, Supervised | None]:
+    def _collected(self, update: _Update) -> _Update:
+        if self._collector is not None:
+            self._collector.update(update.sums, update.norm)
+        return update
+
+    def _denominators(self, step: _Step, minibatch: int) -> _Terms:
         """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
         if not step.demonstration_N.any():
             return step.denominators(minibatch, ~step.demonstration_N), None
@@ -451,6 +473,14 @@ class Trainer:
         if self._algorithm.ess_lr:
             more["ess"] = sequence_weight_sums(log_probs_T, seen)
         return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
+
+
+def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
+    """Set those fields of a model's configuration that the schedule reads."""
+    policy.config.finalize_model_grads_func = _finalize_unscaled
+    policy.config.grad_scale_func = optimizer.inner.scale_loss
+    if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
+        policy.config.no_sync_func = policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
