@@ -7,7 +7,7 @@ from typing import Any
 from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
-from learner.megatron.arguments import refuse_ours
+from learner.megatron_arguments import refuse_ours
 from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")

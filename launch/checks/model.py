@@ -14,8 +14,8 @@ from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.arguments import refusals as argument_refusals
 from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
+from learner.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
