@@ -51,5 +51,5 @@ def test_every_difference_has_a_reason() -> None:
         assert ("ours" in row) == ("why" in row), row
         assert row.get("ours") != row["reference"], row
     results = Counter((row["reward"], row["reference"]) for row in ROWS)
-    assert min(results[name, 1.0] for name in REWARDS) > 8, "each set has right answers, and wrong ones"
+    assert min(results[name, 1.0] for name in REWARDS) > 5, "each set has right answers, and wrong ones"
     assert all(sum(count for (reward, _), count in results.items() if reward == name) - results[name, 1.0] >= 15 for name in REWARDS)
