@@ -346,10 +346,10 @@ class DataSource:
         """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
         if settle := self.settlement():
             return settle
-        ready = in_order((group for group in self._groups.values() if self._ready(group)), self._steps, self.rules, self.step + 1)
+        ready = [group for group in self._groups.values() if self._ready(group)]
         if len(ready) < (wanted := self._wanted_groups()):
             return self._waits(now, wanted - len(ready))
-        chosen = ready[: self.rules.groups_per_step]
+        chosen = in_order(ready, self._steps, self.rules, self.step + 1)[: self.rules.groups_per_step]
         in_flight = (group for group in self._groups.values() if not self._ready(group))
         if old := urgent(in_flight, chosen, self._steps, self.rules, self.step + 1):
             self._delayed_since = now if self._delayed_since is None else self._delayed_since

@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
+PAUSE_SHARE, PAUSE_S = 4.0, 0.02
+"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are decided on together."""
 COPIES_S = 30.0
 """Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before stays the latest."""
 END_S = 60.0
@@ -309,8 +311,10 @@ class Feeder:
             if self._replayed.is_set() and (reason := self._early_end.reason()):
                 await self._early_end.end(reason, self._server, self._outcomes)
                 break
+            began_s = time.monotonic()
             record, seq = self._next_record()
             if record is None:
+                await asyncio.sleep(min(PAUSE_S, PAUSE_SHARE * (time.monotonic() - began_s)))
                 await self._decide.wait(BEAT_S)  # at most a second: a deadline of the DataSource may have passed
                 continue
             recorded = seq is not None
@@ -352,9 +356,8 @@ class Feeder:
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
-            if task.rollout in self._rules.recorded:  # their rewards are not those of this policy
-                continue
-            self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
+            if task.rollout not in self._rules.recorded:  # whose rewards are not those of this policy
+                self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
@@ -387,8 +390,7 @@ class Feeder:
         every = self._rules.checkpoint_every
         if step == self._data_rules.steps or (every and step % every == 0):
             return True
-        push_every = self._data_rules.push_every
-        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=push_every):
+        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every):
             return True
         early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
         return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)
