@@ -1,13 +1,15 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 from learner.lora import LoraConfig
+from learner.megatron_arguments import refuse_ours
+from learner.parallelism import refuse_experts, refuse_sizes
 from learner.schedule import OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
@@ -19,7 +21,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: str = ""
-    """A .jsonl or .parquet file, or a directory of ``datasets`` (save_to_disk); ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
+    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
@@ -40,6 +43,9 @@ class DataConfig:
     """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
+    responses_key: str = ""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
+    messages, and those of the assistant are the response."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -116,7 +122,17 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key")
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
@@ -148,6 +164,28 @@ class StalenessConfig:
             raise ValueError(f"over_sampling: want 0..100, got {self.over_sampling!r}")
         if self.order_deadline_s <= 0 or self.max_refill <= 0 or self.max_reissues < 0:
             raise ValueError("order_deadline_s, max_refill: want > 0; max_reissues: want >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic: a second model with a value head, trained where ``algorithm.advantage`` is gae or vtrace."""
+
+    path: str = ""
+    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``."""
+    warmup_steps: int = 0
+    """First steps of the run in which the critic alone is trained."""
+    value_clip: float = 0.2
+    """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The critic's optimizer: Adam, with settings of its own. A learning rate of 5 to 10 times the policy's is usual."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"value_clip: want >= 0, got {self.value_clip!r}")
+        if self.optimizer.freeze:
+            raise ValueError(f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +230,30 @@ class LearnerConfig:
     """Replicas of the model."""
     tensor_parallel: int = 1
     """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
+    sequence_parallel: bool = False
+    """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic (docs/parallelism.md)."""
+    pipeline_parallel: int = 1
+    """Stages of the layers, each on its own ranks; must divide the number of layers (docs/parallelism.md)."""
+    virtual_pipeline: int = 1
+    """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must divide the layers."""
+    context_parallel: int = 1
+    """Ranks that divide the tokens of each packed row; tensor_parallel x context_parallel must divide the attention heads."""
     distributed_optimizer: bool = False
-    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with data_parallel 1."""
+    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with one copy of the model."""
     overlap_grad_reduce: str = "auto"
     """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
     overlap_param_gather: str = "auto"
     """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
+    expert_parallel: int = 1
+    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
+    routing_replay: str = "none"
+    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    moe_aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
@@ -208,6 +262,8 @@ class LearnerConfig:
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
     """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -246,6 +302,8 @@ class LearnerConfig:
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of ``algorithm.advantage: gae`` and ``vtrace`` (docs/algorithms.md)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -260,6 +318,10 @@ class LearnerConfig:
             "max_tokens_per_micro_batch",
             "data_parallel",
             "tensor_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "context_parallel",
+            "expert_parallel",
             "threads",
         )
         for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
@@ -269,12 +331,8 @@ class LearnerConfig:
             raise ValueError(f"nodes: want >= 0, got {self.nodes}")
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
-        world = self.data_parallel * self.tensor_parallel
-        if self.nodes > 1 and (world % self.nodes or world // self.nodes % self.tensor_parallel):
-            raise ValueError(
-                f"nodes: want a divisor of data_parallel = {self.data_parallel}, so that each has the same number of whole tensor-parallel "
-                f"groups, got {self.nodes}"
-            )
+        refuse_sizes(self)
+        refuse_ours(self.megatron)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm
@@ -294,8 +352,29 @@ class LearnerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
+        self._refuse_critic()
         self._refuse_unknown()
         self._refuse_tuning()
+
+    def alone(self) -> "LearnerConfig":
+        """Return these settings with one rank."""
+        one: dict[str, Any] = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.data_parallel * self.ranks_of_replica
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """Ranks that share one replica of the model and its batch."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def row_multiple(self) -> int:
+        """Number that must divide the tokens of every row, for equal parts of it."""
+        return self.tensor_parallel * self.context_parallel
 
     def _refuse_credit(self) -> None:
         """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""
@@ -307,6 +386,8 @@ class LearnerConfig:
             if self.credit_gamma != 1.0:
                 raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
             return
+        if self.algorithm.sft_coef:
+            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":
@@ -324,10 +405,33 @@ class LearnerConfig:
                 f"optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got {list(optimizer.freeze)}; "
                 "choose the layers with lora.targets"
             )
+        if self.lora.rank:
+            self._refuse_with_adapters()
         if optimizer.name == "sgd" and self.distributed_optimizer:
             raise ValueError("distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true")
         if optimizer.name != "adamw" and self.offload_optimizer:
             raise ValueError(f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true")
+
+    def _refuse_with_adapters(self) -> None:
+        """Refuse what a model of which only adapters are trained cannot do."""
+        if self.virtual_pipeline > 1:
+            raise ValueError(f"virtual_pipeline: want 1 with lora.rank > 0, got {self.virtual_pipeline}")
+        if self.expert_parallel > 1:
+            raise ValueError(f"expert_parallel: want 1 with lora.rank > 0, whose adapters are not divided, got {self.expert_parallel}")
+        if self.algorithm.kl.moves:
+            raise ValueError(
+                "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is the model without adapters"
+            )
+
+    def _refuse_critic(self) -> None:
+        """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
+        if not self.algorithm.by_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: {' or '.join(BY_CRITIC)}, "
+                "or no settings of a critic"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step trains the policy")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""
@@ -344,6 +448,7 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
+        refuse_experts(self)
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

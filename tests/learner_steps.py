@@ -58,6 +58,7 @@ def make_batches(
     minibatches: int = 1,
     recorded: bool = False,
     state: bytes = b"",
+    pad_to: int = 1,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
@@ -83,7 +84,7 @@ def make_batches(
         chain="",
         rows=rows if (rows > 1).any() else None,
     )
-    return build_batches(plan, samples, recorded=recorded, state=state)
+    return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to)
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -179,7 +179,8 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
-    ranks = config.learner.data_parallel if trains else 0
+    # As many copies of the model; the ranks of a copy divide it.
+    ranks = config.learner.data_parallel * config.learner.context_parallel if trains else 0
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
     rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False, trained=model.num_trained)

@@ -82,7 +82,7 @@ def refuse_memory(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace],
             parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [f"{_gb(generating)} for {len(here)} engine(s)"] * bool(here)
             wanted = f"{_gb(needed)} ({', '.join(parts)}; activations not counted)"
             found = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
-            cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, tp_size), or learner.colocated"
+            cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, tp_size), or learner.colocated"
             raise Refused(f"memory of device {device.name}", wanted, found, cure)
 
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.trained import Shapes, is_whole, trained_tensors
@@ -21,6 +21,8 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
 AUTO = "auto"
 NONE, SELECTIVE, FULL = RECOMPUTE
+VALUE_HEAD = "lm_head.value"
+"""Name of a critic's value head here: in the last stage, where the output projection is."""
 STAGED_COPIES = 2
 """Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 
@@ -37,13 +39,14 @@ class Row:
     """True for memory of the host even where the process computes on an accelerator."""
 
 
-def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
+def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[Row, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    A packed row has ``learner.max_tokens_per_micro_batch`` tokens, or those of the longest sample if that has more.
+    ``critic``: the model in ``learner.critic.path``; None = that of the policy. A packed row has ``learner.max_tokens_per_micro_batch``
+    tokens, or those of the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
-    return (*_rank(shape, config, learner, cuda=cuda), *_engine(shape, config, engine))
+    return (*_rank(shape, config, learner, cuda=cuda, critic=critic or shape), *_engine(shape, config, engine))
 
 
 def dtype_on(setting: str, *, cuda: bool) -> str:
@@ -56,52 +59,65 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool, trained: int | None = None) -> int:
     """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes.
 
-    ``trained``: the number of those with a gradient, adapters included; None = all.
+    ``trained``: the number of those with a gradient, adapters included; None = all. A critic counts as one more model of the policy's
+    size, all of which is trained.
     """
     ours = num_parameters if trained is None else trained
-    adapters = ours if learner.lora.rank else 0
-    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(ours, dtype) // num_shares(learner)
-    return (num_parameters + adapters) * ITEM_BYTES[dtype] + ours * FLOAT32 + state
+    total = (num_parameters + (ours if learner.lora.rank else 0)) * ITEM_BYTES[dtype] + _trained_bytes(ours, dtype, learner, cuda=cuda)
+    if learner.algorithm.by_critic:
+        total += num_parameters * ITEM_BYTES[dtype] + _trained_bytes(num_parameters, dtype, learner, cuda=cuda)
+    return total
+
+
+def _trained_bytes(elements: int, dtype: str, learner: LearnerConfig, *, cuda: bool) -> int:
+    """Return the bytes of gradients and Adam's state."""
+    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(elements, dtype) // num_shares(learner)
+    return elements * FLOAT32 + state
 
 
 def num_shares(learner: LearnerConfig) -> int:
-    """Return the number of replicas over which the optimizer's state is divided."""
-    return learner.data_parallel if learner.distributed_optimizer else 1
+    """Return the number of copies of the model over which the optimizer's state is divided."""
+    return learner.data_parallel * learner.context_parallel if learner.distributed_optimizer else 1
 
 
-def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, critic: ModelShape) -> Iterable[Row]:
     learner, item = config.learner, ITEM_BYTES[dtype]
-    split, tokens = learner.tensor_parallel, row_tokens(shape, config)
-    shares = num_shares(learner)
-    tensors = trained_tensors(shape, learner)
-    trained = buffer_elements(tensors, split, shares) if shares > 1 else rank_elements(tensors, split)
-    frozen = rank_parameters(shape, split) - (0 if learner.lora.rank else rank_elements(tensors, split))
-    own = frozen + trained
-    yield Row(process="rank", part="weights" + (", adapters among them" if learner.lora.rank else ""), bytes=item * own)
-    yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * trained)
-    yield from _optimizer(-(-trained // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
+    split, row = learner.tensor_parallel, row_tokens(shape, config)
+    tokens = -(-row // learner.context_parallel)
+    own, ours = _elements(shape, learner, trained_tensors(stage_tensors(shape, learner.pipeline_parallel), learner))
+    its, _ = _elements(valued(critic), learner)
+    yield from _model(own, ours, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
+    if learner.algorithm.by_critic:
+        yield from _model(its, its, learner, dtype, cuda=cuda, prefix="critic: ")
+    moving = FLOAT32 if learner.algorithm.kl.reference_ema else item
     # With adapters, the model without them is the reference, and its weights are not copied.
-    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else _outer_elements(tensors, split)
-    saved = trained if learner.lora.rank else own
+    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else _outer_elements(shape, learner)
+    saved = ours if learner.lora.rank else own
     copies = [
-        *([("reference model", reference)] if learner.algorithm.needs_reference else []),
-        *([("weights of the last version", saved)] if config.weights.push_every > 1 else []),
+        *([("reference model", moving * reference)] if learner.algorithm.needs_reference else []),
+        *([("weights of the last version", item * saved)] if config.weights.push_every > 1 else []),
     ]
     if copies and cuda:
-        copies.append(("own weights, while one of the other two is in their place", max(elements for _, elements in copies)))
-    for part, elements in copies:
-        yield Row(process="rank", part=part, bytes=item * elements, on_host=cuda)
+        away = max(own if part.startswith("reference") and reference == own else saved for part, _ in copies)
+        copies.append(("own weights, while one of the other two is in their place", item * away))
+    for part, num_bytes in copies:
+        yield Row(process="rank", part=part, bytes=num_bytes, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
-        weights = item * saved * (2 if config.weights.push_every > 1 else 1)
-        state = optimizer_bytes(-(-trained // shares), dtype)
+        weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * own if learner.algorithm.kl.moves else 0)
+        state = optimizer_bytes(-(-ours // num_shares(learner)), dtype)
+        if learner.algorithm.by_critic:
+            weights, state = weights + item * its, state + optimizer_bytes(-(-its // num_shares(learner)), dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
+    # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
-    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
+    trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
+    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained)))
     if learner.recompute != NONE:
-        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * activations.again_per_token(shape))
+        again = max(map(activations.again_per_token, trained))
+        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
     yield Row(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
@@ -116,15 +132,46 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     )
 
 
-def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool) -> Iterable[Row]:
+def _elements(shape: ModelShape, learner: LearnerConfig, trained: Shapes | None = None) -> tuple[int, int]:
+    """Return the weights of a model on one rank, and those of them that are trained, with the padding of a distributed optimizer.
+
+    ``trained``: the tensors with a gradient, adapters among them; None = all.
+    """
+    split, experts, shares = learner.tensor_parallel, learner.expert_parallel, num_shares(learner)
+    whole = stage_tensors(shape, learner.pipeline_parallel)
+    tensors = whole if trained is None else trained
+    ours = buffer_elements(tensors, split, shares, experts) if shares > 1 else rank_elements(tensors, split, experts)
+    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in tensors}, split, experts)
+    return frozen + ours, ours
+
+
+def _outer_elements(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Return the elements of a rank's second matrices of adapters."""
+    tensors = trained_tensors(stage_tensors(shape, learner.pipeline_parallel), learner)
+    return rank_elements({name: tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}, learner.tensor_parallel)
+
+
+def _model(
+    elements: int, trained: int, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
+) -> Iterable[Row]:
+    """Yield the rows of a model that is trained, or a part of it: weights, gradients, Adam's state."""
+    shares = num_shares(learner)
+    among = ", adapters among them" if adapters else ""
+    yield Row(process="rank", part=f"{prefix}weights{among}", bytes=ITEM_BYTES[dtype] * elements)
+    yield Row(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * trained)
+    share = -(-trained // shares)
+    yield from _optimizer(share, dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
+
+
+def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
     """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
-    part = "Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
+    part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
     if shares > 1:
         part += f", 1/{shares} of them"
     yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
         block = min(elements, OFFLOADED_AT_ONCE)
-        yield Row(process="rank", part="Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
+        yield Row(process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
 
 
 def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Row]:
@@ -153,22 +200,50 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(tensor) for tensor in shape.tensors().values())
 
 
-def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
-    """Return the number of parameters of one rank, adapters excluded."""
-    return rank_elements(shape.tensors(), tensor_parallel)
+def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> int:
+    """Return the number of parameters of one rank, in the largest stage of a pipeline, adapters excluded."""
+    return rank_elements(stage_tensors(shape, pipeline_parallel), tensor_parallel, expert_parallel)
 
 
-def rank_elements(tensors: Shapes, tensor_parallel: int) -> int:
+def rank_elements(tensors: Shapes, tensor_parallel: int, expert_parallel: int = 1) -> int:
     """Return the number of elements that one rank has of these tensors."""
-    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in tensors.items())
+    return sum(math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in tensors.items())
 
 
-def _outer_elements(tensors: Shapes, tensor_parallel: int) -> int:
-    """Return the elements of a rank's second matrices of adapters."""
-    return rank_elements({name: tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}, tensor_parallel)
+class _Valued(ModelShape):
+    """The model of a critic: a value head in the place of the output projection."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the model without its output projection, and the head."""
+        found = ModelShape.tensors(self)
+        found.pop("lm_head.weight", None)
+        return {**found, VALUE_HEAD: (1, self.hidden)}
 
 
-def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int) -> int:
+def valued(shape: ModelShape) -> ModelShape:
+    """Return the shape of a critic that starts from a model of this shape."""
+    return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
+
+
+def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tuple[int, ...]]:
+    """Return the tensors of the first or the last stage, whichever is larger; the last one has a copy of a tied embedding."""
+    tensors = shape.tensors()
+    if pipeline_parallel == 1:
+        return tensors
+    layers = {name: tensor for name, tensor in tensors.items() if ".layers." in name}
+    mine = {
+        name: tensor
+        for name, tensor in layers.items()
+        if int(name.split(".layers.")[1].split(".")[0]) < shape.num_layers // pipeline_parallel
+    }
+    first = {name: tensor for name, tensor in tensors.items() if "embed" in name}
+    last = {name: tensor for name, tensor in tensors.items() if name not in layers and name not in first}
+    if not any("lm_head" in name for name in last):
+        last |= first
+    return mine | max(first, last, key=lambda ends: sum(map(math.prod, ends.values())))
+
+
+def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_parallel: int = 1) -> int:
     """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed optimizer.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
@@ -177,18 +252,23 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int) -> int:
     joint: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
         # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have their own.
-        joint[
-            name
-            if ".lora_" in name
-            else re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)
-        ] += math.prod(tensor) // split_of(name, tensor_parallel)
+        place = name
+        if ".lora_" not in name:
+            place = re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)
+        joint[place] += math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel)
     divisor = math.lcm(shares, 128)
     return -(-sum(-(-elements // 64) * 64 for elements in joint.values()) // divisor) * divisor
 
 
-def split_of(name: str, tensor_parallel: int) -> int:
-    """Return the number of ranks over which a tensor is split: none for norms, biases of row-split matrices, one of an adapter."""
-    return 1 if is_whole(name) or "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
+def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
+    """Return the number of ranks over which a tensor is split, or experts are spread.
+
+    It is 1 for norms, biases of row-split matrices, routers, a value head, and one matrix of an adapter.
+    """
+    if ".mlp.experts." in name:
+        return expert_parallel
+    whole = is_whole(name) or "norm" in name or name == VALUE_HEAD
+    return 1 if whole or name.endswith(("o_proj.bias", "down_proj.bias", ".mlp.gate.weight")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:
@@ -227,6 +307,9 @@ class Activations:
         return _layer_bytes(shape, ITEM_BYTES[self.dtype], self.tensor_parallel) + self._mlp(shape)
 
     def _mlp(self, shape: ModelShape) -> int:
+        if shape.experts is not None:
+            # the same of each expert of a token, which receives the token and returns its result
+            return shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
         # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
         return (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
 

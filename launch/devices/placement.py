@@ -142,7 +142,7 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
         raise Refused("learner.devices", "one device for each rank", found, "name as many as there are ranks")
     if want.ranks > sum(have):
         wanted = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
-        cure = "lower learner.data_parallel or learner.tensor_parallel, or let more devices be visible"
+        cure = "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more devices be visible"
         raise Refused("devices", wanted, listed(nodes), cure)
     wanted = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
     cure = "change learner.data_parallel or the number of machines"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from actors.serving.builtin.shape import ModelShape
 from learner.config import LearnerConfig
 from learner.schedule import frozen_names
 
@@ -12,9 +11,8 @@ ROW_SPLIT = ("o_proj", "down_proj")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def trained_tensors(shape: ModelShape, learner: LearnerConfig) -> Shapes:
-    """Return name -> shape of the tensors that have gradients and optimizer state."""
-    whole = shape.tensors()
+def trained_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
+    """Return name -> shape of the tensors that have gradients and optimizer state. ``whole``: those of the model."""
     if learner.lora.rank:
         return adapter_tensors(whole, learner)
     frozen = frozen_names(learner.optimizer.freeze, list(whole))

@@ -52,8 +52,10 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     dtype = dtype_on(ours.dtype, cuda=known and ours.device != "cpu")
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=known and each > 0)] * size.parameters
     return Want(
-        ranks=ours.data_parallel * ours.tensor_parallel // max(1, ours.nodes) if learner else 0,
+        ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
         tp=ours.tensor_parallel,
+        pp=ours.pipeline_parallel,
+        cp=ours.context_parallel,
         engines=engines,
         devices_per_engine=each,
         kind=engine.kind,
@@ -67,7 +69,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
         memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu", trained=size.trained)
-        // ours.tensor_parallel,
+        // (ours.tensor_parallel * ours.pipeline_parallel),
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),

@@ -236,7 +236,7 @@ def _bound(addresses: Reach) -> str:
 
 
 def _ranks(config: RunConfig) -> int:
-    return config.learner.data_parallel * config.learner.tensor_parallel
+    return config.learner.num_ranks
 
 
 def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:

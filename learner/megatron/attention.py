@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.megatron.context import heads_for_tokens, tokens_for_heads
 from learner.megatron.kernels import SDPA, VARLEN, varlen_operator
 
 
@@ -33,6 +35,7 @@ class PackedRow(PackedSeqParams):
     """
 
     position_ids_T: Tensor | None = None
+    """Positions of this rank's tokens; all other fields are those of the whole row, which context parallelism cuts into parts."""
     bounds_S: Tensor | None = None
     """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty."""
     buckets: tuple[tuple[int, int], ...] = ()
@@ -41,6 +44,8 @@ class PackedRow(PackedSeqParams):
     """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
     give_T: Tensor | None = None
     """Padded position of each token."""
+    experts: tuple[Tensor, ...] = ()
+    """Experts of this rank's tokens in each layer that has any, [T, K] int16, where they are recorded (``routing``)."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
@@ -105,13 +110,15 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
+        assert max_seq_len.position_ids_T is not None
         positions_T = max_seq_len.position_ids_T
         # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
         angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        # Each angle is that of two elements: neighbours, or one in each half.
+        both = torch.stack((angles, angles), dim=-1).flatten(1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]
 
 
 class SDPACoreAttention(MegatronModule):
@@ -121,28 +128,41 @@ class SDPACoreAttention(MegatronModule):
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1 or config.attention_dropout:
-            raise ValueError("SDPACoreAttention: want context_parallel_size 1 and attention_dropout 0")
+        if config.attention_dropout:
+            raise ValueError("SDPACoreAttention: want attention_dropout 0")
         self.softmax_scale = softmax_scale
+        self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b may be left out.
 
-        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal.
+        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal. With context
+        parallelism, which wants a PackedRow, s is this rank's part of the row.
         """
         if not isinstance(packed_seq_params, PackedRow):
+            assert self._context is None, "context parallelism has packed rows only"
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        row = packed_seq_params
-        q, k, v = (_Pad.apply(x.squeeze(1), row.take_P, row.give_T) for x in (query, key, value))
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if self._context is None:
+            return self._attend_row(q, k, v, packed_seq_params)[:, None]
+        if k.shape[1] % self._context.size():  # too few heads of keys and values to divide them
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        q, k, v = (heads_for_tokens(x, self._context) for x in (q, k, v))
+        return tokens_for_heads(self._attend_row(q, k, v, packed_seq_params), self._context)[:, None]
+
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
+        """Attend within each sequence of a whole row: q [T, n, d], k and v [T, groups, d] -> [T, n * d]."""
+        q, k, v = (_Pad.apply(x, row.take_P, row.give_T) for x in (q, k, v))
         out, place = [], 0
         for count, width in row.buckets:
             parts = (x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
             out.append(self._attend(*parts).transpose(1, 2).reshape(count * width, -1))
             place += count * width
-        return _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)[:, None]
+        whole: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
+        return whole
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with all tensors [b, heads, s, d]."""
@@ -151,18 +171,15 @@ class SDPACoreAttention(MegatronModule):
 
 
 class VarlenCoreAttention(SDPACoreAttention):
-    """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA only."""
+    """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA only.
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
-    ) -> Tensor:
-        """Attend as ``SDPACoreAttention`` does; a plain batch has no boundaries, and takes that way."""
-        if not isinstance(packed_seq_params, PackedRow):
-            return super().forward(query, key, value, attention_mask, packed_seq_params, **unused)
+    A plain batch has no boundaries, and takes the way of ``SDPACoreAttention``.
+    """
+
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
         operator = varlen_operator()
         assert operator is not None  # ``choose_attention`` has looked
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
-        return attend_varlen(q, k, v, packed_seq_params, operator=operator, scale=self.softmax_scale).flatten(1)[:, None]
+        return attend_varlen(q, k, v, row, operator=operator, scale=self.softmax_scale).flatten(1)
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: Callable[..., Any], scale: float | None) -> Tensor:

@@ -57,7 +57,7 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> in
         step = state.load_model(checkpoint, policy=policy, setting="--model")
     snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
-        write_adapter(out / ADAPTER, dict(policy.adapters.export()), policy.adapters.config, model_dir)
+        write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
     return step
 
 
@@ -103,7 +103,8 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 def _dtype(checkpoint: Path) -> str:
     """Return the dtype of the weights in a checkpoint. Raises ConfigRefused for another than those of the learner."""
     found = dist_checkpointing.load_tensors_metadata(str(checkpoint))
-    weights = {name: part.dtype for name, part in found.items() if not name.startswith(("optimizer.", "proximal."))}
+    beside = ("optimizer", "chained_", "proximal.", "reference.", "critic.")
+    weights = {name: part.dtype for name, part in found.items() if not name.startswith(beside)}
     return _named(next(iter(weights.values()), None), str(checkpoint))
 
 

@@ -10,7 +10,6 @@ Over tensor-parallel ranks, B of a column-parallel layer is split by rows, and A
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from learner.errors import ConfigRefused
 from learner.lora import WEIGHTS, LoraConfig
+from learner.megatron import stages
 from learner.megatron.parallel import Parallel
 from weightstore.format.checksums import sum64
 
@@ -223,7 +223,7 @@ class Adapters:
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole matrices under PEFT's names; collective over the tensor-parallel ranks."""
+        """Yield the whole matrices of this stage under PEFT's names; collective over the tensor-parallel ranks."""
         for adapter in self._adapters.values():
             a_RI, b_OR = self._whole(adapter)
             yield f"{_PEFT}{adapter.name}.lora_A.weight", a_RI
@@ -246,7 +246,7 @@ class Adapters:
                     whole = file.get_tensor(name)
                     mine.copy_(whole if split is None else whole.chunk(size, dim=split)[rank])
                     names.discard(name)
-        if names:
+        if names and self._parallel.pp_size == 1:  # with stages, the others have the rest
             raise ConfigRefused(str(path), "tensors of the layers in learner.lora.targets, and no others", sorted(names)[0])
         self.loaded = True
 
@@ -266,7 +266,7 @@ class Adapters:
     # ---- in a checkpoint, and as parameters of the model
 
     def facts(self) -> dict[str, object]:
-        """Return what a checkpoint of these adapters must agree with; collective over the tensor-parallel ranks at its first call."""
+        """Return what a checkpoint of these adapters must agree with; collective over the ranks of a copy of the model, once."""
         config = self.config
         settings = {"rank": config.rank, "alpha": config.alpha, "rslora": config.rslora, "targets": sorted(config.targets)}
         return settings | {"base": self._digest()}
@@ -275,26 +275,15 @@ class Adapters:
     def _digest(self) -> str:
         """Return a digest of the frozen weights, which the adapters belong to."""
         if not self._base:
-            sums = sorted((name, sum64([tensor])) for name, tensor in self._bridge.export(self._module))
+            own = self._bridge.export([self._module])
+            whole = own if self._parallel.pp_size == 1 else stages.of_all(own, self._parallel)
+            sums = sorted((name, sum64([tensor])) for name, tensor in whole)
             self._base = hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
         return self._base
 
     def names(self, letter: str = "") -> list[str]:
         """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B)."""
         return [name for name, _ in self._module.named_parameters() if f"{MARK}{letter}" in name]
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Take the parameters out of the model inside the context, for code that knows only the model's own."""
-        taken = {adapter.layer: dict(adapter.layer._parameters) for adapter in self._adapters.values()}
-        try:
-            for layer, parameters in taken.items():
-                for name in [name for name in parameters if is_adapter(f".{name}")]:
-                    del layer._parameters[name]
-            yield
-        finally:
-            for layer, parameters in taken.items():
-                layer._parameters.update(parameters)
 
 
 _CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLinear: LoraRow}

@@ -18,14 +18,16 @@ class Meter:
     """Measures the steps of one policy on this rank."""
 
     def __init__(self, policy: Policy, flops: StepFlops) -> None:
-        self._flops, self._tensor_parallel, self._device = flops, policy.parallel.tp_size, policy.parallel.device
+        here = policy.parallel
+        self._flops, self._device = flops, here.device
+        self._shared_by = here.tp_size * here.pp_size * here.cp_size
         self._on_cuda = self._device.type == "cuda"
         self._peak = peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
 
     def operations(self, batch: StepBatch) -> float:
-        """Return the operations of training this rank's rows, padding included."""
+        """Return this rank's part of the operations of training its rows, padding included; stages are taken to be equal."""
         lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
-        return self._flops.step(lengths) / self._tensor_parallel
+        return self._flops.step(lengths) / self._shared_by
 
     def metrics(self, batch: StepBatch, seconds: float) -> dict[str, float]:
         """Return ``train/tflops``; on CUDA the peak of this step's memory, and ``train/mfu`` for a known device in bfloat16."""

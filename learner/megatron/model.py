@@ -1,45 +1,79 @@
-"""The policy: a Megatron GPTModel built from a Hugging Face directory and wrapped for data parallelism."""
+"""The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
+
+A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages it has several.
+"""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.bridge import open_bridge
+from learner.megatron import stages
+from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.lora import Adapters
 from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.mixture import Mixture
+from learner.megatron.optimizer_pieces import buffers_of
+from learner.megatron.output_layer import ValueHead
 from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.routing import Routing
 from learner.megatron.tuning import Tuning, tune
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUTER_BIAS = "router.expert_bias"
+"""End of the name of a router's bias, which Megatron keeps as a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model, its data-parallel wrapper, and the bridge to its Hugging Face names."""
+    """The model's chunks on this rank, their data-parallel wrappers, and the bridge to their Hugging Face names."""
 
-    module: GPTModel
-    ddp: DistributedDataParallel
-    """The wrapper that the schedule and the optimizer use."""
+    chunks: tuple[GPTModel, ...]
+    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage the output layer."""
+    ddps: tuple[DistributedDataParallel, ...]
+    """The wrappers that the schedule and the optimizer use, one for each chunk."""
     bridge: Any
     parallel: Parallel
     replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
+    mixture: Mixture = field(default_factory=Mixture)
+    routing: Routing = field(default_factory=Routing)
+    """The experts of the tokens, to be recorded and replayed."""
     adapters: Adapters | None = None
     """The only parameters that are trained; None = those of the model itself."""
+
+    @property
+    def module(self) -> GPTModel:
+        """The only chunk of this rank."""
+        [module] = self.chunks
+        return module
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The wrapper of the only chunk."""
+        [ddp] = self.ddps
+        return ddp
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before the name.
+
+        They are the parameters, and the biases of routers, which Adam does not train.
+        """
+        for number, chunk in enumerate(self.chunks):
+            biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
+            for name, weight in (*chunk.named_parameters(), *biases):
+                yield f"{number}.{name}" if len(self.chunks) > 1 else name, weight
 
     @property
     def config(self) -> Any:
@@ -61,18 +95,43 @@ class Policy:
 
         The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
         """
-        groups = self.ddp.bucket_groups
-        if self.replicas.overlap_param_gather and any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
-            self.ddp.start_param_sync(force_sync=True)
+        for ddp in self.ddps if self.replicas.overlap_param_gather else ():
+            groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+            if any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
+                ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
+        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the ranks of one copy of the model.
 
-        Adapters are merged into them. Without tensor parallelism the others are views on the live weights. Raises MemoryReleased.
+        Adapters are merged into them. Other weights of this stage that are not split over ranks are views on the live ones.
+        Raises MemoryReleased.
         """
+        own = self.export_stage()
+        yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
+
+    def export_stage(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone."""
         self.memory.want("the export of weights")
-        exported = self.bridge.export(self.module)
+        exported = self.bridge.export(self.chunks)
         yield from exported if self.adapters is None else self.adapters.merged(exported)
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole matrices of all adapters under PEFT's names; collective as ``export``."""
+        assert self.adapters is not None, "there are no adapters"
+        own = self.adapters.export()
+        yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
+
+    def help_export(self, *, adapters: bool = False) -> None:
+        """Take part in the collectives in which rank 0 exports, where this rank has some of the weights; ``adapters``: of those too."""
+        if not self.parallel.exports:
+            return
+        # The stages broadcast among the ranks that have the whole tensors, one of each tensor-parallel group.
+        whole = self.parallel.tp_rank == 0
+        for _ in self.export() if whole else self.export_stage():
+            pass
+        if adapters and self.adapters is not None:
+            for _ in self.export_adapters() if whole else self.adapters.export():
+                pass
 
     def digest(self) -> str:
         """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
@@ -91,31 +150,63 @@ def build_policy(
     kernels: Wanted | None = None,
     replicas: Replicas | None = None,
     memory: Memory | None = None,
+    mixture: Mixture | None = None,
     tuning: Tuning | None = None,
+    value_head: bool = False,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
-    ``tuning``: the weights that are trained; None = all. Raises ConfigRefused for a model that the learner cannot train.
+    ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per token in place of the
+    logits; it is never exported.
+    Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
+    kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size, wanted=kernels)
+        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture)
         with memory.region():
-            module = bridge.build()
-            for parameter in module.parameters():
-                # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            module.to(parallel.device)
+            chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
-                bridge.load_weights([module], str(model_dir))
-            adapters = tune(module, bridge, parallel, tuning or Tuning())
-            inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
-        ddp = _data_parallel(bridge.config, inner, replicas, memory)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory, adapters=adapters)
+                bridge.load(chunks, model_dir)
+            if value_head:
+                _give_value_head(chunks, bridge.config, parallel)
+            adapters = tune(chunks, bridge, parallel, tuning or Tuning())
+            inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
+        ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
+    return Policy(
+        chunks=chunks,
+        ddps=ddps,
+        bridge=bridge,
+        parallel=parallel,
+        replicas=replicas,
+        memory=memory,
+        mixture=mixture,
+        routing=Routing(chunks),
+        adapters=adapters,
+    )
 
 
-def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory) -> DistributedDataParallel:
-    """Wrap the model. Gradients are scratch memory, because each minibatch sets them to zero first."""
+def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
+    """Return chunk ``number`` of this rank, on its device, with random weights."""
+    stage = number if parallel.vp_size > 1 else None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    chunk: GPTModel = bridge.build(pre_process=first, post_process=last, vp_stage=stage)
+    for parameter in chunk.parameters():
+        # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunk.to(parallel.device)
+
+
+def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parallel) -> None:
+    """Put a value head in the place of the output layer. Tied weights are the embedding's alone then."""
+    for chunk in chunks:
+        chunk.share_embeddings_and_output_weights = False
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(config, device=parallel.device)
+
+
+def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool) -> DistributedDataParallel:
+    """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
@@ -125,55 +216,51 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     )
     if not replicas.distributed_optimizer:
         with memory.region(scratch=True):
-            return DistributedDataParallel(config, settings, inner)
+            return DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
     # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
     with memory.region():
-        ddp = DistributedDataParallel(config, settings, inner)
-        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
-        for buffer in ddp.buffers:
+        ddp = DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers_of(ddp)]
+        for buffer in buffers_of(ddp):
             buffer.grad_data.untyped_storage().resize_(0)
     with memory.region(scratch=True):
-        for buffer, size in zip(ddp.buffers, sizes, strict=True):
+        for buffer, size in zip(buffers_of(ddp), sizes, strict=True):
             buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
             buffer.reset()
     return ddp
 
 
-def chosen_reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> "WeightBackup | None":
-    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
-    if not algorithm.needs_reference:
-        return None
-    if algorithm.kl.reference:
-        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
-    return initial_weights(policy)
+def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
+    """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    biases = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS)}
+    inner: torch.nn.Module = Float16Module(config, module)
+    for name, buffer in module.named_buffers():
+        if name in biases:
+            buffer.data = biases[name]
+    return inner
 
 
-def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture, without adapters.
+def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
+    """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None = the policy's).
 
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
-        _load(policy, reference_dir)
-        backup = WeightBackup(policy, whole=True)
+        policy.bridge.load(policy.chunks, reference_dir)
+        backup = WeightBackup(policy, dtype=dtype, whole=True)
         if policy.adapters is not None:
             backup.restore({name: torch.zeros_like(backup.tensors[name]) for name in policy.adapters.names("B")})
-        _load(policy, model_dir)
+        policy.bridge.load(policy.chunks, model_dir)
     return backup
 
 
-def _load(policy: Policy, directory: Path) -> None:
-    with nullcontext() if policy.adapters is None else policy.adapters.hidden():
-        policy.bridge.load_weights([policy.module], str(directory))
-
-
-def initial_weights(policy: Policy) -> "WeightBackup":
+def initial_weights(policy: Policy, *, dtype: torch.dtype | None = None) -> "WeightBackup":
     """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no copy of the model.
 
     Call it before the first step.
     """
     if policy.adapters is None:
-        return WeightBackup(policy)
+        return WeightBackup(policy, dtype=dtype)
     zeros = WeightBackup(policy, names=policy.adapters.names("B"))
     zeros.restore({name: torch.zeros_like(copy) for name, copy in zeros.tensors.items()})
     return zeros
@@ -185,12 +272,19 @@ class WeightBackup:
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
-    def __init__(self, policy: Policy, *, whole: bool = False, names: Collection[str] | None = None) -> None:
-        """``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless ``whole``."""
+    def __init__(
+        self, policy: Policy, *, dtype: torch.dtype | None = None, whole: bool = False, names: Collection[str] | None = None
+    ) -> None:
+        """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32.
+
+        ``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless ``whole``.
+        """
         self._policy = policy
-        if names is None:
-            names = policy.adapters.names() if policy.adapters is not None and not whole else [name for name, _ in _parameters(policy)]
-        self._copies = {name: _empty_on_host(parameter) for name, parameter in _parameters(policy) if name in set(names)}
+        if names is None and policy.adapters is not None and not whole:
+            names = policy.adapters.names()
+        self._copies = {
+            name: _empty_on_host(weight, dtype) for name, weight in policy.named_weights() if names is None or name in set(names)
+        }
         self.refresh()
 
     @property
@@ -202,10 +296,17 @@ class WeightBackup:
     def refresh(self) -> None:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
-        for name, parameter in _parameters(self._policy):
+        for name, weight in self._policy.named_weights():
             if name in self._copies:
-                self._copies[name].copy_(parameter, non_blocking=True)
+                self._copies[name].copy_(weight, non_blocking=True)
         _synchronize(self._policy)
+
+    @torch.no_grad()
+    def average(self, stays: float) -> None:
+        """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
+        self._policy.memory.want("an average of the weights")
+        for name, weight in self._policy.named_weights():
+            self._copies[name].lerp_(weight.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -228,7 +329,7 @@ class OtherWeights:
         self._own: dict[str, Tensor] = {}
         """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
         self._away: set[str] = set()
-        """Names of the parameters that have other weights at the moment."""
+        """Names of the weights that are others at the moment."""
 
     def __enter__(self) -> "OtherWeights":
         assert not self._away, "own weights are away"
@@ -237,49 +338,45 @@ class OtherWeights:
     @torch.no_grad()
     def take(self, backup: WeightBackup) -> None:
         """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the context."""
-        for name, parameter in _parameters(self._policy):
+        for name, weight in self._policy.named_weights():
             if name in backup.tensors:
                 if name not in self._away:
-                    self._put_away(name, parameter)
-                self._set(parameter, backup.tensors[name])
+                    self._put_away(name, weight)
+                self._set(weight, backup.tensors[name])
             elif name in self._away:
-                self._bring_back(name, parameter)
+                self._bring_back(name, weight)
 
-    def _put_away(self, name: str, parameter: Tensor) -> None:
+    def _put_away(self, name: str, weight: Tensor) -> None:
         if not self._in_place:
-            self._own[name] = parameter.data
+            self._own[name] = weight.data
         else:
             if name not in self._own:
-                self._own[name] = _empty_on_host(parameter)
-            self._own[name].copy_(parameter, non_blocking=True)
+                self._own[name] = _empty_on_host(weight)
+            self._own[name].copy_(weight, non_blocking=True)
         self._away.add(name)
 
-    def _bring_back(self, name: str, parameter: Tensor) -> None:
-        self._set(parameter, self._own[name])
+    def _bring_back(self, name: str, weight: Tensor) -> None:
+        self._set(weight, self._own[name])
         self._away.discard(name)
 
-    def _set(self, parameter: Tensor, weights: Tensor) -> None:
+    def _set(self, weight: Tensor, other: Tensor) -> None:
         if self._in_place:
-            parameter.copy_(weights, non_blocking=True)
+            weight.copy_(other, non_blocking=True)
         else:
-            parameter.data = weights
+            weight.data = other.to(weight.dtype)  # the copy itself, unless its dtype is another
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         if not self._away:
             return
-        for name, parameter in _parameters(self._policy):
+        for name, weight in self._policy.named_weights():
             if name in self._away:
-                self._bring_back(name, parameter)
+                self._bring_back(name, weight)
         _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
 
 
-def _parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    yield from policy.module.named_parameters()
-
-
-def _empty_on_host(parameter: Tensor) -> Tensor:
-    return torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+def _empty_on_host(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
 
 
 def _synchronize(policy: Policy) -> None:

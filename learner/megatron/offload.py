@@ -41,9 +41,15 @@ class OffloadedAdam:
     """Adam over the pieces of one rank. It has those methods and attributes of Megatron's optimizers that the learner uses."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, pieces: Sequence[Piece], *, distributed: bool, clip_grad: float, block: int = OFFLOADED_AT_ONCE
+        self,
+        ddps: Sequence[DistributedDataParallel],
+        pieces: Sequence[Piece],
+        *,
+        distributed: bool,
+        clip_grad: float,
+        block: int = OFFLOADED_AT_ONCE,
     ) -> None:
-        self._ddp, self._distributed, self._clip_grad = ddp, distributed, clip_grad
+        self._ddps, self._distributed, self._clip_grad = ddps, distributed, clip_grad
         self.steps = 0
         """Steps taken."""
         # Megatron's rule: no weight decay for vectors (norms and biases).
@@ -99,14 +105,20 @@ class OffloadedAdam:
         for group in self.param_groups:
             for block in group["blocks"]:
                 self._update(block, group, scale)
-        if any(buffer.grad_data.is_cuda for buffer in self._ddp.buffers):
+        if any(buffer.grad_data.is_cuda for ddp in self._ddps for buffer in ddp.buffers):
             torch.cuda.synchronize()  # the host's copies are read by a checkpoint, without the device
-        if self._distributed and not self._ddp.ddp_config.overlap_param_gather:
-            self._ddp.start_param_sync()
+        for ddp in self._ddps if self._distributed else ():
+            if not ddp.ddp_config.overlap_param_gather:
+                ddp.start_param_sync()
         return True, norm, None
 
     def _norm(self) -> float:
-        mine = [piece for piece in self._pieces if tensor_parallel.param_is_not_tensor_parallel_duplicate(piece.parameter)]
+        mine = [
+            piece
+            for piece in self._pieces
+            # ``shared``: the last stage's copy of a tied embedding
+            if tensor_parallel.param_is_not_tensor_parallel_duplicate(piece.parameter) and not getattr(piece.parameter, "shared", False)
+        ]
         grads = [piece.of(piece.parameter.main_grad) for piece in mine]  # type: ignore[attr-defined]
         return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=self._group()))
 

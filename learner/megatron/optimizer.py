@@ -12,10 +12,20 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
+from learner.errors import ConfigRefused
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
 from learner.megatron.offload import OffloadedAdam
-from learner.megatron.optimizer_pieces import Piece, make_leaves, own_pieces, set_steps, sharded_pieces, state_of_pieces, whole_pieces
+from learner.megatron.optimizer_pieces import (
+    Piece,
+    buffers_of,
+    make_leaves,
+    own_pieces,
+    set_steps,
+    sharded_pieces,
+    state_of_pieces,
+    whole_pieces,
+)
 from learner.schedule import OptimizerConfig, learning_rate
 
 log = logging.getLogger(__name__)
@@ -28,17 +38,21 @@ class PolicyOptimizer:
     """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one in host memory."""
 
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
-        """``offload``: keep the state in host memory."""
+        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         self._config, self._steps, self._policy = config, steps, policy
         self._has_state = False
         self._reset_for = 0
         """Step for which the state was last set to 0."""
         self._taken = 0
-        """Steps of Adam, those before a restart included; counted for an optimizer in pieces only."""
+        """Steps of Adam, those before a restart included; counted for state in pieces only."""
         self._distributed = policy.replicas.distributed_optimizer
-        self._pieces = own_pieces(policy.ddp) if self._distributed else whole_pieces(policy.ddp)
+        self._experts = bool(policy.config.num_moe_experts)
+        if offload and self._experts:
+            raise ConfigRefused("learner.offload_optimizer", "false for a model with experts", offload)
+        pieces_of = own_pieces if self._distributed else whole_pieces
+        self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
         clip = config.clip_grad or math.inf  # not 0, with which Megatron would not compute the norm
-        self._offloaded = OffloadedAdam(policy.ddp, self._pieces, distributed=self._distributed, clip_grad=clip) if offload else None
+        self._offloaded = OffloadedAdam(policy.ddps, self._pieces, distributed=self._distributed, clip_grad=clip) if offload else None
         self.inner: Any = self._offloaded or self._megatrons(clip)
         """Megatron's optimizer, or ``OffloadedAdam``."""
 
@@ -62,7 +76,7 @@ class PolicyOptimizer:
                     use_distributed_optimizer=self._distributed,
                     overlap_param_gather=policy.replicas.overlap_param_gather,
                 ),
-                [policy.ddp],
+                list(policy.ddps),
             )
         if self._distributed:
             make_leaves(inner)
@@ -75,7 +89,8 @@ class PolicyOptimizer:
 
     def zero_grad(self) -> None:
         """Set the gradients to 0; call it before the first micro-batch of a step."""
-        self._policy.ddp.zero_grad_buffer()
+        for ddp in self._policy.ddps:
+            ddp.zero_grad_buffer()
         self.inner.zero_grad()
 
     def step(self, step: int, *, loss: float, scale: float = 1.0) -> tuple[float | None, float]:
@@ -123,11 +138,11 @@ class PolicyOptimizer:
         """
         squares = [float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in self._reduced()]
         here = self._policy.parallel
-        sums = torch.tensor([loss, rate, *squares], dtype=torch.float64, device=here.device)
-        if here.dp_size * here.tp_size > 1:
+        sums = torch.tensor([loss, rate, sum(squares)], dtype=torch.float64, device=here.device)
+        if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         # One all-reduce decides for all ranks. A rank that skipped alone would leave the others with different weights.
-        if bool(torch.isfinite(sums).all()) and float(sums[2:].sum()) < torch.finfo(torch.float32).max:
+        if bool(torch.isfinite(sums).all()) and float(sums[2]) < torch.finfo(torch.float32).max:
             return True
         norm = math.sqrt(sum(squares))
         log.error("step %d skipped: want finite loss and gradients, got loss=%g gradient_norm=%g on rank %d", step, loss, norm, here.rank)
@@ -138,7 +153,7 @@ class PolicyOptimizer:
 
         The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not finite either.
         """
-        for buffer in self._policy.ddp.buffers:
+        for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
             group = buffer.data_parallel_group
             if not self._distributed:
                 yield buffer.grad_data
@@ -154,10 +169,10 @@ class PolicyOptimizer:
         return "sgd" if self._config.name == "sgd" else "adam"
 
     def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Return the optimizer's part of a checkpoint; ``model``: the model's sharded state. The names are those of the plain one."""
+        """Return the optimizer's part of a checkpoint; ``model``: the sharded state of all chunks. The names are those of the plain one."""
         if not self._in_pieces:
             return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
-        entries = {PIECES: sharded_pieces(model, self._state_of_pieces())}
+        entries = {PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)}
         if is_loading:
             return entries
         settings = [{name: value for name, value in group.items() if name not in ("params", "blocks")} for group in self.inner.param_groups]
@@ -180,7 +195,8 @@ class PolicyOptimizer:
 
     @property
     def _in_pieces(self) -> bool:
-        return self._distributed or self._offloaded is not None
+        # With experts there are two optimizers, and Megatron stores each under names of its own.
+        return self._distributed or self._offloaded is not None or self._experts
 
     def _state_of_pieces(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)

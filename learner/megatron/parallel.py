@@ -1,8 +1,10 @@
 """The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,43 @@ class Parallel:
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     device: torch.device
+    pp_rank: int
+    """Stage of the pipeline: an equal part of the layers."""
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    vp_size: int
+    """Chunks of layers of each stage."""
+    cp_rank: int
+    """Part of every row's tokens."""
+    cp_size: int
+    cp_group: dist.ProcessGroup
+    ep_size: int
+    """Ranks over which experts are spread. They are replicas, context-parallel or tensor-parallel ranks of one stage."""
+    sequence_parallel: bool
+    """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
+
+    @property
+    def exports(self) -> bool:
+        """Whether this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
+        place = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return place < math.lcm(self.tp_size, self.ep_size)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the parallelism that divides a model, by the names of their settings."""
+        return {
+            "tensor_parallel": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
+            "pipeline_parallel": self.pp_size,
+            "virtual_pipeline": self.vp_size,
+            "context_parallel": self.cp_size,
+            "expert_parallel": self.ep_size,
+        }
+
+    @property
+    def last_stage(self) -> int:
+        """Global rank of the last stage of this rank's pipeline."""
+        return dist.get_global_rank(self.pp_group, self.pp_size - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +79,14 @@ class Replicas:
 
 
 def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
-    """Return what the settings mean for this world: nothing with one replica, and overlap only on CUDA unless it is demanded.
+    """Return what the settings mean for this world: nothing with one copy of the model, and overlap only on CUDA unless it is demanded.
 
-    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass.
+    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass. With virtual
+    stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its chunks has been reduced early.
     """
-    if here.dp_size == 1:
+    if here.dp_size * here.cp_size == 1:
         return Replicas()
-    on = {"auto": here.device.type == "cuda", "always": True, "never": False}
+    on = {"auto": here.device.type == "cuda" and here.vp_size == 1, "always": True, "never": False}
     return Replicas(
         distributed_optimizer=learner.distributed_optimizer,
         overlap_grad_reduce=on[learner.overlap_grad_reduce],
@@ -70,21 +110,39 @@ def choose_dtype(wanted: str, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
+def join(
+    *,
+    tensor_parallel_size: int,
+    device: torch.device,
+    seed: int,
+    timeout_s: float = 1800.0,
+    pipeline_parallel_size: int = 1,
+    virtual_pipeline_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Returns this rank's place in them. Raises ValueError when the world size is not a multiple of the tensor-parallel size, and for the
+    Returns this rank's place in them. Raises ValueError when the world size is not a multiple of the ranks of one replica, and for the
     CPU on a machine with CUDA.
     """
     # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to train on the CPU)")
     world = int(os.environ["WORLD_SIZE"])
-    if world % tensor_parallel_size:
-        raise ValueError(f"WORLD_SIZE: want a multiple of tensor_parallel={tensor_parallel_size}, got {world}")
+    if world % (model := tensor_parallel_size * pipeline_parallel_size * context_parallel_size):
+        sizes = f"{tensor_parallel_size} x {pipeline_parallel_size} x {context_parallel_size}"
+        raise ValueError(f"WORLD_SIZE: want a multiple of {model}, tensor x pipeline x context parallel = {sizes}, got {world}")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel_size, distributed_timeout_minutes=max(1, int(timeout_s // 60))
+        tensor_model_parallel_size=tensor_parallel_size,
+        pipeline_model_parallel_size=pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size if virtual_pipeline_size > 1 else None,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=1,  # experts are spread, not split
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -101,6 +159,15 @@ def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_
         dp_group=parallel_state.get_data_parallel_group(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         device=device,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        vp_size=virtual_pipeline_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
     )
 
 

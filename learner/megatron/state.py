@@ -1,12 +1,14 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
-It consists of model, optimizer, random generators and, where there is one, the proximal weights. The caller provides a directory that no
-other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are collective over all ranks.
+It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and a critic. The caller
+provides a directory that no other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are
+collective over all ranks.
 """
 
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.critic import Critic
 from learner.megatron.lora import is_adapter
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
@@ -34,6 +37,18 @@ FORMAT = 1
 """Version of the content of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """State beside the policy's."""
+
+    reference: WeightBackup | None = None
+    """Weights of a reference that changes; None = it never does, and a start makes it again."""
+    critic: Critic | None = None
+
+
+NOTHING_BESIDE = Beside()
+
+
 def stage(
     directory: Path,
     *,
@@ -41,6 +56,7 @@ def stage(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
@@ -52,9 +68,9 @@ def stage(
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
-        content = _sharded(policy, optimizer, proximal, is_loading=False)
+        content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, policy, proximal) | {"optimizer": optimizer.kind, "numbers": dict(numbers or {})}
+        content["facts"] = _facts(step, policy, proximal, beside) | {"optimizer": optimizer.kind, "numbers": dict(numbers or {})}
         dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
@@ -67,10 +83,11 @@ def save(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
     """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers))
+    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers))
 
 
 def _write_all(staged: Staged) -> None:
@@ -88,6 +105,7 @@ def load(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
@@ -107,9 +125,14 @@ def load(
     if (kind := facts.get("optimizer", "adam")) != optimizer.kind:
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
     _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
+    _refuse_other_roles(directory, facts, beside)
     with megatron_device(), policy.memory.region():
-        content = _sharded(policy, optimizer, proximal, is_loading=True)
-        _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
+        content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
+        for key in _keys(policy, "model"):
+            _refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
+        if beside.critic is not None:
+            for key in _keys(beside.critic.model, "model"):
+                _refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -117,10 +140,14 @@ def load(
         # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
-        policy.module.load_state_dict(loaded["model"], strict=policy.adapters is None)
+        _load_chunks(policy, loaded)
         optimizer.restore(loaded)
-    if proximal is not None:
-        proximal.restore(loaded["proximal"])
+        if beside.critic is not None:
+            _load_chunks(beside.critic.model, loaded["critic"])
+            beside.critic.optimizer.restore(loaded["critic"])
+    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if copies is not None:
+            copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
     if same_world:
         _restore_rng(loaded["rng"])
     else:
@@ -148,12 +175,13 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
     facts = common["facts"] if ours else {"step": common.get("iteration", 0)}
     _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
     with megatron_device(), policy.memory.region():
-        model = _model_entries(policy)
-        # Megatron pads the vocabulary to a multiple of a number that its command line chooses.
-        _refuse_another_model(directory, model, setting, "a checkpoint of the model in model.path", exactly=ours)
+        model = _model(policy)
+        for part in model.values():
+            # Megatron pads the vocabulary to a multiple of a number that its command line chooses.
+            _refuse_another_model(directory, part, setting, "a checkpoint of the model in model.path", exactly=ours)
         with plain_torch():
-            loaded = dist_checkpointing.load({"model": model}, str(directory))
-        policy.module.load_state_dict(loaded["model"], strict=policy.adapters is None)
+            loaded = dist_checkpointing.load(model, str(directory))
+        _load_chunks(policy, loaded)
     return int(facts["step"])
 
 
@@ -161,8 +189,8 @@ def save_model(directory: Path, *, policy: Policy) -> None:
     """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest. Raises OSError."""
     strategy = StagedSave()
     with megatron_device():
-        facts = _facts(0, policy, None) | {"weights_only": True}
-        dist_checkpointing.save({"model": _model_entries(policy), "facts": facts}, str(directory), strategy)
+        facts = _facts(0, policy, None, NOTHING_BESIDE) | {"weights_only": True}
+        dist_checkpointing.save({**_model(policy), "facts": facts}, str(directory), strategy)
     assert strategy.staged is not None
     _write_all(strategy.staged)
 
@@ -179,6 +207,24 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
         if there.get(part.key) != (shape := tuple(part.global_shape)):
             found = f"has the shape {there[part.key]}" if part.key in there else "is missing"
             raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
+
+
+def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Beside) -> None:
+    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that saved."""
+    roles = {
+        "critic": ("learner.algorithm.advantage", "one with a critic (gae, vtrace)", "one without a critic", beside.critic),
+        "reference": (
+            "learner.algorithm.kl",
+            "reference_every or reference_ema > 0",
+            "neither reference_every nor reference_ema",
+            beside.reference,
+        ),
+    }
+    for name, (setting, there, absent, now) in roles.items():
+        saved = bool(facts.get(name, False))
+        if saved is not (now is not None):
+            want = f"{there if saved else absent}, as in the run that saved {directory}; undo the change, or start another run"
+            raise ConfigRefused(setting, want, absent if saved else there)
 
 
 def _refuse_other_adapters(directory: Path, facts: Mapping[str, Any], policy: Policy, want: str) -> None:
@@ -198,27 +244,62 @@ def _rank_of(facts: Mapping[str, Any] | None) -> int:
     return 0 if facts is None else int(facts["rank"])
 
 
-def _model_entries(policy: Policy) -> dict[str, Any]:
-    """Return the checkpoint entries of the model: of one with adapters only these, because the model directory has the rest."""
-    entries: dict[str, Any] = policy.module.sharded_state_dict()
-    return entries if policy.adapters is None else {name: part for name, part in entries.items() if is_adapter(name)}
-
-
-def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
-    model = _model_entries(policy)
-    content = {"model": model, **optimizer.sharded(model, is_loading=is_loading)}
-    if proximal is not None:
-        # The layout of the model's own shards, with the copies as their data and under other names.
-        copies = {name: part for name, part in policy.module.sharded_state_dict().items() if name in proximal.tensors}
-        for name, part in copies.items():
-            part.data = proximal.tensors[name]
-        add_prefix_for_sharding(copies, "proximal.")
-        content["proximal"] = copies
+def _sharded(
+    policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, beside: Beside, *, is_loading: bool
+) -> dict[str, Any]:
+    content = _trained(policy, optimizer, is_loading=is_loading)
+    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if copies is not None:
+            content |= _of_copies(policy, copies, name)
+    if beside.critic is not None:
+        content["critic"] = _trained(beside.critic.model, beside.critic.optimizer, is_loading=is_loading)
+        add_prefix_for_sharding(content["critic"], "critic.")
     return content
 
 
-def _facts(step: int, policy: Policy, proximal: WeightBackup | None) -> dict[str, Any]:
-    facts = {"format": FORMAT, "step": step, "world": dist.get_world_size(), "proximal": proximal is not None}
+def _trained(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool) -> dict[str, Any]:
+    model = _model(policy)
+    return {**model, **optimizer.sharded(model, is_loading=is_loading)}
+
+
+def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any]:
+    """Return the layout of the model's own shards, with the copies as their data and under other names."""
+    content: dict[str, Any] = {}
+    for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
+        before = f"{number}." if len(policy.chunks) > 1 else ""
+        entries = {before + each: entry for each, entry in part.items() if before + each in copies.tensors}
+        for each, entry in entries.items():
+            entry.data = copies.tensors[each]
+            if isinstance(entry, ShardedTensor):  # copies may have another dtype
+                entry.dtype = entry.data.dtype
+        add_prefix_for_sharding(entries, f"{name}.")
+        content[key] = entries
+    return content
+
+
+def _keys(policy: Policy, name: str) -> list[str]:
+    """Return the places of the chunks in the content of a checkpoint. The files do not have them."""
+    return [name] if len(policy.chunks) == 1 else [f"{name}{number}" for number in range(len(policy.chunks))]
+
+
+def _model(policy: Policy) -> dict[str, Any]:
+    """Return the sharded state of each chunk at its place: of a model with adapters only these, because its directory has the rest."""
+    return {key: _entries(policy, chunk) for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
+
+
+def _entries(policy: Policy, chunk: Any) -> dict[str, Any]:
+    entries: dict[str, Any] = chunk.sharded_state_dict()
+    return entries if policy.adapters is None else {name: part for name, part in entries.items() if is_adapter(name)}
+
+
+def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
+    for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True):
+        chunk.load_state_dict(loaded[key], strict=policy.adapters is None)
+
+
+def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> dict[str, Any]:
+    roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
+    facts = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **{name: role is not None for name, role in roles.items()}}
     return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
 
 

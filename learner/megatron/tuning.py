@@ -1,5 +1,6 @@
 """The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,19 +32,21 @@ class Tuning:
         return cls(lora=learner.lora, freeze=learner.optimizer.freeze, seed=learner.seed)
 
 
-def tune(module: GPTModel, bridge: Any, parallel: Parallel, tuning: Tuning) -> Adapters | None:
-    """Freeze weights and add adapters, before the model is wrapped for data parallelism. Returns the adapters. Raises ConfigRefused."""
+def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tuning) -> Adapters | None:
+    """Freeze weights and add adapters, before the chunks are wrapped for data parallelism. Returns the adapters. Raises ConfigRefused."""
     adapters = None
     if tuning.lora.rank:
+        [module] = chunks  # the settings refuse adapters with virtual stages
         adapters = Adapters(module, bridge, parallel, tuning.lora, seed=tuning.seed)
     elif tuning.freeze:
-        _freeze(module, bridge, tuning.freeze)
-    if not tuning.trains:
-        module.requires_grad_(False)
-    embedding = getattr(module, "embedding", None)
-    if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-        # A recomputed layer whose input has no gradient returns an output that has none, and nothing in it would be trained.
-        embedding.register_forward_hook(_with_gradient)
+        _freeze(chunks, bridge, tuning.freeze)
+    for chunk in chunks:
+        if not tuning.trains:
+            chunk.requires_grad_(False)
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
+            # A recomputed layer whose input has no gradient returns an output that has none, and nothing in it would be trained.
+            embedding.register_forward_hook(_with_gradient)
     return adapters
 
 
@@ -51,15 +54,19 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_(True)
 
 
-def _freeze(module: GPTModel, bridge: Any, patterns: tuple[str, ...]) -> None:
+def _freeze(chunks: Sequence[GPTModel], bridge: Any, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters of which the patterns name every part."""
-    for name, parameter in module.named_parameters():
-        names = bridge._weight_name_mapping_mcore_to_hf(name)
-        frozen = frozen_names(patterns, names)
-        if frozen and len(frozen) < len(names):
-            raise ConfigRefused(
-                "learner.optimizer.freeze", f"all or none of {', '.join(names)}, which are one tensor in Megatron", sorted(frozen)
-            )
-        parameter.requires_grad_(not frozen)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    for chunk in chunks:
+        for name, whole_name in bridge.names(chunk):
+            parameter = dict(chunk.named_parameters()).get(name)
+            if parameter is None:
+                continue
+            names = bridge._weight_name_mapping_mcore_to_hf(whole_name)
+            frozen = frozen_names(patterns, names)
+            if frozen and len(frozen) < len(names):
+                raise ConfigRefused(
+                    "learner.optimizer.freeze", f"all or none of {', '.join(names)}, which are one tensor in Megatron", sorted(frozen)
+                )
+            parameter.requires_grad_(not frozen)
+    if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
         raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(patterns))

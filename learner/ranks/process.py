@@ -4,7 +4,7 @@ It starts them, forwards their output, and ends them all when one of them fails,
 can only wait. It knows no bus and no model, and loads no torch.
 
     parent -- feeder            one, on the first node
-           -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product, in equal parts on the nodes
+           -- rank 0 .. R-1     R = data x tensor x pipeline x context parallel, in equal parts on the nodes
 
 Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the
 current step), and the feeder when all ranks have ended.

@@ -4,7 +4,8 @@ Weights are copied in the trainer's thread and pushed during the next step; at m
 On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
 (``give``), so that the learner and the engines never work at the same time.
 
-Only rank 0 has a publisher. Its tensor-parallel peers help to gather the weights; the other ranks do nothing here.
+Only rank 0 has a publisher. The other ranks of its copy of the model help to gather the weights: its tensor-parallel peers, and the
+stages of its pipeline, whose weights it gets one at a time. All other ranks do nothing here.
 """
 
 import logging
@@ -54,8 +55,7 @@ class Pushes:
         self._staged: Staged | None = None
         """Weights of a push that has not succeeded yet."""
         self._engines_released = 0
-        self._takes_part = policy.parallel.dp_rank == 0
-        self._leads = self._takes_part and policy.parallel.tp_rank == 0
+        self._leads = policy.parallel.rank == 0
         self._publisher: Publisher | None = None
         self._handle: PushHandle | None = None
         self._report: PushReport | None = None
@@ -74,11 +74,12 @@ class Pushes:
         Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
         """
         # Made from an export of its own: later ones are streamed, tensor by tensor, and no rank has all of them at once.
-        manifest = Manifest.of(self._policy.export()) if self._takes_part else None
         if not self._leads:
+            self._policy.help_export()
             self._begin(start)
             yield
             return
+        manifest = Manifest.of(self._policy.export())
         publisher = Publisher(
             self._weights,
             bus_url=self._places.bus_url,
@@ -104,10 +105,8 @@ class Pushes:
         if start.head_version >= 0:
             if start.recorded_until == start.step:
                 self.publish()
-        elif (
-            start.initial is not None or self._policy.begins_apart
-        ):  # not publish_initial: engines load version 0 from the model directory, which has other weights
-            self.publish()
+        elif start.initial is not None or self._policy.begins_apart:
+            self.publish()  # not publish_initial: engines load version 0 from the model directory, which has other weights
         else:
             self.published_step = start.step
             if self._publisher is not None:
@@ -118,11 +117,8 @@ class Pushes:
         """Make the current weights the next version, after the previous push has ended. Raises as ``open``."""
         self.collect(wait=True)
         self.published_step = self.step
-        if not self._takes_part:
-            return
         if self._publisher is None:
-            for _ in self._policy.export():  # takes part in the collective that gathers the weights
-                pass
+            self._policy.help_export()
             return
         self._staged = self._publisher.stage(self.step, self._policy.export())
         if not self._colocated:
@@ -197,17 +193,14 @@ class Pushes:
 
     def write_model(self, directory: Path) -> None:
         """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer, and with adapters."""
-        if not self._takes_part:
+        if not self._leads:
+            self._policy.help_export(adapters=True)
             return
-        # All ranks that take part gather; only rank 0 writes.
         tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
-        if self._leads:
-            version = self._report.version if self._report is not None and self._report.step == self.step else -1
-            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
+        version = self._report.version if self._report is not None and self._report.step == self.step else -1
+        snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
         if self._policy.adapters is not None:
-            adapter = dict(self._policy.adapters.export())
-            if self._leads:
-                write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
+            write_adapter(directory / ADAPTER, dict(self._policy.export_adapters()), self._policy.adapters.config, self._places.model_dir)
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:

@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -34,23 +34,22 @@ class SavedModels:
         """``every``: steps; 0 = none are written. ``keep``: newest models that are kept; 0 = all."""
         self._policy, self._places, self._every, self._keep = policy, places, every, keep
         self._root = places.final_dir.with_name("models")
-        self._takes_part = policy.parallel.dp_rank == 0
-        self._leads = self._takes_part and policy.parallel.tp_rank == 0
+        self._leads = policy.parallel.rank == 0
         self._writing: threading.Thread | None = None
 
     def after(self, step: int, *, checkpointed: bool) -> None:
         """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a checkpoint."""
-        if not self._every or (step % self._every and not checkpointed) or not self._takes_part:
+        if not self._every or (step % self._every and not checkpointed):
+            return
+        if not self._leads:
+            self._policy.help_export(adapters=True)
             return
         self.wait()
-        adapter: dict[str, Tensor] = {}
-        if self._policy.adapters is not None:
-            adapter = _copied(dict(self._policy.adapters.export()))
-        tensors = _copied(dict(self._policy.export()))
-        if self._leads:
-            # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
-            self._writing = threading.Thread(target=self._write, args=(step, tensors, adapter), name="saved-model", daemon=True)
-            self._writing.start()
+        tensors = _copied(self._policy.export())
+        adapter = {} if self._policy.adapters is None else _copied(self._policy.export_adapters())
+        # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
+        self._writing = threading.Thread(target=self._write, args=(step, tensors, adapter), name="saved-model", daemon=True)
+        self._writing.start()
 
     def wait(self) -> None:
         """Wait until the model before is written, or could not be."""
@@ -81,6 +80,6 @@ def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
             log.info("model removed directory=%s", path)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copied(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies in host memory, which the next step does not change."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}

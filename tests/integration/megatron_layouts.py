@@ -11,6 +11,7 @@ import torch
 from learner import logprobs
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
+from learner.megatron.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
@@ -29,6 +30,19 @@ class Layout:
 
     data_parallel: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    context_parallel: int = 1
+    sharded: bool = False
+    """Distributed optimizer."""
+    overlap: bool = False
+    """Collectives of the replicas beside forward and backward passes."""
+    offload: bool = False
+    """Optimizer in host memory."""
+    recompute: str = "none"
+    model: str = "flat"
+    """Name of the model."""
     max_tokens: int = 1 << 20
     """Number of tokens of a micro-batch at most."""
     chunk: int = logprobs.CHUNK_ELEMENTS
@@ -44,32 +58,61 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    def join(self) -> parallel.Parallel:
+        return parallel.join(
+            tensor_parallel_size=self.tensor_parallel,
+            device=torch.device("cpu"),
+            seed=0,
+            pipeline_parallel_size=self.pipeline_parallel,
+            virtual_pipeline_size=self.virtual_pipeline,
+            context_parallel_size=self.context_parallel,
+            sequence_parallel=self.sequence_parallel,
+        )
 
 
 def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
     """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
     config, minibatches = algorithm(case), CASES[case][1]
-    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    replicas = parallel.Replicas(
+        distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
+    )
+    kernels = Wanted(recompute=layout.recompute)
+    policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas, kernels=kernels)
     reference = WeightBackup(policy) if config.needs_reference else None
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload), config, max_lag=2, reference=reference)
     seen = RaisingOnCuda()
     watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0
     for step in STEPS:
         samples = make_samples(vocab=VOCAB, step=step, groups=6)
-        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=layout.max_tokens, minibatches=minibatches)
+        batches = make_batches(
+            samples,
+            step=step,
+            data_parallel=here.dp_size,
+            max_tokens=layout.max_tokens,
+            minibatches=minibatches,
+            pad_to=here.tp_size * here.cp_size,
+        )
         with watched:
             metrics.append(trainer.train(batches[here.dp_rank]))
         split = len(batches[here.dp_rank].micro_batches)
-    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found}
+    weights = {name: projected(tensor) for name, tensor in policy.export()}
+    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
+
+
+def projected(tensor: torch.Tensor) -> float:
+    """Return one number that changes with every element."""
+    flat = tensor.detach().double().reshape(-1)
+    return float(flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64).cos())
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     logprobs.CHUNK_ELEMENTS = layout.chunk
-    here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
+    here = layout.join()
     results = {case: train(model_dir, here, case, layout) for case in layout.cases}
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

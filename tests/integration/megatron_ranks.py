@@ -60,7 +60,7 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
     batches = []
     for step in (3, 4, 5):
         samples = [replace(sample, reward=MARK if step == 4 else sample.reward) for sample in make_samples(vocab=VOCAB, step=step)]
-        batches.append(make_batches(samples, step=step, data_parallel=here.dp_size)[here.dp_rank])
+        batches.append(make_batches(samples, step=step, data_parallel=here.dp_size, pad_to=here.cp_size)[here.dp_rank])
 
     def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], PolicyOptimizer, Policy]:
         policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)

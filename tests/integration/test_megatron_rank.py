@@ -58,7 +58,7 @@ class Learner:
 
     @asynccontextmanager
     async def _ranks(self, url: str, feeding: Any, port: int) -> AsyncIterator[None]:
-        world_size = self.world.learner.data_parallel * self.world.learner.tensor_parallel
+        world_size = self.world.learner.num_ranks
         places = {
             "run": self.world.run,
             "bus_url": self.world.url,
@@ -152,11 +152,12 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
     return opened
 
 
-async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["data_parallel", "pipeline_parallel", "context_parallel"])
+async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
     """Every step is done, every version is of a step, the final model has the last digest and loads in transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    async with open_learner(data_parallel=2) as learner:
+    async with open_learner(**{split: 2}) as learner:
         await learner.finish()
         assert sorted(await learner.digests()) == [1, 2, 3, 4, 5]
         registry = VersionRegistry(learner.world.bus)
@@ -269,12 +270,13 @@ async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
         assert 2 <= last < 200
 
 
-async def test_an_engine_lost_in_mid_bucket_holds_up_no_tensor_parallel_rank(open_learner: OpenLearner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
+async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
     """Gathering over the ranks is over before anything is sent: one rank sends, and the other does not wait."""
     write_tiny_model(tmp_path / "model", vocab_size=300)
     lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
     weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 2.0}
-    async with open_learner(tensor_parallel=2, steps=8, checkpoint_every=8, weights=weights) as learner:
+    async with open_learner(**{split: 2}, steps=8, checkpoint_every=8, weights=weights) as learner:
         here = receivers(learner.world.url, learner.world.run, {"good": Behaviour(), **lost})
         engines = await asyncio.to_thread(here.__enter__)
         try:

@@ -201,7 +201,7 @@ def test_the_table_agrees_with_an_offloaded_optimizer(world: Parallel, tmp_path:
     shape = ModelShape.read(model_dir := write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, **SIZES))
     policy = build_policy(model_dir, dtype=dtype, parallel=world)
     block = 1 << 12
-    adam = OffloadedAdam(policy.ddp, whole_pieces(policy.ddp), distributed=False, clip_grad=1.0, block=block)
+    adam = OffloadedAdam(policy.ddps, whole_pieces(policy.ddp), distributed=False, clip_grad=1.0, block=block)
     held = [flat for each in adam.blocks for flat in each.host.values()]
     assert sum(flat.nbytes for flat in held) == optimizer_bytes(parameters(shape), dtype)
     assert max(sum(flat.nbytes for flat in each.host.values()) for each in adam.blocks) == optimizer_bytes(block, dtype)

@@ -1,5 +1,6 @@
 """Pieces of the optimizer's state as rectangles of a checkpoint, and what the settings of replicas mean."""
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -67,9 +68,10 @@ def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...
         assert torch.equal(whole[layer], wanted)
 
 
-def here(dp_size: int, device: str) -> Parallel:
-    group: Any = None
-    return Parallel(rank=0, dp_rank=0, dp_size=dp_size, tp_rank=0, tp_size=1, dp_group=group, tp_group=group, device=torch.device(device))
+def here(device: str, **sizes: int) -> Parallel:
+    """Return rank 0 of a world with these sizes, and 1 for all others; it has no groups."""
+    plain: dict[str, Any] = {one.name: int(one.name.endswith("_size")) for one in dataclasses.fields(Parallel)}
+    return Parallel(**{**plain, "device": torch.device(device), **sizes})
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,13 @@ def here(dp_size: int, device: str) -> Parallel:
 )
 def test_the_settings_of_replicas(settings: dict[str, Any], device: str, wanted: tuple[bool, bool, bool]) -> None:
     learner = LearnerConfig(**settings)
-    found = choose_replicas(learner, here(2, device))
+    found = choose_replicas(learner, here(device, dp_size=2))
     assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_param_gather) == wanted
-    assert choose_replicas(learner, here(1, device)) == Replicas(), "with one replica there is nothing to share"
+    assert choose_replicas(learner, here(device)) == Replicas(), "with one copy of the model there is nothing to share"
+    context = choose_replicas(learner, here(device, cp_size=2))
+    assert context == found, "context-parallel ranks have copies of the weights too"
+    staged = choose_replicas(LearnerConfig(distributed_optimizer=True), here(device, dp_size=2, pp_size=2, vp_size=2))
+    assert staged == Replicas(distributed_optimizer=True), "chunks of a stage take turns, so nothing overlaps"
 
 
 @pytest.mark.parametrize(

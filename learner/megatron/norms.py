@@ -1,0 +1,18 @@
+"""The norm of every layer, of queries and keys, and behind the last layer: torch's RMSNorm."""
+
+from typing import Any
+
+import torch
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm for Megatron's layer specs.
+
+    With sequence parallelism each rank normalises its own tokens, so that it has a part of the weight's gradient. Megatron adds the parts
+    up for the weights that are marked ``sequence_parallel``.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma and not config.persist_layer_norm
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

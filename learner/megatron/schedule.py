@@ -1,0 +1,108 @@
+"""Rows through the model by Megatron's schedules: one row after the other, or a pipeline of stages (1F1B, interleaved).
+
+    row -> this rank's chunk(s) of the layers -> hidden states -> ``finish`` on the last stage -> loss, result -> backward
+
+Knows the policy and the inputs of its model; the loss is a function that it is given.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from learner.megatron.attention import PackedRow, packed_row
+from learner.megatron.context import own_part
+from learner.megatron.cpu_shim import plain_torch
+from learner.megatron.model import Policy
+from learner.megatron.stages import is_last
+
+
+class ModelInput(Protocol):
+    """What the model needs of a row."""
+
+    @property
+    def tokens_T(self) -> Tensor:
+        """Tokens of this rank's part of the row."""
+        ...
+
+    @property
+    def packed(self) -> PackedRow:
+        """Layout of the whole row."""
+        ...
+
+
+Row = TypeVar("Row", bound=ModelInput)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filler:
+    """A row of padding, which has no loss."""
+
+    tokens_T: Tensor
+    packed: PackedRow
+
+
+def run_rows(
+    policy: Policy, rows: Sequence[Row], finish: Callable[[Row, Tensor], tuple[Tensor, Result]], *, forward_only: bool = False
+) -> list[Result] | None:
+    """Run every row through the model, forward and (unless ``forward_only``) backward. Collective; call it inside ``megatron_device()``.
+
+    ``finish(row, hidden_TH)`` returns (loss, result); it is called on the last stage. Returns the results there in the order of the rows,
+    and None on the other stages.
+    """
+
+    def after(row: Row | _Filler, output: Tensor) -> tuple[Tensor, Tensor, Result | None]:
+        """Return (loss, number of tokens, result) for the schedule. The number is 0: the loss has its denominators already."""
+        none = torch.zeros((), dtype=torch.int, device=output.device)
+        with plain_torch():
+            if isinstance(row, _Filler):
+                return output.sum() * 0, none, None
+            loss, result = finish(row, output[0])
+            return loss, none, result
+
+    def step(rows_left: Iterator[Row | _Filler], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Run a chunk of the model on its next row. Returns its output, and the function that makes the loss of it."""
+        row = next(rows_left)
+        with plain_torch(), policy.routing.row(row.packed):
+            # The hidden states stay in bfloat16, for the product with the output weight in the loss.
+            output = model(
+                input_ids=row.tokens_T[None],
+                position_ids=row.packed.position_ids_T[None],  # type: ignore[index]
+                attention_mask=None,
+                packed_seq_params=row.packed,
+                **({"fp32_output": False} if policy.config.bf16 else {}),
+            )
+        return output, partial(after, row)
+
+    filled: list[Row | _Filler] = [*rows, *_fillers(policy, len(rows))]
+    several = len(policy.chunks) > 1
+    with torch.no_grad() if forward_only else contextlib.nullcontext():
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(filled) for _ in policy.chunks] if several else iter(filled),
+            model=list(policy.ddps) if several else policy.ddp,
+            num_microbatches=len(filled),
+            seq_length=max(len(row.tokens_T) for row in filled),  # a pipeline sends the length of each row before it
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return results[: len(rows)] if is_last(policy.parallel) else None
+
+
+def _fillers(policy: Policy, num_rows: int) -> list[_Filler]:
+    """Return rows of padding for the interleaved schedule, which wants a multiple of the number of stages."""
+    here = policy.parallel
+    missing = -num_rows % here.pp_size if here.vp_size > 1 else 0
+    if not missing:
+        return []
+    length = here.cp_size * here.tp_size
+    positions_T = own_part(torch.arange(length, device=here.device), here.cp_rank, here.cp_size)
+    packed = packed_row(np.array([0, length], np.int32), positions_T)
+    return [_Filler(tokens_T=torch.zeros_like(positions_T), packed=packed)] * missing

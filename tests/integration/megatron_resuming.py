@@ -1,0 +1,106 @@
+"""Body of one rank of two: saves a checkpoint in every layout, loads each of them in others, and takes the next step. Run by the test."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
+from learner.megatron import parallel, state
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.integration.megatron_layouts import Layout
+from tests.integration.megatron_ranks import skips
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEPS = (3, 4)
+OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4, weight_decay=0.01)
+LAYOUTS: Mapping[str, Layout] = {
+    "tp2": Layout(tensor_parallel=2, sequence_parallel=True),
+    "pp2": Layout(pipeline_parallel=2),
+    "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2),
+    "dp2": Layout(data_parallel=2),
+    "cp2": Layout(context_parallel=2),
+    "cp2, shares": Layout(context_parallel=2, sharded=True),
+    "pp2 vpp2, offload": Layout(pipeline_parallel=2, virtual_pipeline=2, offload=True),
+}
+"""Layouts of two ranks."""
+SKIPPING = ("pp2", "cp2")
+"""Layouts in which one rank has a loss or a gradient that is not finite."""
+
+
+class Learner:
+    """A trainer with its checkpoint state."""
+
+    def __init__(self, model_dir: Path, here: parallel.Parallel, layout: Layout | None = None) -> None:
+        layout = layout or Layout()
+        replicas = parallel.Replicas(distributed_optimizer=layout.sharded)
+        self.here = here
+        self.policy: Policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
+        self.optimizer = PolicyOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
+        self.proximal = WeightBackup(self.policy)
+        self.trainer = Trainer(self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=self.proximal)
+
+    def take(self, step: int) -> dict[str, float]:
+        batches = make_batches(
+            make_samples(vocab=VOCAB, step=step),
+            step=step,
+            data_parallel=self.here.dp_size,
+            max_tokens=100,
+            pad_to=self.here.tp_size * self.here.cp_size,
+        )
+        return self.trainer.train(batches[self.here.dp_rank])
+
+    def save(self, directory: Path) -> None:
+        if self.here.rank == 0:
+            directory.mkdir(parents=True)
+        dist.barrier()
+        state.save(directory, step=STEPS[0], policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)
+
+    def resume(self, directory: Path) -> dict[str, Any]:
+        """Load the checkpoint, and take the second step."""
+        assert state.load(directory, policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)[0] == STEPS[0]
+        digest = self.policy.digest()
+        return {"digest": digest, "metrics": self.take(STEPS[1])}
+
+
+def saved(learner: Learner, directory: Path) -> dict[str, Any]:
+    """Take both steps, with a checkpoint after the first one."""
+    first = learner.take(STEPS[0])
+    learner.save(directory)
+    return {"metrics": [first], "digest": learner.policy.digest()} | {"second": learner.take(STEPS[1])}
+
+
+def main(model_dir: Path, of_one: Path, out: Path) -> None:
+    """``of_one``: checkpoint of one rank."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    results: dict[str, dict[str, Any]] = {}
+    for name, layout in LAYOUTS.items():
+        here = layout.join()
+        results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
+        results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
+        # The latter half of all pairs: a layout loads those that were saved before it, and itself.
+        for other in [*LAYOUTS][: [*LAYOUTS].index(name) + 1]:
+            results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
+        if name in SKIPPING:
+            results[f"skips {name}"] = skips(model_dir, here)
+        leave()
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def leave() -> None:
+    """Destroy the groups, with another port for the next ones."""
+    with KeptPort() as kept:
+        port = [kept.number]
+        dist.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])

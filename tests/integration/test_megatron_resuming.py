@@ -1,0 +1,72 @@
+"""A checkpoint of any layout continues in any other: tensor, pipeline, data and context parallel, and one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import megatron_resuming
+from tests.integration.megatron_resuming import LAYOUTS, SKIPPING, VOCAB, Learner, saved
+from tests.integration.test_megatron_layouts import TIMES, _close
+from tests.learner_steps import run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+
+class World:
+    """Results of one rank, of two ranks in every layout, and the directory of their checkpoints."""
+
+    def __init__(self, root: Path, *, tied: bool) -> None:
+        self.model_dir = write_tiny_model(root / "model", vocab_size=VOCAB, num_hidden_layers=4, tied=tied)
+        self.out = root / "out"
+        self.out.mkdir()
+        with one_rank() as here:
+            self.one = saved(Learner(self.model_dir, here), root / "of-one")
+            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one"), world=2, out=self.out)
+            self.in_one = {name: Learner(self.model_dir, here).resume(self.out / name) for name in LAYOUTS}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"), tied=request.param)
+
+
+def assert_same(ours: dict[str, float], others: dict[str, float], where: str) -> None:
+    assert ours.keys() == others.keys()
+    wrong = {name: (ours[name], others[name]) for name in ours.keys() - TIMES if not _close(name, ours[name], others[name])}
+    assert not wrong, f"{where}: {wrong}"
+
+
+def test_every_layout_trains_what_one_rank_does(world: World) -> None:
+    for rank in world.ranks:
+        for name in LAYOUTS:
+            assert_same(rank[f"saved {name}"]["metrics"][0], world.one["metrics"][0], name)
+            assert_same(rank[f"saved {name}"]["second"], world.one["second"], name)
+
+
+def test_every_layout_continues_the_checkpoint_of_every_other(world: World) -> None:
+    """And of one rank, and that of theirs: the same weights to the bit, and the next step as it would have been."""
+    pairs = [name for name in world.ranks[0] if " <- " in name]
+    assert len(pairs) == len(LAYOUTS) * (len(LAYOUTS) + 1) // 2 + len(LAYOUTS)
+    for rank in world.ranks:
+        for pair in pairs:
+            by = pair.split(" <- ")[1]
+            digest = world.one["digest"] if by == "1" else rank[f"saved {by}"]["digest"]
+            assert rank[pair]["digest"] == digest, pair
+            assert_same(rank[pair]["metrics"], world.one["second"], pair)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_rank_continues_the_checkpoint_of_every_layout(world: World, name: str) -> None:
+    assert world.in_one[name]["digest"] == world.ranks[0][f"saved {name}"]["digest"]
+    assert_same(world.in_one[name]["metrics"], world.one["second"], name)
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(world: World, name: str) -> None:
+    results: list[Any] = [rank[f"skips {name}"] for rank in world.ranks]
+    for rank in results:
+        assert rank["skipped"] == [0, 1, 0]
+        assert rank["digests"][0] == rank["digests"][1] != rank["digests"][2] == rank["undisturbed"]
+        assert rank["norm_of_spoilt_gradient"] is None
+    assert results[0]["digests"] == results[1]["digests"]
