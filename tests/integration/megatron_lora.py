@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,7 +74,13 @@ def learner(
 
 def take(ours: Learner, step: int, here: Parallel, *, max_tokens: int = 60) -> dict[str, float]:
     """Train one step. Returns its metrics."""
-    batches = make_batches(make_samples(vocab=VOCAB, step=step), step=step, data_parallel=here.dp_size, max_tokens=max_tokens)
+    batches = make_batches(
+        make_samples(vocab=VOCAB, step=step),
+        step=step,
+        data_parallel=here.dp_size,
+        max_tokens=max_tokens,
+        pad_to=here.tp_size * here.cp_size,
+    )
     return ours.trainer.train(batches[here.dp_rank])
 
 
@@ -85,8 +92,27 @@ def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None =
         steps = STEPS[1:]
     metrics = [take(ours, step, here) for step in steps]
     assert ours.policy.adapters is not None
-    norms = {name: float(tensor.norm()) for name, tensor in ours.policy.adapters.export()}
+    norms = {name: float(tensor.norm()) for name, tensor in ours.policy.export_adapters()}
     return {"metrics": metrics, "norms": norms, "base": ours.policy.adapters.facts()["base"]}
+
+
+DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tp2": ({"tensor_parallel_size": 2}, ("plain", "recompute full")),
+    "tp2 sp": ({"tensor_parallel_size": 2, "sequence_parallel": True}, ("plain",)),
+    "pp2": ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, ("plain", "recompute full")),
+    "cp2": ({"tensor_parallel_size": 1, "context_parallel_size": 2}, ("plain",)),
+}
+"""Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
+
+
+def _join_again(**sizes: Any) -> Parallel:
+    """Leave the groups, and join the same ranks in others."""
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])
+        return parallel.join(device=torch.device("cpu"), seed=0, **sizes)
 
 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
@@ -97,13 +123,9 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     shared = ("plain", "distributed", "offload", "distributed, offload")
     results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
     results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
-        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
-    results |= {f"tp2 {name}": trained(model_dir, here, WAYS[name]) for name in ("plain", "recompute full")}
-    results["tp2 plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
+    for layout, (sizes, ways) in DIVIDED.items():
+        here = _join_again(**sizes)
+        results |= {f"{layout} {name}": trained(model_dir, here, WAYS[name]) for name in ways}
+        results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

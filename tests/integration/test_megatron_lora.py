@@ -22,7 +22,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
 from tests.integration import megatron_lora
-from tests.integration.megatron_lora import LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
+from tests.integration.megatron_lora import DIVIDED, LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -172,7 +172,7 @@ def world(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 LAYOUTS = (
     *(f"dp2 {name}" for name in ("plain", "distributed", "offload", "distributed, offload")),
     *(f"dp2 {name}, resumed" for name in ("plain", "distributed, offload")),
-    *(f"tp2 {name}" for name in ("plain", "recompute full", "plain, resumed")),
+    *(f"{layout} {name}" for layout, (_, ways) in DIVIDED.items() for name in (*ways, "plain, resumed")),
 )
 
 
