@@ -1,6 +1,7 @@
 """Learning rates, and settings of optimizer, frozen weights and adapters, without a model."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,19 @@ def test_the_check_names_adapters_that_are_not_there(capsys: pytest.CaptureFixtu
     words = ["--set", "learner.lora.rank=4", "--set", "learner.lora.adapter=no/such"]
     assert main(["config", "launch/configs/digits.yaml", *words]) == 78
     assert "learner.lora.adapter: want a directory with PEFT's adapter_config.json" in capsys.readouterr().err
+
+
+def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed() -> str:
+        assert main(["config", "launch/configs/digits.yaml", "--set", f"learner.from_checkpoint={tmp_path / 'there'}"]) == 78
+        return capsys.readouterr().err
+
+    assert "learner.from_checkpoint: want a checkpoint of Tidemill, got" in (found := printed()) and "no such directory" in found
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "common.pt").touch()
+    assert "checkpoints of Megatron itself; convert it to a model directory" in printed()
+    (tmp_path / "there" / "config.json").touch()
+    assert "a model directory; make it model.path, or convert it" in printed()
 
 
 def rows(*settings: str) -> dict[str, Row]:
