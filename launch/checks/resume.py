@@ -29,8 +29,9 @@ SETTINGS = {
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
+    "lora": "learner.lora",
 }
-"""Entry of ``learner.data.rules.DataRules.identity`` -> the setting it comes from."""
+"""Entry of ``learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
@@ -52,7 +53,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def identity(config: RunConfig) -> dict[str, object]:
-    """Return the entries of ``DataRules.identity`` that the files on disk give; entries that are not known yet are missing."""
+    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; what is not known yet is missing."""
     data, sampling = config.data, config.sampling
     found: dict[str, object] = {"run": config.run, "seed": data.seed}
     found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -62,6 +63,10 @@ def identity(config: RunConfig) -> dict[str, object]:
             found["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
     except (PromptError, OSError) as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
+    lora = config.learner.lora
+    found["lora"] = (
+        {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)} if lora.rank else "none"
+    )
     if model := model_identity(Path(config.model.path)):
         found["model"] = model
     return found

@@ -1,12 +1,16 @@
-"""Checks of the weights that are trained: frozen names, and directories of adapters. Loads no torch."""
+"""Checks of the weights that a run begins with and trains: checkpoints, frozen names, directories of adapters. Loads no torch."""
+
+from pathlib import Path
 
 from launch.checks.findings import Report
 from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.run_config import RunConfig
+from learner.checkpoints.manifest import MANIFEST
 from learner.lora import adapter_refusals
 from learner.schedule import unmatched
 
 FREEZE = "learner.optimizer.freeze"
+BEGINS = "learner.from_checkpoint"
 
 
 def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
@@ -21,6 +25,23 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
     if not trained_tensors(tensors, learner):
         cure = "leave weights to train"
         report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)
+    if learner.from_checkpoint:
+        _check_beginning(report, Path(learner.from_checkpoint))
     for refused in adapter_refusals(learner.lora):
         cure = "give the settings of the adapters, or another directory"
         report.error("model", refused.field, want=refused.want, got=repr(refused.got), cure=cure)
+
+
+def _check_beginning(report: Report, directory: Path) -> None:
+    """Report a directory that is no checkpoint of Tidemill; its content is verified when the run starts."""
+    if (directory / MANIFEST).is_file() and (directory / "common.pt").is_file():
+        return
+    got, cure = f"{directory}: no {MANIFEST}", "give a directory below checkpoints/ of a run"
+    if not directory.is_dir():
+        got = f"{directory}: no such directory"
+    elif (directory / "config.json").is_file():
+        got, cure = f"{directory}: a model directory", "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
+    elif (directory / "common.pt").is_file():
+        got += ", as in checkpoints of Megatron itself"
+        cure = "convert it to a model directory (tidemill convert CHECKPOINT OUT --model DIR), and make that model.path"
+    report.error("model", report.at(BEGINS), want="a checkpoint of Tidemill", got=got, cure=cure)

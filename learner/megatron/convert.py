@@ -15,7 +15,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-from megatron.core.safe_globals import register_safe_globals
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -49,7 +48,6 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> in
     """
     if (checkpoint / MANIFEST).exists():
         disk.verify(checkpoint)
-    register_safe_globals()  # the arguments in the common part of Megatron's own checkpoints
     with _readable(checkpoint):
         lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
         tuning = Tuning(lora=_lora(lora), trains=False)

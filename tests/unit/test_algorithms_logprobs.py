@@ -126,6 +126,22 @@ def test_no_tensor_has_the_size_of_all_logits(coefficient: float, monkeypatch: p
     assert weight_VH.grad is not None and hidden_TH.grad is not None
 
 
+@pytest.mark.parametrize("columns", [8, V])
+def test_a_frozen_weight_costs_no_product(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", columns * T)
+    products, gradients = [], []
+    for frozen in (False, True):
+        hidden_TH, weight_VH, targets_T = _inputs()
+        weight_VH.requires_grad_(not frozen)
+        with _Watched() as seen:
+            log_probs_and_entropy(hidden_TH, weight_VH, targets_T)[0].sum().backward()
+        assert hidden_TH.grad is not None and (weight_VH.grad is None) is frozen
+        products.append(seen.products)
+        gradients.append(hidden_TH.grad)
+    assert products[0] - products[1] == -(-V // columns)
+    assert torch.equal(*gradients)
+
+
 def test_logits_of_one_chunk_are_not_computed_again() -> None:
     hidden_TH, weight_VH, targets_T = _inputs(torch.float32)
     with _Watched() as seen:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,8 @@ from launch.checks.findings import CheckFailed, Finding, Report
 from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
-from launch.settings.config_loader import load
+from launch.settings.config_loader import load, to_map
+from launch.settings.run_config import CONFIG_FILE
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
@@ -273,6 +275,16 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> N
     assert "llama of 1 layers" in errors[1] and f"got {tmp_path}/model: qwen2 of 1 layers" in errors[1]
     assert "want 0.5, with which the run in" in errors[2] and "got 1.0" in errors[2]
     assert not check(load(file), Purpose()).errors, "a run that begins"
+
+
+def test_a_run_that_goes_on_keeps_its_adapters(tmp_path: Path) -> None:
+    file, rank = write_run(tmp_path), "learner.lora.rank=4"
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / CONFIG_FILE).write_text(yaml.safe_dump(to_map(load(file, [rank]).config)))
+    assert not check(load(file, [rank]), Purpose(resumes=True)).errors
+    for settings, got in (([], "got 'none'"), ([rank, "learner.lora.alpha=4"], "'alpha': 4")):
+        [error] = texts(check(load(file, settings), Purpose(resumes=True)).errors)
+        assert "learner.lora: want {'rank': 4, 'alpha': 32.0" in error and got in error
 
 
 def test_a_checkpoint_without_a_model_identity_is_accepted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Learning rates, and settings of optimizer, frozen weights and adapters, without a model."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,19 @@ def test_the_check_names_adapters_that_are_not_there(capsys: pytest.CaptureFixtu
     assert "learner.lora.adapter: want a directory with PEFT's adapter_config.json" in capsys.readouterr().err
 
 
+def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed() -> str:
+        assert main(["config", "launch/configs/digits.yaml", "--set", f"learner.from_checkpoint={tmp_path / 'there'}"]) == 78
+        return capsys.readouterr().err
+
+    assert "learner.from_checkpoint: want a checkpoint of Tidemill, got" in (found := printed()) and "no such directory" in found
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "common.pt").touch()
+    assert "checkpoints of Megatron itself; convert it to a model directory" in printed()
+    (tmp_path / "there" / "config.json").touch()
+    assert "a model directory; make it model.path, or convert it" in printed()
+
+
 def rows(*settings: str) -> dict[str, Row]:
     config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
     return {re.split(",| of the weights", row.part)[0]: row for row in memory_rows(SHAPE, config, cuda=True) if row.process == "rank"}
@@ -109,7 +123,9 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert kl["weights of the last version"].bytes == 2 * adapters
     assert 0 < kl["reference model"].bytes < 2 * adapters
     split = rows("learner.lora.rank=16", "learner.tensor_parallel=4")
-    assert adapters / 4 < split["gradients"].bytes / 4 < adapters
+    by_output = (4096 + 4096 // 4) + 2 * (4096 + 1024 // 4) + 2 * (4096 + 12288 // 4)
+    by_input = (4096 // 4 + 4096) + (12288 // 4 + 4096)
+    assert split["gradients"].bytes == 4 * 36 * 16 * (by_output + by_input)
 
 
 def test_frozen_weights_have_neither() -> None:
