@@ -7,6 +7,7 @@ from typing import Any
 from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from learner.megatron.arguments import refuse_ours
 from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -253,6 +254,8 @@ class LearnerConfig:
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
     """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -291,21 +294,9 @@ class LearnerConfig:
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "steps",
-            "groups_per_step",
-            "group_size",
-            "minibatches",
-            "max_tokens_per_micro_batch",
-            "data_parallel",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "virtual_pipeline",
-            "context_parallel",
-            "expert_parallel",
-            "threads",
-        )
-        for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
+        batches = ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_micro_batch", "threads")
+        ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+        for name in (*batches, *ranks, "batch_timeout_s", "nodes_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.nodes < 0:
@@ -313,6 +304,7 @@ class LearnerConfig:
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
         refuse_sizes(self)
+        refuse_ours(self.megatron)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm

@@ -14,6 +14,7 @@ from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
+from learner.megatron.arguments import refusals as argument_refusals
 from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
 
 SETTING = "model.path"
@@ -131,6 +132,8 @@ def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object
         named = [f"learner.{name}" for name in splits if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+    for refused in argument_refusals(config.learner.megatron):
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:

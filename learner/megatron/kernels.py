@@ -9,14 +9,15 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
+from learner.megatron.arguments import refusals
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,18 @@ class Wanted:
     attention: str = "auto"
     recompute: str = "none"
     fused_activation: str = "auto"
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron's own arguments."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> "Wanted":
         """Return those of a configuration."""
-        return cls(attention=learner.attention, recompute=learner.recompute, fused_activation=learner.fused_activation)
+        return cls(
+            attention=learner.attention,
+            recompute=learner.recompute,
+            fused_activation=learner.fused_activation,
+            megatron=learner.megatron,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +83,11 @@ class Kernels:
     attention: str = SDPA
     recompute: str = "none"
     fused_activation: bool = False
+    megatron: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the fields of Megatron's TransformerConfig that these kernels set."""
-        return {**recompute_arguments(self.recompute), "bias_activation_fusion": self.fused_activation}
+        """Return the fields of Megatron's TransformerConfig that these kernels and ``learner.megatron`` set."""
+        return {**recompute_arguments(self.recompute), "bias_activation_fusion": self.fused_activation, **self.megatron}
 
 
 def choose_attention(wanted: str, site: Site) -> Choice:
@@ -142,12 +151,22 @@ def recompute_arguments(recompute: str) -> dict[str, Any]:
 
 
 def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int) -> Kernels:
-    """Return the kernels for this machine, and log each with its reason. Raises ConfigRefused for one that cannot work."""
+    """Return the kernels for this machine, and log each with its reason.
+
+    Raises ConfigRefused for one that cannot work, and for an argument that Megatron does not have.
+    """
+    for refused in refusals(config.megatron):
+        raise refused
     site = _this_site(dtype, head_size)
     attention, activation = choose_attention(config.attention, site), choose_fused_activation(config.fused_activation, site)
     for name, choice in (("attention", attention), ("activation", activation)):
         log.info("kernel of=%s chosen=%s reason=%s", name, choice.kernel, choice.reason)
-    return Kernels(attention=attention.kernel, recompute=config.recompute, fused_activation=activation.kernel == "fused")
+    return Kernels(
+        attention=attention.kernel,
+        recompute=config.recompute,
+        fused_activation=activation.kernel == "fused",
+        megatron=config.megatron,
+    )
 
 
 def _this_site(dtype: torch.dtype, head_size: int) -> Site:

@@ -10,6 +10,7 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import RECOMPUTE, OptimizerConfig
+from learner.errors import ConfigRefused
 from learner.megatron import parallel
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
@@ -46,6 +47,15 @@ def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float
         metrics.append({name: value for name, value in found.items() if name not in TIMES})
     assert torch.equal(torch.get_rng_state(), random)
     return {"metrics": metrics, "digest": policy.digest(), "raising": raising.found}
+
+
+def test_arguments_of_megatron_reach_its_configuration(world: Parallel, tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path, vocab_size=VOCAB)
+    named = {"clone_scatter_output_in_embedding": False, "wgrad_deferral_limit": 3}
+    config = build_policy(model_dir, dtype="float32", parallel=world, kernels=Wanted(megatron=named)).config
+    assert {name: getattr(config, name) for name in named} == named
+    with pytest.raises(ConfigRefused, match=r"learner\.megatron\.wgrad_limit: .*did you mean wgrad_deferral_limit"):
+        build_policy(model_dir, dtype="float32", parallel=world, kernels=Wanted(megatron={"wgrad_limit": 3}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

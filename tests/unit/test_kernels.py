@@ -95,7 +95,7 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
 
 def test_the_defaults_are_those_of_the_configuration() -> None:
     assert Wanted.of(LearnerConfig()) == Wanted()
-    settings = {"attention": "sdpa", "recompute": "full", "fused_activation": "never"}
+    settings = {"attention": "sdpa", "recompute": "full", "fused_activation": "never", "megatron": {"test_mode": True}}
     assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
 
 

@@ -1,0 +1,115 @@
+"""Megatron's own arguments by name (``learner.megatron``): which there are, and which the learner sets itself. No torch, no Megatron.
+
+The names are read from the source of the installed Megatron's TransformerConfig, which takes seconds to import.
+"""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from learner.errors import ConfigRefused
+
+CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/transformer/transformer_config.py": ("TransformerConfig",)}
+"""Files of Megatron, and their classes whose fields are the arguments."""
+
+_MODEL = "the model's config.json, in model.path"
+_FIXED = "the learner, which depends on its value"
+_OWN = "nothing: the learner has its own attention and loss, which do not read it"
+OURS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "learner.tensor_parallel",
+    "sequence_parallel": "learner.sequence_parallel",
+    "pipeline_model_parallel_size": "learner.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "learner.virtual_pipeline",
+    "microbatch_group_size_per_vp_stage": "learner.pipeline_parallel, to which it is equal",
+    "pipeline_model_parallel_layout": "learner.pipeline_parallel: stages have equal numbers of layers",
+    "context_parallel_size": "learner.context_parallel",
+    "cp_comm_type": "learner.context_parallel",
+    "expert_model_parallel_size": "learner.expert_parallel",
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), "learner.moe_aux_loss_coef"),
+    "moe_router_bias_update_rate": "learner.moe_bias_update_rate",
+    "moe_enable_routing_replay": "learner.routing_replay",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16", "enable_autocast"), "learner.dtype"),
+    "deterministic_mode": "learner.deterministic",
+    "bias_activation_fusion": "learner.fused_activation",
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations"),
+        "learner.recompute",
+    ),
+    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), _MODEL),
+    **dict.fromkeys(("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "add_qkv_bias"), _MODEL),
+    **dict.fromkeys(("add_bias_linear", "gated_linear_unit", "activation_func", "rotary_interleaved", "multi_latent_attention"), _MODEL),
+    **dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"), _MODEL),
+    **dict.fromkeys(
+        ("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL
+    ),
+    **dict.fromkeys(("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
+    **dict.fromkeys(("expert_tensor_parallel_size", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_router_dtype"), _FIXED),
+    **dict.fromkeys(("moe_router_fusion", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_z_loss_coeff"), _FIXED),
+    **dict.fromkeys(("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_input_jitter_eps"), _FIXED),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "calculate_per_token_loss", "variable_seq_lengths"), _FIXED),
+    **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush"), _FIXED),
+    **dict.fromkeys(("use_cpu_initialization", "perform_initialization", "masked_softmax_fusion", "persist_layer_norm"), _FIXED),
+    **dict.fromkeys(("mtp_num_layers", "barrier_with_L1_time", "timers", "init_model_with_meta_device"), _FIXED),
+    **dict.fromkeys(("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "attention_softmax_in_fp32"), _OWN),
+    **dict.fromkeys(("apply_query_key_layer_scaling", "attention_backend", "qk_clip", "log_max_attention_logit", "flash_decode"), _OWN),
+    **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _OWN),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"), _OWN),
+}
+"""Arguments that the learner sets or does not read, and what decides about each."""
+
+_TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "List": list, "list": list, "Literal": str}
+
+
+def refuse_ours(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that the learner sets itself, or that has no effect here."""
+    for name in arguments:
+        if name in OURS:
+            raise ValueError(f"megatron.{name}: not passed to Megatron; it is set by {OURS[name]}; remove it")
+
+
+def refusals(arguments: Mapping[str, Any]) -> list[ConfigRefused]:
+    """Return an error for each argument that the installed Megatron does not have, or whose value has another type."""
+    known, found = annotations(), []
+    for name, value in arguments.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            found.append(ConfigRefused(f"learner.megatron.{name}", f"an argument of Megatron's TransformerConfig{meant}", name))
+        elif not _fits(known[name], value):
+            found.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {known[name]}", value))
+    return found
+
+
+@functools.cache
+def annotations() -> Mapping[str, str]:
+    """Return the type of each argument of the installed Megatron, as it is written in its source; empty where there is no Megatron."""
+    spec = importlib.util.find_spec("megatron")
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    found: dict[str, str] = {}
+    for file, classes in CLASSES.items():
+        for root in roots:
+            if (root / file).exists():
+                body = ast.parse((root / file).read_text(encoding="utf-8")).body
+                owners = [one for one in body if isinstance(one, ast.ClassDef) and one.name in classes]
+                found |= {name: kind for owner in owners for name, kind in _fields(owner)}
+    return found
+
+
+def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for one in owner.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id, ast.unparse(one.annotation)
+
+
+def _fits(annotation: str, value: Any) -> bool:
+    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool, List[str]]``."""
+    words = {word.id for word in ast.walk(ast.parse(annotation)) if isinstance(word, ast.Name)}
+    if value is None:
+        return "Optional" in words or "None" in annotation
+    if isinstance(value, bool):
+        return "bool" in words
+    return any(word in words and isinstance(value, kind) for word, kind in _TYPES.items())  # type: ignore[arg-type]
