@@ -68,7 +68,8 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     split, stages, row = learner.tensor_parallel, learner.pipeline_parallel, row_tokens(shape, config)
     tokens = -(-row // learner.context_parallel)
     shares = num_shares(learner)
-    own = buffer_elements(shape, split, shares, stages) if shares > 1 else rank_parameters(shape, split, stages)
+    experts = learner.expert_parallel
+    own = buffer_elements(shape, split, shares, stages, experts) if shares > 1 else rank_parameters(shape, split, stages, experts)
     yield Row(process="rank", part="weights", bytes=item * own)
     yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
     yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
@@ -143,10 +144,10 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(tensor) for tensor in shape.tensors().values())
 
 
-def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
+def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> int:
     """Return the number of parameters of one rank, in the largest stage of a pipeline."""
     stage = stage_tensors(shape, pipeline_parallel).items()
-    return sum(math.prod(tensor) // split_of(name, tensor_parallel) for name, tensor in stage)
+    return sum(math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in stage)
 
 
 def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tuple[int, ...]]:
@@ -167,7 +168,7 @@ def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tup
     return mine | max(first, last, key=lambda ends: sum(map(math.prod, ends.values())))
 
 
-def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int, pipeline_parallel: int = 1) -> int:
+def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> int:
     """Return the elements of a rank's weight buffer, and of its gradients, with a distributed optimizer.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
@@ -178,13 +179,17 @@ def buffer_elements(shape: ModelShape, tensor_parallel: int, shares: int, pipeli
         # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP.
         joint[re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)] += math.prod(
             tensor
-        ) // split_of(name, tensor_parallel)
+        ) // split_of(name, tensor_parallel, expert_parallel)
     divisor = math.lcm(shares, 128)
     return -(-sum(-(-elements // 64) * 64 for elements in joint.values()) // divisor) * divisor
 
 
-def split_of(name: str, tensor_parallel: int) -> int:
-    """Return the number of ranks over which a tensor is split: none for norms and the biases of row-split matrices."""
+def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
+    """Return the number of ranks over which a tensor is split, or experts are spread: 1 for norms and the biases of row-split matrices."""
+    if ".mlp.experts." in name:
+        return expert_parallel
+    if name.endswith(".mlp.gate.weight"):  # the router
+        return 1
     return 1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
 
 
@@ -225,6 +230,9 @@ class Activations:
 
     def _mlp(self, shape: ModelShape) -> int:
         # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
+        if shape.experts is not None:
+            # the same of each expert of a token, which receives the token and returns its result
+            return shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
         return (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
 
 
