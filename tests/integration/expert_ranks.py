@@ -49,6 +49,7 @@ REPLAYED = Mixture(replay=True)
 WAYS = {
     "plain": Way(),
     "distributed": Way(replicas=Replicas(distributed_optimizer=True)),
+    "overlapped": Way(replicas=Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)),
     "moved": Way(minibatches=3, lr=1e-2),
     "replayed": Way(mixture=REPLAYED, minibatches=3, lr=1e-2),
     "replayed, full": Way(mixture=REPLAYED, minibatches=3, lr=1e-2, recompute="full"),
@@ -92,6 +93,7 @@ ONE = [
 RUNS = [
     *((family, layout, "plain") for layout in ("EP2", "DP2", "TP2", "PP2") for family in EXPERTS),
     *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "DP2", "TP2")),
+    *(("qwen3_moe", layout, "overlapped") for layout in ("EP2", "DP2")),
     *(("qwen3_moe", layout, "plain") for layout in ("TP2 EP2", "CP2", "CP2 EP2")),
     ("deepseek_v3", "CP2", "plain"),
     (DEEP, "PP2 VP2", "plain"),
@@ -108,7 +110,7 @@ RUNS_OF_FOUR = [("qwen3_moe", layout, way) for layout in OF_FOUR for way in ("pl
 
 def same_run(way: str) -> str:
     """Return the way of one process that has the same numbers: recomputation and the kind of optimizer change none."""
-    return "plain" if way == "distributed" else way.split(",")[0]
+    return "plain" if way in ("distributed", "overlapped") else way.split(",")[0]
 
 
 RESUMES = [
