@@ -18,6 +18,7 @@ from learner.megatron.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
@@ -140,3 +141,13 @@ def test_weights_of_another_shape_are_refused(here: Any, tmp_path: Path) -> None
     policy = build_policy(directory, dtype="float32", parallel=here)
     with pytest.raises(ConfigRefused, match=r"experts\.0\.w1\.weight.*want the shape \(128, 32\), got \(96, 32\)"):
         policy.bridge.load(policy.chunks, other)
+
+
+@pytest.mark.parametrize("family", ["glm4", *EXPERTS])
+def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(here: Any, tmp_path: Path, family: str) -> None:
+    policy = build_policy(write_tiny_model(tmp_path, family), dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    seen = RaisingOnCuda()
+    with seen:
+        trainer.train(make_batches(make_samples(vocab=299), max_tokens=100)[0])
+    assert seen.found == []
