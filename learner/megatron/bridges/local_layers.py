@@ -39,7 +39,7 @@ class LocalLayers:
     }
     """Hugging Face names of a layer's norms, by the end of Megatron's."""
     _FLASH_HEADS = True
-    """Whether keys and values have heads of one size, as torch's flash attention needs."""
+    """True where keys and values have heads of one size, as torch's flash attention needs."""
 
     _DIRECT_MAPPING: dict[str, str]
     config: Any
