@@ -1,13 +1,13 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from learner.algorithms.config import CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
-from learner.megatron.arguments import refuse_ours
+from learner.megatron_arguments import refuse_ours
 from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -19,7 +19,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: str = ""
-    """A .jsonl or .parquet file, or a directory of ``datasets`` (save_to_disk); ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
+    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
@@ -40,6 +41,9 @@ class DataConfig:
     """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
+    responses_key: str = ""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
+    messages, and those of the assistant are the response."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -116,7 +120,17 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key")
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
@@ -178,6 +192,26 @@ class OptimizerConfig:
             raise ValueError(f"lr: want > 0, got {self.lr!r}")
         if self.lr_decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_decay: want constant, linear or cosine, got {self.lr_decay!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic: a second model with a value head, trained where ``algorithm.advantage`` is gae or vtrace."""
+
+    path: str = ""
+    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``."""
+    warmup_steps: int = 0
+    """First steps of the run in which the critic alone is trained."""
+    value_clip: float = 0.2
+    """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The critic's optimizer: Adam, with settings of its own. A learning rate of 5 to 10 times the policy's is usual."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: want >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"value_clip: want >= 0, got {self.value_clip!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +324,8 @@ class LearnerConfig:
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of ``algorithm.advantage: gae`` and ``vtrace`` (docs/algorithms.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
@@ -324,7 +360,13 @@ class LearnerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
         self._refuse_credit()
+        self._refuse_critic()
         self._refuse_unknown()
+
+    def alone(self) -> "LearnerConfig":
+        """Return these settings with one rank."""
+        one: dict[str, Any] = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
 
     @property
     def num_ranks(self) -> int:
@@ -351,6 +393,8 @@ class LearnerConfig:
             if self.credit_gamma != 1.0:
                 raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
             return
+        if self.algorithm.sft_coef:
+            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":
@@ -359,6 +403,16 @@ class LearnerConfig:
             )
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
+
+    def _refuse_critic(self) -> None:
+        """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
+        if not self.algorithm.by_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: {' or '.join(BY_CRITIC)}, "
+                "or no settings of a critic"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step trains the policy")
 
     def _refuse_unknown(self) -> None:
         """Refuse values that are not among the choices, and choices that contradict each other."""

@@ -88,11 +88,14 @@ def waited_for_a_core_s() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    for name in ("weight", "aggregation"):
+        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help=f"a {name} of yours, likewise")
     parser.addoption("--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests")
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
+    parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")
     parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 

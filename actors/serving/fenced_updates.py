@@ -16,6 +16,8 @@ class FencedUpdates:
     def __init__(self) -> None:
         self.epoch = 0
         """Highest learner epoch seen."""
+        self.begun = 0
+        """Number of pushes that have begun here. A load that waits for its turn compares it: a push may have begun meanwhile."""
         self.completed = 0
         self.stall_s = 0.0
         """Sum of the seconds for which updates have held up generation."""

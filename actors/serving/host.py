@@ -117,10 +117,15 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises UpdateRefused or
         StaleEpoch.
         """
-        self.updates.require_current_epoch(epoch, "load_snapshot")
-        if await self.updates.arrived_meanwhile(version):
-            return 0.0
-        return await self.updates.run_shielded(self.updates.serve_directory(Path(directory), version))
+        updates = self.updates
+        updates.require_current_epoch(epoch, "load_snapshot")
+        while True:
+            begun = updates.begun  # before the next line, which waits for the pushes that are counted in it
+            if await updates.arrived_meanwhile(version):
+                return 0.0
+            stall_s = await updates.run_shielded(updates.serve_directory(Path(directory), version, begun=begun))
+            if stall_s is not None:
+                return stall_s
 
     @property
     def updates(self) -> AnyUpdates:

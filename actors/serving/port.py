@@ -88,6 +88,8 @@ class Updates(Protocol):
     They raise UpdateRefused; then the engine serves the weights before the update, or, where those were overwritten, none.
     """
 
+    begun: int
+    """Number of pushes that have begun here."""
     completed: int
     stall_s: float
     """Sum of the seconds for which updates have held up generation."""
@@ -140,8 +142,11 @@ class Updates(Protocol):
     async def load_directory(self, directory: Path, version: int | None) -> float:
         """Load and serve all weights of a directory, or none. Returns seconds as ``end``."""
 
-    async def serve_directory(self, directory: Path, version: int | None) -> float:
-        """Take released memory again, then load and serve a directory. Returns seconds as ``end``."""
+    async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
+        """Take released memory again, then load and serve a directory. Returns seconds as ``end``.
+
+        Returns None, and loads nothing, when a push has begun since ``begun`` was read: a load would discard it.
+        """
 
     async def arrived_meanwhile(self, version: int) -> bool:
         """Wait for an open update, within a bound. Returns whether this version, or a newer one, is served then."""

@@ -29,6 +29,8 @@ GSPO_WIDE = 0.01
 CONTRACTS = {
     "loss": (4, "", "(log_probs_T, anchor_T, tokens, config)"),
     "advantage": (2, "lengths_N", "(rewards_N, groups_N, *, lengths_N)"),
+    "weight": (4, "", "(delta_T, mask_T, sequence_T, num_sequences)"),
+    "aggregation": (3, "", "(mask_T, sample_T, denominators)"),
 }
 """Number of positional arguments that the learner passes, keyword argument besides, and the signature as messages show it."""
 
@@ -38,6 +40,9 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
     ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
     """
+    if config.samples_nothing:
+        report.good("reward", "none needed: all samples are recorded responses")
+        return
     named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
     if config.actor.reward_parts:
         at = "actor.reward_parts"
@@ -69,6 +74,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
     for name, rollout in parse_rollouts(config.rollouts).items():
         severity = report.error if here else report.warning
+        if rollout.recorded:
+            continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
                 where, cure = (

@@ -14,13 +14,15 @@ from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.arguments import refusals as argument_refusals
 from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
+from learner.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
 """Sizes that the checks use for every family."""
+SPLITS = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+"""Settings of the learner that divide a model."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""
 
@@ -40,6 +42,8 @@ class CheckedModel:
     """None for a family that only SGLang serves."""
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
+    critic: ModelShape | None = None
+    """The model in ``learner.critic.path``; None = the critic starts from the policy's model, or there is none."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -53,6 +57,8 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     before = len(report.errors)
     _check_layout(report, config, values, where)
     _check_settings(report, config, values)
+    for refused in argument_refusals(config.learner.megatron):
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
     shape = _shape(report, config, values, where)
     there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
@@ -71,6 +77,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_parameters=sum(sizes),
         shape=shape,
         largest_tensor=max(sizes, default=0),
+        critic=_check_critic(report, config, vocabulary, positions),
     )
     if prepare is None:
         _check_weights(report, path, tensors, there)
@@ -127,13 +134,10 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
 
 def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
     """Refuse values that the learner cannot train, or cannot divide over its ranks."""
-    splits = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
-    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in splits}):
-        named = [f"learner.{name}" for name in splits if f"learner.{name}" in refused.want]
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in SPLITS}):
+        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
-    for refused in argument_refusals(config.learner.megatron):
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
@@ -251,3 +255,27 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     if (family, there) != (values["model_type"], dict(tensors)):
         got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
         report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")
+
+
+def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
+    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's layout."""
+    learner = config.learner
+    if not learner.critic.path:
+        return None
+    path, where = Path(learner.critic.path), report.at("learner.critic.path")
+    cure = "fix the path, or leave it empty: the policy's model"
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        there = ModelShape.of(values, where=str(path))
+        tensors_in(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)
+        return None
+    if there.vocab_size < vocab_size or there.max_positions < max_positions:
+        want = f"a vocabulary of at least {vocab_size} tokens and a context of at least {max_positions}, the policy's"
+        got = f"{there.vocab_size} tokens, context {there.max_positions} in {path}"
+        report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
+        return None
+    for refused in refusals(values, where=f"{path}/config.json", **{name: getattr(learner, name) for name in SPLITS}):
+        report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
+    return there

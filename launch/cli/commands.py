@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from bus import exit_codes
-from launch.run.access import LEARNER, OPERATOR, allowed
+from launch.run.access import LEARNER, OPERATOR, VIEWER, allowed
 from launch.settings.config_loader import Loaded, changes, load, render
 from launch.settings.extras import require
 from launch.settings.run_config import RunConfig
@@ -128,7 +128,19 @@ def up(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Print the bad rows of prompt files. Returns 0, or 78 when there are any. Raises SettingsError, PromptError."""
+    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
+
+    Raises SettingsError, PromptError, ValueError.
+    """
+    if args.word == "verifiers":
+        from launch.cli.taskset_prompts import write_prompts
+
+        return write_prompts(args)
+    if args.word == "import":
+        from launch.samples.imports import import_files
+
+        print(*import_files(args.files, args.out), sep="\n")
+        return 0
     from launch.cli.check_data import run_check
 
     return run_check(args)
@@ -472,6 +484,13 @@ def dead(args: argparse.Namespace) -> int:
     return _change(args, decide_dead_letters)
 
 
+def debug(args: argparse.Namespace) -> int:
+    """Compare dumps or weights, score prompts, or request a profile. Returns 0, or 1 when something differs. Raises ValueError."""
+    from launch.cli.debug import run_debug
+
+    return run_debug(args)
+
+
 def status(args: argparse.Namespace) -> int:
     """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
     from launch.cli.status import show_status
@@ -525,27 +544,23 @@ def replay(args: argparse.Namespace) -> int:
 
 def archive(args: argparse.Namespace) -> int:
     """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
-    from bus.errors import BusError
-    from launch.cli.find_run import run_of
-    from launch.run import process
-    from launch.samples import archive as archives
+    from launch.samples.archive import archive as archived
 
-    process.set_up_logging("archive", args.name)
-    refused: list[str] = []
+    return _read_until_drained(args, lambda url, run, draining: archived(url, run, args, draining), name=args.name, user=OPERATOR)
 
-    async def body(draining: asyncio.Event) -> None:
-        """Archive. Errors of the bus and of the arguments are recorded, for the caller to raise as wrong use of the command."""
-        try:
-            await archives.archive(place.url, place.run, args, draining)
-        except (BusError, ValueError) as error:
-            refused.append(str(error))
 
-    with run_of(args, user=OPERATOR) as place:
-        args.ended = place.ended
-        code = process.run(body, drain_s=60)
-    if refused:
-        raise ValueError(refused[0])
-    return code
+def metrics(args: argparse.Namespace) -> int:
+    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink that is refused."""
+    from launch.metrics.export import export, open_sink
+
+    sink = open_sink(args.to, args.option)
+
+    async def exported(url: str, run: str, draining: asyncio.Event) -> None:
+        """Export, and print what was given to the sink."""
+        done = await export(url, run, sink, args, draining)
+        print(f"{done.steps} steps and {done.evaluations} evaluations given to {args.to}, {done.failures} calls failed")
+
+    return _read_until_drained(args, exported, name=args.to, user=VIEWER)
 
 
 def cursors(args: argparse.Namespace) -> int:
@@ -553,6 +568,35 @@ def cursors(args: argparse.Namespace) -> int:
     from launch.cli.readers import show_cursors
 
     return _change(args, show_cursors) if args.forget else _look(args, show_cursors)
+
+
+def _read_until_drained(
+    args: argparse.Namespace, read: "Callable[[str, str, asyncio.Event], Coroutine[object, None, None]]", *, name: str, user: str
+) -> int:
+    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of ``process.run``.
+
+    Raises ValueError for errors of the bus and of the arguments.
+    """
+    from bus.errors import BusError
+    from launch.cli.find_run import run_of
+    from launch.run import process
+
+    process.set_up_logging(args.command, name)
+    refused: list[str] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        """Read. Errors of the bus and of the arguments are recorded, for the caller to raise as wrong use of the command."""
+        try:
+            await read(place.url, place.run, draining)
+        except (BusError, ValueError) as error:
+            refused.append(str(error))
+
+    with run_of(args, user=user) as place:
+        args.ended = place.ended
+        code = process.run(body, drain_s=60)
+    if refused:
+        raise ValueError(refused[0])
+    return code
 
 
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:

@@ -28,7 +28,7 @@ def print_memory(loaded: Loaded) -> None:
     if model.shape is None:
         raise CheckFailed([f"{model.directory}: no table for this family, of {model.num_parameters:,} parameters"])
     cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
-    rows = memory_rows(model.shape, config, cuda=cuda)
+    rows = memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "part"):
         shown.add_column(name)

@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from actors.serving.builtin.shape import ModelShape
 from launch.settings.run_config import RunConfig
@@ -20,6 +20,8 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
 AUTO = "auto"
 NONE, SELECTIVE, FULL = RECOMPUTE
+VALUE_HEAD = "lm_head.value"
+"""Name of a critic's value head here: in the last stage, where the output projection is."""
 STAGED_COPIES = 2
 """Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 
@@ -36,13 +38,14 @@ class Row:
     """True for memory of the host even where the process computes on an accelerator."""
 
 
-def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
+def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[Row, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    A packed row has ``learner.max_tokens_per_micro_batch`` tokens, or those of the longest sample if that has more.
+    ``critic``: the model in ``learner.critic.path``; None = that of the policy. A packed row has ``learner.max_tokens_per_micro_batch``
+    tokens, or those of the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
-    return (*_rank(shape, config, learner, cuda=cuda), *_engine(shape, config, engine))
+    return (*_rank(shape, config, learner, cuda=cuda, critic=critic or shape), *_engine(shape, config, engine))
 
 
 def dtype_on(setting: str, *, cuda: bool) -> str:
@@ -55,7 +58,8 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool) -> int:
     """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes."""
     state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(num_parameters, dtype) // num_shares(learner)
-    return num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + state
+    models = 2 if learner.algorithm.by_critic else 1  # a critic counts as one more model of the policy's size
+    return models * (num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + state)
 
 
 def num_shares(learner: LearnerConfig) -> int:
@@ -63,16 +67,15 @@ def num_shares(learner: LearnerConfig) -> int:
     return learner.data_parallel * learner.context_parallel if learner.distributed_optimizer else 1
 
 
-def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, critic: ModelShape) -> Iterable[Row]:
     learner, item = config.learner, ITEM_BYTES[dtype]
-    split, stages, row = learner.tensor_parallel, learner.pipeline_parallel, row_tokens(shape, config)
+    split, row = learner.tensor_parallel, row_tokens(shape, config)
     tokens = -(-row // learner.context_parallel)
-    shares = num_shares(learner)
-    experts = learner.expert_parallel
-    own = buffer_elements(shape, split, shares, stages, experts) if shares > 1 else rank_parameters(shape, split, stages, experts)
-    yield Row(process="rank", part="weights", bytes=item * own)
-    yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
-    yield from _optimizer(-(-own // shares), dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda)
+    own = _elements(shape, learner)
+    yield from _model(own, learner, dtype, cuda=cuda)
+    if learner.algorithm.by_critic:
+        yield from _model(_elements(valued(critic), learner), learner, dtype, cuda=cuda, prefix="critic: ")
+    moving = FLOAT32 if learner.algorithm.kl.reference_ema else item
     copies = [
         *(["reference model"] if learner.algorithm.needs_reference else []),
         *(["weights of the last version"] if config.weights.push_every > 1 else []),
@@ -80,19 +83,24 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     if copies and cuda:
         copies.append("own weights, while one of the other two is in their place")
     for part in copies:
-        yield Row(process="rank", part=part, bytes=item * own, on_host=cuda)
+        yield Row(process="rank", part=part, bytes=(moving if part == "reference model" else item) * own, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
-        weights = item * own * (2 if config.weights.push_every > 1 else 1)
-        state = optimizer_bytes(-(-own // shares), dtype)
+        weights = item * own * (2 if config.weights.push_every > 1 else 1) + (moving * own if learner.algorithm.kl.moves else 0)
+        state = optimizer_bytes(-(-own // num_shares(learner)), dtype)
+        if learner.algorithm.by_critic:
+            its = _elements(valued(critic), learner)
+            weights, state = weights + item * its, state + optimizer_bytes(-(-its // num_shares(learner)), dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
-    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activations.kept_per_token(shape))
+    trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
+    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained)))
     if learner.recompute != NONE:
-        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * activations.again_per_token(shape))
+        again = max(map(activations.again_per_token, trained))
+        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
     yield Row(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
@@ -107,15 +115,30 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     )
 
 
-def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool) -> Iterable[Row]:
+def _elements(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Return the weights of a model on one rank, with the padding that a distributed optimizer needs."""
+    split, stages, experts, shares = learner.tensor_parallel, learner.pipeline_parallel, learner.expert_parallel, num_shares(learner)
+    return buffer_elements(shape, split, shares, stages, experts) if shares > 1 else rank_parameters(shape, split, stages, experts)
+
+
+def _model(elements: int, learner: LearnerConfig, dtype: str, *, cuda: bool, prefix: str = "") -> Iterable[Row]:
+    """Yield the rows of a model that is trained: weights, gradients, Adam's state."""
+    shares = num_shares(learner)
+    yield Row(process="rank", part=f"{prefix}weights", bytes=ITEM_BYTES[dtype] * elements)
+    yield Row(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * elements)
+    share = -(-elements // shares)
+    yield from _optimizer(share, dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
+
+
+def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
     """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
-    part = "Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
+    part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
     if shares > 1:
         part += f", 1/{shares} of them"
     yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
         block = min(elements, OFFLOADED_AT_ONCE)
-        yield Row(process="rank", part="Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
+        yield Row(process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
 
 
 def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Row]:
@@ -148,6 +171,21 @@ def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: 
     """Return the number of parameters of one rank, in the largest stage of a pipeline."""
     stage = stage_tensors(shape, pipeline_parallel).items()
     return sum(math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in stage)
+
+
+class _Valued(ModelShape):
+    """The model of a critic: a value head in the place of the output projection."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the model without its output projection, and the head."""
+        found = ModelShape.tensors(self)
+        found.pop("lm_head.weight", None)
+        return {**found, VALUE_HEAD: (1, self.hidden)}
+
+
+def valued(shape: ModelShape) -> ModelShape:
+    """Return the shape of a critic that starts from a model of this shape."""
+    return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
 def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tuple[int, ...]]:
@@ -190,7 +228,7 @@ def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
         return expert_parallel
     if name.endswith(".mlp.gate.weight"):  # the router
         return 1
-    return 1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
+    return 1 if "norm" in name or name == VALUE_HEAD or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

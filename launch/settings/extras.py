@@ -8,6 +8,7 @@ EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
     "math": ("math_verify",),
+    "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": ("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors", "einops", "zmq", "pyarrow"),

@@ -20,6 +20,7 @@ Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 202
 prompt_mean, ScaleRL 2510.13786.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +45,19 @@ class Denominators:
     """Group id of every sample, for mode ``prompt_mean``. Other modes ignore it."""
 
 
-def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
+Reducer = Callable[[Tensor, Tensor, Denominators], Tensor]
+"""``(mask_T, sample_T, denominators) -> factor of every token [T]``: signature of an aggregation by import path. The factor of a token may
+depend on its own sample and on the denominators, and on nothing else in the row."""
+
+
+def coefficients(mode: str | Reducer, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
     """Return the factor of every token's loss in the step's number, float64 [T]; 0 where masked, also if every token is.
 
     ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token whose denominator is 0 gets
     infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
     """
+    if callable(mode):
+        return torch.where(mask_T, mode(mask_T, sample_T, denominators).double(), 0.0)
     divisor_T = torch.ones(mask_T.shape, dtype=torch.float64, device=mask_T.device)
     if mode == "token_mean":
         divisor_T *= denominators.tokens
@@ -72,7 +80,7 @@ def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Deno
     return torch.where(mask_T, 1 / divisor_T, 0.0)
 
 
-def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str) -> Tensor:
+def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str | Reducer) -> Tensor:
     """Return ``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, in the values' dtype.
 
     The gradient of a token is its coefficient; exactly 0 where masked, NaN and infinity there included.

@@ -12,6 +12,8 @@ from typing import Any
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k", "gdpo")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
 ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp")
+BY_CRITIC = ("gae", "vtrace")
+"""Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
 CREDITS = ("episode", "turn")
 OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that know turns (``learner/algorithms/credit.py``)."""
@@ -141,6 +143,10 @@ class KLConfig:
     """Samples over which the coefficients adapt."""
     reference: str = ""
     """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
+    reference_every: int = 0
+    """The policy becomes the reference after every so many steps; 0 = never."""
+    reference_ema: float = 0.0
+    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average); 0 = off."""
 
     def __post_init__(self) -> None:
         if self.estimator not in KL_ESTIMATORS:
@@ -151,10 +157,22 @@ class KLConfig:
             raise ValueError(f"reward_by: want sample | token, got {self.reward_by!r}")
         if self.reward_by != "sample" and not self.reward_coef:
             raise ValueError(f"reward_by: not used without reward_coef; want reward_coef > 0, or sample, got {self.reward_by!r}")
+        for name in ("reference_every", "reference_ema"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
+        if self.reference_ema >= 1:
+            raise ValueError(f"reference_ema: want < 1 (at 1 the reference would never move), got {self.reference_ema!r}")
+        if self.reference_every and self.reference_ema:
+            raise ValueError(f"reference_ema: want 0 with reference_every = {self.reference_every}: the reference moves by one rule")
         if self.target and not (self.coef or self.reward_coef):
             raise ValueError("target: want coef or reward_coef > 0 as well: there is nothing to adapt")
         if self.estimator == "k1" and self.coef and not self.corrected:
             raise ValueError("estimator: k1 in the loss has no gradient in expectation; want corrected: true, or another estimator")
+
+    @property
+    def moves(self) -> bool:
+        """True if the reference changes during the run."""
+        return bool(self.reference_every or self.reference_ema)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +208,15 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
-    pass_at_k | gdpo, or module:function."""
+    pass_at_k | gdpo; with a critic gae | vtrace; or module:function."""
+    gamma: float = 1.0
+    """Discount from a trainable token to the next (gae, vtrace)."""
+    lam: float = 1.0
+    """GAE's lambda, from 0 (one step ahead) to 1 (the whole return); with vtrace a factor of its traces."""
+    vtrace_rho: float = 1.0
+    """vtrace: upper bound of the weight of a temporal difference; it decides which policy's values the critic learns."""
+    vtrace_c: float = 1.0
+    """vtrace: upper bound of the weight with which later differences reach earlier tokens; <= vtrace_rho."""
     pass_k: int = 2
     """k of ``pass_at_k``; at most the samples of a group."""
     gdpo_weights: dict[str, Any] = field(default_factory=dict)
@@ -203,6 +229,9 @@ class AlgorithmConfig:
     """Reward that a response of ``max_new_tokens`` loses."""
     mask_truncated: bool = False
     """Do not train responses that ran into their length limit; their rewards still count in the baseline of their group."""
+    sft_coef: float = 0.0
+    """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0 = none
+    (docs/sft.md)."""
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
@@ -240,7 +269,8 @@ class AlgorithmConfig:
     """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
 
     weight: str | None = None
-    """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
+    """Importance weight: none | token | sequence | geometric | prefix, or module:function; of pi_proximal / mu where the anchor is
+    proximal, else pi / mu."""
     weight_action: str | None = None
     """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
     weight_low: float | None = None
@@ -272,7 +302,7 @@ class AlgorithmConfig:
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
-    constant (sum / (samples x loss_constant): Dr. GRPO)."""
+    constant (sum / (samples x loss_constant): Dr. GRPO), or module:function."""
     loss_constant: float = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
@@ -302,6 +332,16 @@ class AlgorithmConfig:
         return self.weight == "none" and self.anchor != "rollout" and self.loss != "sft"
 
     @property
+    def demonstration_coef(self) -> float:
+        """Coefficient of the cross-entropy of demonstrations; 0 = they cannot be trained."""
+        return 1.0 if self.loss == "sft" else self.sft_coef
+
+    @property
+    def by_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        return self.advantage in BY_CRITIC
+
+    @property
     def rejects(self) -> tuple[RejectRule, ...]:
         """The rules of ``reject``. Raises ValueError for one that cannot be parsed."""
         return tuple(reject_rule(text) for text in self.reject or ())
@@ -314,7 +354,7 @@ class AlgorithmConfig:
     @property
     def coupled(self) -> bool:
         """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
-        chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE
+        chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE or self.advantage == "vtrace"
         return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or chooses)
 
 
@@ -326,10 +366,13 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "m2_tokens": ("all", "harmful"),
     "aggregation": AGGREGATIONS,
 }
+_BY_PATH = ("weight", "aggregation")
+"""Choices that may also be the import path of a function."""
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
+    "sft_coef",
     *("clip_cov_low", "kl_cov_coef"),
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
@@ -345,6 +388,13 @@ _OF_LOSS: Mapping[str, tuple[str, ...]] = {
     "sapo_tau_negative": ("sapo",),
 }
 """Settings that only some of the built-in losses use. A loss by import path may use any."""
+_OF_ADVANTAGE: Mapping[str, tuple[str, ...]] = {
+    "gamma": BY_CRITIC,
+    "lam": BY_CRITIC,
+    "vtrace_rho": ("vtrace",),
+    "vtrace_c": ("vtrace",),
+}
+"""Settings that only some of the built-in estimators use."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
 
@@ -387,9 +437,10 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
 def _refuse(config: AlgorithmConfig) -> None:
     """Raise ValueError for an invalid value, and for values that contradict each other, with the reason."""
     for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name}: want {' | '.join(choices)}, got {getattr(config, name)!r}")
-    for name, choices in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        by_path = name in _BY_PATH
+        if getattr(config, name) not in choices and not (by_path and ":" in getattr(config, name)):
+            raise ValueError(f"{name}: want {' | '.join(choices)}{' or module:function' * by_path}, got {getattr(config, name)!r}")
+    for name, choices in (("loss", LOSSES), ("advantage", (*ADVANTAGES, *BY_CRITIC))):
         value = getattr(config, name)
         if value not in choices and ":" not in value:
             raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
@@ -402,6 +453,14 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name, weight in config.gdpo_weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or not weight:
             raise ValueError(f"gdpo_weights.{name}: want a number other than 0, got {weight!r}")
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name}: want 0..1, got {getattr(config, name)!r}")
+    for name in ("vtrace_rho", "vtrace_c"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
+    if config.vtrace_c > config.vtrace_rho:
+        raise ValueError(f"vtrace_c: want <= vtrace_rho = {config.vtrace_rho!r} (else there is no fixed point), got {config.vtrace_c!r}")
     if config.pass_k < 1:
         raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
     for name in ("cov_share", "top_entropy"):
@@ -435,6 +494,10 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
             got = getattr(config, name)
             want = " | ".join(losses)
             raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {want}, or {defaults[name]} here, got {got!r}")
+    for name, estimators in _OF_ADVANTAGE.items():
+        if config.advantage not in estimators and getattr(config, name) != defaults[name]:
+            want, got = " | ".join(estimators), getattr(config, name)
+            raise ValueError(f"{name}: not used by advantage {config.advantage}; want advantage: {want}, or {defaults[name]}, got {got!r}")
     if config.pass_k != defaults["pass_k"] and config.advantage != "pass_at_k":
         raise ValueError(f"pass_k: not used by advantage {config.advantage}; want advantage: pass_at_k, or 2, got {config.pass_k!r}")
     if config.advantage != "gdpo" and config.gdpo_weights:
@@ -455,11 +518,16 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
         )
-    if config.kl.reference and not config.needs_reference:
-        want = "kl.coef, kl.reward_coef or distill_coef > 0 as well, or no reference"
-        raise ValueError(f"kl.reference: nothing compares with it; want {want}, got {config.kl.reference!r}")
+    for name in ("reference", "reference_every", "reference_ema"):
+        if getattr(config.kl, name) and not config.needs_reference:
+            want = "kl.coef, kl.reward_coef or distill_coef > 0 as well, or no reference"
+            raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
     if config.loss != "sft":
         return
+    if config.sft_coef:
+        raise ValueError(
+            f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}"
+        )
     for name in _OF_ADVANTAGES:
         if getattr(config, name) != defaults[name]:
             raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")
@@ -518,12 +586,12 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"proximal: loglinear has no effect with anchor: {config.anchor}; want anchor: proximal")
     if config.proximal == "loglinear" and config.coupled:
         raise ValueError(
-            "proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef, top_entropy, clip_cov and kl_cov "
-            "need; want proximal: recompute"
+            "proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef, top_entropy, clip_cov, kl_cov "
+            "and vtrace need; want proximal: recompute"
         )
-    if config.kl.reward_by == "token" and config.advantage not in OF_TURNS:
+    if config.kl.reward_by == "token" and config.advantage not in (*OF_TURNS, *BY_CRITIC):
         raise ValueError(
-            f"kl.reward_by: token needs an advantage in units of the reward: want advantage: {' | '.join(OF_TURNS)}, "
+            f"kl.reward_by: token needs an advantage in units of the reward: want advantage: {' | '.join((*OF_TURNS, *BY_CRITIC))}, "
             f"or kl.reward_by: sample, got advantage {config.advantage}"
         )
     if config.opsm_threshold and config.loss == "sft":

@@ -21,6 +21,8 @@ from learner.algorithms.ratios import DELTA_BOUND, log_ratio
 
 MAX_LAG_BUCKETS = 16
 """Lags of this many steps or more share the bucket ``over``."""
+OWN = "custom/"
+"""Beginning of the names of metrics that a loss by import path reports."""
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 """Lower edges of the buckets by position in the response (tokens)."""
 PROBABILITIES = (0.0, 1e-3, 0.1, 0.9, 0.99)
@@ -48,6 +50,8 @@ def merged(parts: Iterable[Sums]) -> Sums:
     first, *rest = parts
     totals, maxima = dict(first.totals), dict(first.maxima)
     for part in rest:
+        if part.totals.keys() != totals.keys():
+            raise ValueError(f"loss: want the same metrics from every row, got {sorted(part.totals.keys() ^ totals.keys())} from some only")
         totals = {name: value + part.totals[name] for name, value in totals.items()}
         maxima = {name: torch.maximum(value, part.maxima[name]) for name, value in maxima.items()}
     return Sums(totals=totals, maxima=maxima)
@@ -142,6 +146,7 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
         **_rejections(loss, row.at_M),
         **({} if loss.left_out_T is None else {"left_out": loss.left_out_T[row.at_M].double()}),
         **_weighting(loss, row.at_M),
+        **{f"{OWN}{name}": value_T.detach()[row.at_M].double() for name, value_T in loss.metrics.items()},
     }
     # One reduction for all columns: there are more than thirty.
     totals = dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True))
@@ -301,12 +306,15 @@ def finalize(sums: Sums) -> dict[str, float]:
     total = {name: float(value) for name, value in sums.totals.items() if value.ndim == 0}
     maximum = {name: float(value) for name, value in sums.maxima.items()}
     tokens, samples = total["tokens"], total["samples"]
+    demonstrated = total.get("sft_tokens", 0.0)
+    supervised = {"train/sft_tokens": demonstrated, "train/sft_loss": total["sft_loss"] / demonstrated} if demonstrated else {}
     if not tokens:
-        return {"train/tokens": 0.0}
+        return {"train/tokens": demonstrated, **supervised}
     mean = {name: value / tokens for name, value in total.items()}
     each = {name: value / samples for name, value in total.items()}
     metrics = {
-        "train/tokens": tokens,
+        **supervised,
+        "train/tokens": tokens + demonstrated,
         "train/entropy": mean["entropy"],
         "train/ppo_clip_fraction": mean["clipped"],
         "train/ppo_kl": mean["moved"],
@@ -339,6 +347,7 @@ def finalize(sums: Sums) -> dict[str, float]:
     }
     metrics |= _optional(total, mean, each)
     by_lag, by_position, by_probability = (sums.totals[f"by_{kind}_BC"].tolist() for kind in ("lag", "position", "probability"))
+    metrics |= {name: value for name, value in mean.items() if name.startswith(OWN)}
     return metrics | _pearson(total) | _entropy_gap(total) | _by_lag(by_lag, tokens) | _by_place(by_position) | _by_mu(by_probability)
 
 

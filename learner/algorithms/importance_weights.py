@@ -5,6 +5,7 @@ masked). The level of a weight (token, sequence ...) and the action outside its 
 products of the two: TIS = token x clip, MIS and IcePop = token x mask, Seq-TIS = sequence x clip, Seq-MIS = sequence x mask.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,12 @@ class Weights:
     too_low_T: Tensor
 
 
-def raw_weights(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str) -> Tensor:
+WeightFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""``(delta_T, mask_T, sequence_T, num_sequences) -> weight of every token [T]``: signature of a weight by import path. Bounds and action
+of the config are applied to the result."""
+
+
+def raw_weights(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str | WeightFunction) -> Tensor:
     """Return the ratio pi / mu at a level, not bounded, [T]; 1 where masked. Raises ValueError for an unknown level.
 
     ``token``: e^delta_t. Biased for two tokens and more, with any bounds: prefix and continuation stay mu's. Variance per token only.
@@ -38,6 +44,8 @@ def raw_weights(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: 
     ``prefix``: e^(sum of delta up to t), corrects the distribution of the state too. Unbiased only with the true advantage of each token.
     Sources: TIS, Yao et al. 2025; sequence and geometric, Liu, Li et al. 2025 ("When speed kills stability"); prefix, CTPO 2605.07331.
     """
+    if callable(level):
+        return torch.where(mask_T, level(delta_T, mask_T, sample_T, num_samples).detach(), 1.0)
     if level == "token":
         log_weight_T = delta_T
     elif level == "sequence":

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from learner.algorithms import policy_losses, rejection, token_choice
 from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
-from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.aggregation import Denominators, Reducer, aggregate
 from learner.algorithms.config import ANCHORED, BY_COVARIANCE, AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
-from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
+from learner.algorithms.importance_weights import WeightFunction, Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
@@ -74,6 +74,10 @@ class Tokens:
     """Entropies of the distributions of ``old_T``."""
     chosen_T: Tensor | None = None
     """Tokens chosen by covariance; None = none are."""
+    values_T: Tensor | None = None
+    """Values of a critic before the step; None = there is none."""
+    returns_T: Tensor | None = None
+    """Targets of the critic's value function, with ``values_T``."""
 
     @property
     def by_sequence(self) -> tuple[Tensor, int]:
@@ -181,12 +185,15 @@ class Objective:
     """The functions that a config chooses, bound to its settings."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Raises ValueError for a loss or estimator by import path that cannot be imported."""
+        """Raises ValueError for a function by import path that cannot be imported."""
         self.config = config
-        assert config.loss is not None
+        assert config.loss is not None and config.weight is not None and config.aggregation is not None
+        self._level: str | WeightFunction = imported(config.weight, "weight") if ":" in config.weight else config.weight
+        self._mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
-        self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
+        if not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
+            self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
@@ -332,9 +339,9 @@ class Objective:
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
         """Return the bounded weights of ``compared_T`` (no gradient) against mu."""
         config, mask_T = self.config, tokens.mask_T
-        assert config.weight is not None and config.weight_low is not None and config.weight_action is not None
+        assert config.weight_low is not None and config.weight_action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
-        raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=config.weight)
+        raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=self._level)
         return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
 
     def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
@@ -370,6 +377,9 @@ class Objective:
             value_T = token_choice.covariances(_old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means)
             tokens = replace(tokens, chosen_T=token_choice.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance))
         made = self._loss(log_probs_T, anchor_T, tokens, self.config)
+        for name, value_T in made.metrics.items():
+            if value_T.shape != log_probs_T.shape:
+                raise ValueError(f"loss {self.config.loss}: metrics.{name}: want shape {[*log_probs_T.shape]}, got {[*value_T.shape]}")
         loss_T, weights = made.loss_T, None
         if self.config.weight != "none":
             weights = self._weights(tokens, compared_T)
@@ -381,7 +391,9 @@ class Objective:
         if self.config.top_entropy < 1:
             left_out_T = token_choice.low_entropy(_old_entropy(tokens), tokens.mask_T, coupled.entropy_floor)
             loss_T = torch.where(left_out_T, 0.0, loss_T)
-        loss = TokenLoss(loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected, left_out_T=left_out_T)
+        loss = TokenLoss(
+            loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected, left_out_T=left_out_T, metrics=made.metrics
+        )
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 
     def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
@@ -409,7 +421,7 @@ class Objective:
         config = self.config
         loss = self.token_loss(log_probs_T, tokens, coupled)
         place = (tokens.mask_T, tokens.sample_T, denominators)
-        mode = str(config.aggregation)
+        mode = self._mode
         total = aggregate(loss.loss_T, *place, mode=mode)
         divergence_T: Tensor | None = None
         if tokens.reference_T is not None:

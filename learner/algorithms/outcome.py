@@ -23,6 +23,8 @@ class TokenLoss:
     """Rejected tokens (bool, [T]) by the name of the rule."""
     left_out_T: Tensor | None = None
     """Tokens without policy loss because of their low entropy; None = the config trains all."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values that a loss of the user's own reports, by name."""
 
     @property
     def rejected_T(self) -> Tensor:

@@ -6,7 +6,8 @@ gradient is the formula (``-A r`` rather than ``-A log pi``), so that the first 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ class PolicyLoss:
     loss_T: Tensor
     clipped_T: Tensor
     """True where the gradient is 0 although the advantage is not; False where masked."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values by name, [T] each, of which the step reports the mean over the trainable tokens as ``custom/NAME``; the same names in
+    every row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

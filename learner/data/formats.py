@@ -1,4 +1,4 @@
-"""Prompt files as maps, one a row: JSONL, Parquet, and directories of Arrow files. Distrusts them; knows no column and no order."""
+"""Prompt files as maps, one a row: JSONL, Parquet, Arrow files and functions. Distrusts them; knows no column and no order."""
 
 import json
 import math
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bus.wire.json_object import JsonMapping
+from learner.data.row_functions import is_function, rows_of
 from learner.errors import PromptError
 
 LINE_BYTES = 64 << 20
 """Longest line of a JSONL file."""
-KINDS = "a .jsonl or .parquet file, or a directory saved by datasets (save_to_disk)"
+KINDS = "a .jsonl or .parquet file, a directory saved by datasets (save_to_disk), or python:module:function"
 
 
 def where_of(path: Path, number: int) -> str:
@@ -21,7 +22,12 @@ def where_of(path: Path, number: int) -> str:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files with the rows of ``path``, in their order. Raises PromptError for a path that cannot be read as prompts."""
+    """Return the files with the rows of ``path``, in their order; a function is returned as it is.
+
+    Raises PromptError for a path that cannot be read as prompts.
+    """
+    if is_function(path):
+        return [path]
     if path.is_dir():
         return _arrow_files(path)
     if not path.is_file():
@@ -37,7 +43,9 @@ def read_values(path: Path) -> Iterator[JsonMapping | PromptError]:
     Raises PromptError when the rest of the file cannot be read.
     """
     files = data_files(path)
-    if path.is_dir():
+    if is_function(path):
+        yield from rows_of(path)
+    elif path.is_dir():
         yield from _read_arrow(files)
     elif path.suffix == ".jsonl":
         yield from _read_jsonl(path)

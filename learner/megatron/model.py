@@ -23,6 +23,7 @@ from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.mixture import Mixture
 from learner.megatron.optimizer_pieces import buffers_of
+from learner.megatron.output_layer import ValueHead
 from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.routing import Routing
 
@@ -121,9 +122,11 @@ def build_policy(
     replicas: Replicas | None = None,
     memory: Memory | None = None,
     mixture: Mixture | None = None,
+    value_head: bool = False,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
+    ``value_head``: the model of a critic, with one value per token in place of the logits; it is never exported.
     Raises ConfigRefused for a model that the learner cannot train.
     """
     kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
@@ -133,6 +136,8 @@ def build_policy(
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
                 bridge.load(chunks, model_dir)
+            if value_head:
+                _give_value_head(chunks, bridge.config, parallel)
             inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
         ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
     return Policy(
@@ -157,6 +162,14 @@ def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
         # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunk.to(parallel.device)
+
+
+def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parallel) -> None:
+    """Put a value head in the place of the output layer. Tied weights are the embedding's alone then."""
+    for chunk in chunks:
+        chunk.share_embeddings_and_output_weights = False
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(config, device=parallel.device)
 
 
 def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool) -> DistributedDataParallel:
@@ -194,14 +207,14 @@ def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
     return inner
 
 
-def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture.
+def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
+    """Return a backup with the weights of another model of the same architecture, in ``dtype`` (None = the policy's).
 
     They pass through the policy, which is loaded from ``model_dir`` again afterwards.
     """
     with megatron_device(), torch.no_grad():
         policy.bridge.load(policy.chunks, reference_dir)
-        backup = WeightBackup(policy)
+        backup = WeightBackup(policy, dtype=dtype)
         policy.bridge.load(policy.chunks, model_dir)
     return backup
 
@@ -212,9 +225,10 @@ class WeightBackup:
     The copy of weights on a CUDA device is in pinned host memory.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, dtype: torch.dtype | None = None) -> None:
+        """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32."""
         self._policy = policy
-        self._copies = {name: _empty_on_host(weight) for name, weight in policy.named_weights()}
+        self._copies = {name: _empty_on_host(weight, dtype) for name, weight in policy.named_weights()}
         self.refresh()
 
     @property
@@ -229,6 +243,13 @@ class WeightBackup:
         for name, weight in self._policy.named_weights():
             self._copies[name].copy_(weight, non_blocking=True)
         _synchronize(self._policy)
+
+    @torch.no_grad()
+    def average(self, stays: float) -> None:
+        """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
+        self._policy.memory.want("an average of the weights")
+        for name, weight in self._policy.named_weights():
+            self._copies[name].lerp_(weight.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -265,7 +286,7 @@ class OtherWeights:
             if self._in_place:
                 parameter.copy_(backup.tensors[name], non_blocking=True)
             else:
-                parameter.data = backup.tensors[name]
+                parameter.data = backup.tensors[name].to(parameter.dtype)  # the copy itself, unless its dtype is another
 
     def _put_away(self) -> None:
         for name, parameter in self._policy.named_weights():
@@ -290,8 +311,8 @@ class OtherWeights:
         _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
 
 
-def _empty_on_host(parameter: Tensor) -> Tensor:
-    return torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+def _empty_on_host(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
 
 
 def _synchronize(policy: Policy) -> None:

@@ -1,12 +1,15 @@
-"""The output layer of the policy, which leaves the product with its weight to the loss (``learner.logprobs``).
+"""The output layers: the policy's, which leaves the product with its weight to the loss (``learner.logprobs``), and the critic's.
 
-It has the weight, and with it the name, the split and the checkpoint entry of Megatron's own.
+The policy's has the weight, and with it the name, the split and the checkpoint entry of Megatron's own.
 """
 
 from typing import Any
 
+import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
@@ -21,6 +24,32 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
             # The loss sums the gradient of the hidden states over the tensor-parallel ranks, so each takes its own tokens of it.
             return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
         return input_, None
+
+
+class ValueHead(torch.nn.Module):
+    """One value per token instead of logits: whole on every tensor-parallel rank, computed in float32. It starts at 0."""
+
+    def __init__(self, config: Any, *, device: torch.device) -> None:
+        """``config``: Megatron's TransformerConfig."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
+        self._gathers = bool(config.sequence_parallel)
+        # Its gradient is then of this rank's tokens, and Megatron sums it over the ranks.
+        self.weight.sequence_parallel = self._gathers  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+        """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic never has."""
+        assert weight is None
+        values = torch.nn.functional.linear(input_.float(), self.weight.float())
+        return (gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False) if self._gathers else values), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the checkpoint entry of the weight, the same on all tensor-parallel ranks."""
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
+        return entries
 
 
 def output_weight(model: GPTModel) -> Tensor:

@@ -1,12 +1,14 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
-It consists of model, optimizer, random generators and, where there is one, the proximal weights. The caller provides a directory that no
-other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are collective over all ranks.
+It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and a critic. The caller
+provides a directory that no other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are
+collective over all ranks.
 """
 
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.critic import Critic
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.peer_reader import PeerLoad
@@ -33,6 +36,18 @@ FORMAT = 1
 """Version of the content of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """State beside the policy's."""
+
+    reference: WeightBackup | None = None
+    """Weights of a reference that changes; None = it never does, and a start makes it again."""
+    critic: Critic | None = None
+
+
+NOTHING_BESIDE = Beside()
+
+
 def stage(
     directory: Path,
     *,
@@ -40,6 +55,7 @@ def stage(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
@@ -51,9 +67,9 @@ def stage(
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
-        content = _sharded(policy, optimizer, proximal, is_loading=False)
+        content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
+        content["facts"] = _facts(step, proximal, beside) | {"numbers": dict(numbers or {})}
         dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
@@ -66,10 +82,11 @@ def save(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
     """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    staged = stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, numbers=numbers)
+    staged = stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers)
     results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, staged.write())
     if dist.get_rank() == 0:
@@ -83,6 +100,7 @@ def load(
     policy: Policy,
     optimizer: PolicyOptimizer,
     proximal: WeightBackup | None = None,
+    beside: Beside = NOTHING_BESIDE,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
@@ -96,10 +114,14 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    _refuse_other_roles(directory, facts, beside)
     with megatron_device(), policy.memory.region():
-        content = _sharded(policy, optimizer, proximal, is_loading=True)
+        content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
         for key in _keys(policy, "model"):
             _refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
+        if beside.critic is not None:
+            for key in _keys(beside.critic.model, "model"):
+                _refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -109,8 +131,12 @@ def load(
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         _load_chunks(policy, loaded)
         optimizer.restore(loaded)
-    if proximal is not None:
-        proximal.restore({name: tensor for key in _keys(policy, "proximal") for name, tensor in loaded[key].items()})
+        if beside.critic is not None:
+            _load_chunks(beside.critic.model, loaded["critic"])
+            beside.critic.optimizer.restore(loaded["critic"])
+    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if copies is not None:
+            copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
     if same_world:
         _restore_rng(loaded["rng"])
     else:
@@ -149,18 +175,54 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
             raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
 
 
-def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
+def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Beside) -> None:
+    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that saved."""
+    roles = {
+        "critic": ("learner.algorithm.advantage", "one with a critic (gae, vtrace)", "one without a critic", beside.critic),
+        "reference": (
+            "learner.algorithm.kl",
+            "reference_every or reference_ema > 0",
+            "neither reference_every nor reference_ema",
+            beside.reference,
+        ),
+    }
+    for name, (setting, there, absent, now) in roles.items():
+        saved = bool(facts.get(name, False))
+        if saved is not (now is not None):
+            want = f"{there if saved else absent}, as in the run that saved {directory}; undo the change, or start another run"
+            raise ConfigRefused(setting, want, absent if saved else there)
+
+
+def _sharded(
+    policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, beside: Beside, *, is_loading: bool
+) -> dict[str, Any]:
+    content = _trained(policy, optimizer, is_loading=is_loading)
+    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if copies is not None:
+            content |= _of_copies(policy, copies, name)
+    if beside.critic is not None:
+        content["critic"] = _trained(beside.critic.model, beside.critic.optimizer, is_loading=is_loading)
+        add_prefix_for_sharding(content["critic"], "critic.")
+    return content
+
+
+def _trained(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool) -> dict[str, Any]:
     model = _model(policy)
-    content = {**model, **optimizer.sharded(model, is_loading=is_loading)}
-    if proximal is not None:
-        # The layout of the model's own shards, with the copies as their data and under other names.
-        for number, (key, part) in enumerate(zip(_keys(policy, "proximal"), _model(policy).values(), strict=True)):
-            before = f"{number}." if len(policy.chunks) > 1 else ""
-            copies = {before + name: entry for name, entry in part.items() if before + name in proximal.tensors}
-            for name, entry in copies.items():
-                entry.data = proximal.tensors[name]
-            add_prefix_for_sharding(copies, "proximal.")
-            content[key] = copies
+    return {**model, **optimizer.sharded(model, is_loading=is_loading)}
+
+
+def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any]:
+    """Return the layout of the model's own shards, with the copies as their data and under other names."""
+    content: dict[str, Any] = {}
+    for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
+        before = f"{number}." if len(policy.chunks) > 1 else ""
+        entries = {before + each: entry for each, entry in part.items() if before + each in copies.tensors}
+        for each, entry in entries.items():
+            entry.data = copies.tensors[each]
+            if isinstance(entry, ShardedTensor):  # copies may have another dtype
+                entry.dtype = entry.data.dtype
+        add_prefix_for_sharding(entries, f"{name}.")
+        content[key] = entries
     return content
 
 
@@ -179,8 +241,9 @@ def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
         chunk.load_state_dict(loaded[key])
 
 
-def _facts(step: int, proximal: WeightBackup | None) -> dict[str, Any]:
-    return {"format": FORMAT, "step": step, "world": dist.get_world_size(), "proximal": proximal is not None}
+def _facts(step: int, proximal: WeightBackup | None, beside: Beside) -> dict[str, Any]:
+    roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
+    return {"format": FORMAT, "step": step, "world": dist.get_world_size(), **{name: role is not None for name, role in roles.items()}}
 
 
 def _rng_object(state: Any) -> ShardedObject:

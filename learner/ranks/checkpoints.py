@@ -37,6 +37,7 @@ from learner.megatron import state
 from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.state import NOTHING_BESIDE, Beside
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +92,11 @@ class Checkpoints:
         *,
         config: CheckpointConfig,
         timeout_s: float,
+        beside: Beside = NOTHING_BESIDE,
     ) -> None:
         """``report`` is called on rank 0 with step and path of a checkpoint that is written."""
         self._root, self._report = places.checkpoints, report
-        self._policy, self._optimizer, self._proximal = policy, optimizer, proximal
+        self._policy, self._optimizer, self._proximal, self._beside = policy, optimizer, proximal, beside
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = Layout(places.node, shared=config.store == "shared")
@@ -120,7 +122,9 @@ class Checkpoints:
                     fetch.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
-            _, numbers = state.load(directory, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal, files=files)
+            _, numbers = state.load(
+                directory, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal, beside=self._beside, files=files
+            )
         finally:
             client.close()
         return numbers
@@ -147,6 +151,7 @@ class Checkpoints:
             policy=self._policy,
             optimizer=self._optimizer,
             proximal=self._proximal,
+            beside=self._beside,
             numbers=numbers,
             copies=self._copies,
         )

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from bus import exit_codes
 from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
-from learner.algorithms.config import AlgorithmConfig
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
+from learner.debug.config import DebugConfig
 from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_liveness import Heartbeats
@@ -35,16 +35,19 @@ from learner.feed.feed_messages import End, Last, Start
 from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
 from learner.megatron import parallel, state
+from learner.megatron.critic import open_critic
 from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
 from learner.megatron.mixture import Mixture
-from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
+from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
+from learner.megatron.reference import open_reference
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
+from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
@@ -60,7 +63,15 @@ class Draining(BaseException):
     """SIGTERM arrived while this rank was waiting for a batch."""
 
 
-def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
+def main(
+    places: RankPlaces,
+    *,
+    learner: LearnerConfig,
+    staleness: StalenessConfig,
+    weights: WeightsConfig,
+    bus: BusConfig,
+    debug: DebugConfig | None = None,
+) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
 
     Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
@@ -94,7 +105,8 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                     memory=memory,
                     mixture=Mixture.of(learner),
                 )
-                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
+                tools = RankDebug(debug or DebugConfig(), learner, policy, places.final_dir.parent)
+                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
                 # trims streams behind a checkpoint.
                 idle.work = rank.collect
@@ -169,15 +181,6 @@ def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weight
     return start
 
 
-def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
-    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
-    if not algorithm.needs_reference:
-        return None
-    if algorithm.kl.reference:
-        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
-    return WeightBackup(policy)
-
-
 class Idle:
     """Callback of every second in which a rank waits for the feeder; it collects a push that may have ended."""
 
@@ -203,19 +206,24 @@ class Rank:
         staleness: StalenessConfig,
         weights: WeightsConfig,
         bus: BusConfig,
+        debug: RankDebug,
     ) -> None:
         self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
-        self._here = policy.parallel
+        self._here, self._debug = policy.parallel, debug
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
+        self._reference = open_reference(policy, places.model_dir, learner.algorithm)
+        critic = open_critic(learner, policy, places.model_dir)
         self._trainer = Trainer(
             policy,
             self._optimizer,
             learner.algorithm,
             max_lag=staleness.max_lag,
             proximal=self._proximal,
-            reference=_reference(policy, places.model_dir, learner.algorithm),
+            reference=self._reference.weights,
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
+            collector=debug.collector,
+            critic=critic,
         )
         self.pushes = Pushes(
             policy,
@@ -227,7 +235,14 @@ class Rank:
             colocated=learner.colocated,
         )
         self.checkpoints = Checkpoints(
-            places, feed.checkpointed, policy, self._optimizer, self._proximal, config=learner.checkpoint, timeout_s=_timeout_s(learner)
+            places,
+            feed.checkpointed,
+            policy,
+            self._optimizer,
+            self._proximal,
+            config=learner.checkpoint,
+            timeout_s=_timeout_s(learner),
+            beside=state.Beside(reference=self._reference.saved, critic=critic),
         )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
@@ -289,13 +304,16 @@ class Rank:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers={"kl_scale": self._trainer.kl_scale})
 
     def _step(self, batch: StepBatch, start: Start) -> None:
-        trained = self._trainer.train(batch)
+        with self._debug.around(batch):
+            trained = self._trainer.train(batch)
+        self._debug.after(batch, trained)
         metrics = self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
         note_step(self._places.progress)
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:
             self._proximal.refresh()
+        self._reference.follow(batch.step)
         push = batch.step % self._push_every == 0 or batch.step == start.steps
         if batch.recorded:  # an earlier start pushed it; only the weights of the last recorded step become head + 1
             push = batch.step == start.recorded_until

@@ -1,21 +1,26 @@
-"""The contract of a loss and of an advantage estimator, ours and yours.
+"""The contracts of a loss, an advantage estimator, an importance weight and an aggregation, ours and yours.
 
-pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine
+pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine \
+    --weight my_package.weights:mine --aggregation my_package.reducers:mine
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms.config import ADVANTAGES, LOSSES, PRESETS, AlgorithmConfig
-from learner.algorithms.objective import Objective, Tokens
+from learner.algorithms.aggregation import Denominators, Reducer, coefficients
+from learner.algorithms.config import ADVANTAGES, AGGREGATIONS, LOSSES, PRESETS, AlgorithmConfig
+from learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
+from learner.algorithms.objective import Coupled, Objective, Tokens, imported
 from learner.algorithms.policy_losses import PolicyLoss
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""
+EXAMPLES = "docs.examples.extending.my_algorithm:"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -23,6 +28,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("objective", [*LOSSES, *metafunc.config.getoption("--loss")], indirect=True)
     if "estimator" in metafunc.fixturenames:
         metafunc.parametrize("estimator", [*ADVANTAGES, *metafunc.config.getoption("--advantage")], indirect=True)
+    if "level" in metafunc.fixturenames:
+        metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
+    if "mode" in metafunc.fixturenames:
+        metafunc.parametrize("mode", [*AGGREGATIONS, EXAMPLES + "by_root", *metafunc.config.getoption("--aggregation")], indirect=True)
 
 
 @pytest.fixture
@@ -36,6 +45,16 @@ def objective(request: pytest.FixtureRequest) -> Objective:
 @pytest.fixture
 def estimator(request: pytest.FixtureRequest) -> Objective:
     return Objective(AlgorithmConfig(advantage=request.param, whiten=False))
+
+
+@pytest.fixture
+def level(request: pytest.FixtureRequest) -> str | WeightFunction:
+    return imported(request.param, "weight") if ":" in request.param else request.param
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest) -> str | Reducer:
+    return imported(request.param, "aggregation") if ":" in request.param else request.param
 
 
 def row(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tokens]:
@@ -167,3 +186,79 @@ def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -
         Objective(AlgorithmConfig(loss=path))
     with pytest.raises(ValueError, match=rf"advantage: want .*{reason}"):
         Objective(AlgorithmConfig(advantage=path))
+
+
+def deltas(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-ratios, mask and sequence of each token; NaN where masked."""
+    _, tokens = row(seed)
+    delta_T = 0.3 * torch.randn(len(tokens.mask_T), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.where(tokens.mask_T, delta_T, 0.0), tokens.mask_T, tokens.sample_T
+
+
+def test_a_weight_is_1_on_fresh_data_and_where_masked(level: str | WeightFunction) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    fresh_T = raw_weights(torch.zeros_like(delta_T), mask_T, sequence_T, 4, level=level)
+    torch.testing.assert_close(fresh_T, torch.ones_like(delta_T), atol=1e-12, rtol=0)
+    old_T = raw_weights(delta_T, mask_T, sequence_T, 4, level=level)
+    assert (old_T[~mask_T] == 1).all()
+    assert (old_T[mask_T] != 1).any(), "it corrects nothing"
+
+
+def test_a_weight_is_positive_finite_and_detached(level: str | WeightFunction) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    far_T = (delta_T * 60).requires_grad_()
+    weight_T = raw_weights(far_T, mask_T, sequence_T, 4, level=level)
+    assert torch.isfinite(weight_T).all()
+    assert (weight_T >= 0).all()
+    assert level in LEVELS or not weight_T.requires_grad
+
+
+def test_a_weight_does_not_depend_on_other_sequences(level: str | WeightFunction) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    whole_T = raw_weights(delta_T, mask_T, sequence_T, 4, level=level)
+    for sequence in range(4):
+        at = (sequence_T == sequence).nonzero()[:, 0]
+        torch.testing.assert_close(raw_weights(delta_T[at], mask_T[at], sequence_T[at], 4, level=level), whole_T[at], atol=1e-12, rtol=0)
+
+
+def denominators(mask_T: Tensor, sample_T: Tensor) -> Denominators:
+    trainable_N = torch.zeros(4, dtype=torch.int64).index_add(0, sample_T[mask_T], torch.ones(int(mask_T.sum()), dtype=torch.int64))
+    groups_N = torch.tensor([5, 5, 2, 2])
+    return Denominators(tokens=int(mask_T.sum()), sequences=4, trainable_N=trainable_N, constant=9.0, groups_N=groups_N)
+
+
+def test_a_factor_is_0_where_masked_and_positive_elsewhere(mode: str | Reducer) -> None:
+    _, mask_T, sample_T = deltas()
+    factor_T = coefficients(mode, mask_T, sample_T, denominators(mask_T, sample_T))
+    assert (factor_T.shape, factor_T.dtype) == (mask_T.shape, torch.float64)
+    assert not factor_T[~mask_T].any()
+    assert torch.isfinite(factor_T).all()
+    assert (factor_T[mask_T] > 0).all()
+
+
+def test_a_factor_does_not_depend_on_the_split_into_rows(mode: str | Reducer) -> None:
+    """Denominators are of the whole step, so a row with half of the tokens gives them the same factors."""
+    _, mask_T, sample_T = deltas()
+    step = denominators(mask_T, sample_T)
+    whole_T = coefficients(mode, mask_T, sample_T, step)
+    for at in (torch.arange(0, 9), torch.arange(9, len(mask_T)), torch.randperm(len(mask_T), generator=torch.Generator().manual_seed(2))):
+        torch.testing.assert_close(coefficients(mode, mask_T[at], sample_T[at], step), whole_T[at], atol=0, rtol=0)
+
+
+def test_a_metric_of_another_shape_is_refused() -> None:
+    objective = Objective(AlgorithmConfig(loss=EXAMPLES + "one_sided"))
+    log_probs_T, tokens = row()
+    step = denominators(tokens.mask_T, tokens.sample_T)
+    assert objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())[1].metrics["moved"].shape == log_probs_T.shape
+    made = objective._loss(log_probs_T, tokens.rollout_T, tokens, objective.config)
+    objective._loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
+    with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):
+        objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())
+
+
+@pytest.mark.parametrize("name", ["weight", "aggregation"])
+def test_other_functions_that_do_not_exist_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: want .*no_such_module"):
+        Objective(AlgorithmConfig(**{name: "no_such_module:f"}))
+    with pytest.raises(ValueError, match=rf"{name}: want token|{name}: want none.* or module:function, got 'tokens'"):
+        AlgorithmConfig(**{name: "tokens"})

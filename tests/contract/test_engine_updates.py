@@ -59,6 +59,21 @@ async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(dire
         assert served.engine.version == 4
 
 
+async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(directories: list[Path], models: list[Any]) -> None:
+    async with serving(directories[0]) as served, joined(served) as push:
+        updates = served.engine.updates
+        async with updates._writing:
+            catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
+            for _ in range(10):
+                await asyncio.sleep(0)  # it finds no open push, and waits
+            begins = asyncio.create_task(push.begin(2))
+            await served.until(lambda: updates.begun == 1)
+        assert (await begins)[0] == 200
+        assert (await push.bucket(list(models[2].named_parameters())))[0] == 200
+        assert (await push.end(2))[0] == 200
+        assert (await catching_up, served.engine.version) == (0.0, 2)
+
+
 async def test_what_an_engine_fetches_itself_comes_behind_a_flip_that_the_decoder_is_late_with(
     directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,8 @@ from safetensors.torch import load_file
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from bus.wire.messages import Sampling, Status
+from launch.metrics.export import open_sink
+from launch.metrics.port import StepMetrics
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Objective
 from rewards.port import RewardRequest
@@ -162,3 +165,27 @@ async def test_the_transport_brings_all_tensors(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor)
+
+
+async def test_the_sink_posts_the_reward_of_each_step_and_raises_when_nothing_answers() -> None:
+    got: list[Any] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Print nothing."""
+
+    one = StepMetrics(run="r", step=3, epoch=1, metrics={"data/reward_mean": 0.5})
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        sink = open_sink("my_sink:hook", [f"url=http://127.0.0.1:{server.server_port}/"])
+        serving = asyncio.create_task(asyncio.to_thread(server.handle_request))
+        await asyncio.to_thread(sink, one)
+        await serving
+        sink(StepMetrics(run="r", step=3, epoch=1, metrics={"eval/a/mean": 1.0}, evaluation=True))
+    assert got == [{"run": "r", "step": 3, "reward": 0.5}]
+    with pytest.raises(OSError):
+        sink(one)

@@ -22,7 +22,9 @@ import torch
 
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, UpdateRefused
+from actors.serving.sglang.api import Api
 from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.pauses import Pauses
 from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
 from tests.engine_push import joined, named
@@ -74,6 +76,38 @@ async def test_one_request_lives_through_pushes_and_says_which_weights_made_what
     assert answer["meta_info"]["finish_reason"]["type"] == "length", "never aborted, never asked again"
     assert answer["meta_info"]["num_retractions"] == (0 if kept else 3)
     assert np.abs(told_log_probs(answer) - await log_probs_across(models, answer, PROMPT, kept=kept)).max() < TOLERANCE
+
+
+class _LatePauses(Pauses):
+    """Pauses whose first one for an update waits for ``go``."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(api)
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+
+    async def hold(self, mode: str) -> None:
+        self.reached.set()
+        await self.go.wait()
+        await super().hold(mode)
+
+
+async def test_a_push_that_has_begun_but_not_paused_yet_comes_before_a_load(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
+    """An engine that joins would load a snapshot over it, refuse its buckets, and be evicted."""
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+        late = served.engine.updates.pauses = _LatePauses(served.engine.api)
+        begins = asyncio.create_task(push.begin(2))
+        async with asyncio.timeout(LIMIT_S):
+            await late.reached.wait()
+        joining = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
+        for _ in range(10):
+            await asyncio.sleep(0)  # it finds no open push, and waits for its turn
+        late.go.set()
+        assert (await begins)[0] == 200
+        assert (await push.bucket(list(models[2].named_parameters())))[0] == 200
+        assert (await push.end(2))[0] == 200
+        assert (await joining, served.engine.version) == (0.0, 2)
 
 
 async def test_what_is_cached_of_older_weights_is_not_used_again(

@@ -56,7 +56,13 @@ class Tokens:
         weights = Weights(
             weight_T=weight_T.clamp(LOW, HIGH), too_high_T=self.mask_T & (weight_T > HIGH), too_low_T=self.mask_T & (weight_T < LOW)
         )
-        loss = TokenLoss(loss_T=torch.zeros_like(weight_T), clipped_T=self.clipped_T, weights=weights, rejected={"veto": self.rejected_T})
+        loss = TokenLoss(
+            loss_T=torch.zeros_like(weight_T),
+            clipped_T=self.clipped_T,
+            weights=weights,
+            rejected={"veto": self.rejected_T},
+            metrics={"own": self.advantages_T},
+        )
         seen = objective.Tokens(
             mask_T=self.mask_T,
             sample_T=self.sample_T,
@@ -161,6 +167,7 @@ def by_loop(rows: list[Row]) -> dict[str, float]:
     found = {
         "train/tokens": len(rows),
         "train/entropy": mean([row.entropy for row in rows]),
+        "custom/own": mean([row.advantage for row in rows]),
         "train/ppo_clip_fraction": mean([row.clipped for row in rows]),
         "train/ppo_clip_fraction_positive": mean([row.clipped for row in rows if row.advantage > 0]),
         "train/ppo_clip_fraction_negative": mean([row.clipped for row in rows if row.advantage < 0]),
@@ -256,6 +263,15 @@ def test_what_is_masked_never_enters(rubbish: float) -> None:
     names = ("log_probs_T", "start_T", "rollout_T", "entropy_T", "advantages_T")
     dirty = replace(tokens, **{name: torch.where(tokens.mask_T, getattr(tokens, name), rubbish) for name in names})
     assert finalize(dirty.sums()) == finalize(tokens.sums())
+
+
+def test_values_that_a_loss_reports_are_averaged_over_the_trainable_tokens() -> None:
+    tokens = make()
+    want = statistics.fmean(row.advantage for row in rows_of(tokens))
+    assert finalize(tokens.sums())["custom/own"] == pytest.approx(want)
+    some, other = tokens.sums(), tokens.sums()
+    with pytest.raises(ValueError, match=r"loss: want the same metrics from every row, got \['custom/own'\]"):
+        merged([some, replace(other, totals={name: value for name, value in other.totals.items() if name != "custom/own"})])
 
 
 def test_equal_policies_have_no_mismatch_and_constant_ones_no_correlation() -> None:

@@ -58,6 +58,20 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
     assert rows("weights.transport=handles", "weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
 
 
+def test_a_critic_is_one_more_model_with_a_value_head() -> None:
+    ppo = "learner.algorithm.advantage=gae"
+    one, both = rows("learner.tensor_parallel=2"), rows("learner.tensor_parallel=2", ppo)
+    lm_head, head = SHAPE.vocab_size * SHAPE.hidden, SHAPE.hidden
+    assert both["rank", "critic: weights"].bytes == one["rank", "weights"].bytes - 2 * (lm_head // 2 - head)
+    assert both["rank", "critic: Adam: two moments and main weights"].bytes == 6 * both["rank", "critic: weights"].bytes
+    copy = ("rank", "copy of weights and Adam's state")
+    assert both[copy].bytes == one[copy].bytes + 7 * both["rank", "critic: weights"].bytes
+    kept = ("rank", "activations kept for the backward pass")
+    assert both[kept] == one[kept], "policy and critic take turns"
+    average = rows("learner.algorithm.kl.coef=0.1", "learner.algorithm.kl.reference_ema=0.9")
+    assert average["rank", "reference model"].bytes == 2 * average["rank", "weights"].bytes == average[copy].bytes - rows()[copy].bytes
+
+
 def test_replicas_divide_the_optimizer_and_nothing_else() -> None:
     one, eight = rows("learner.data_parallel=8"), rows("learner.data_parallel=8", "learner.distributed_optimizer=true")
     assert [part for _, part in one if part.startswith("Adam")] == ["Adam: two moments and main weights"]

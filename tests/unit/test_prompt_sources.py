@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,66 @@ def test_a_weight_that_leaves_no_row_is_refused(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", 10))
     with pytest.raises(PromptError, match="want a weight with at least one of its 10 prompts in a pass"):
         opened(DataConfig(sources={"a": {"path": path, "weight": 0.01}}))
+
+
+ROWS = """
+COUNT = 5
+
+def rows():
+    return ({"prompt": f"question {number}", "label": number} for number in range(COUNT))
+
+def broken():
+    yield {"prompt": "one", "label": 1}
+    raise KeyError("no such table")
+
+def unlike():
+    return [{"prompt": "one", "label": 1}, "two", {"label": 3}]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the name of a module with functions that return rows."""
+    name = f"rows_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_rows_of_a_function_are_those_of_a_file(module: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "prompts.jsonl", 5)
+    by_function, by_file = (opened(DataConfig(path=path, seed=3)) for path in (f"python:{module}:rows", str(file)))
+    assert drawn(by_function, 12) == drawn(by_file, 12)
+    assert [row.label for row in read_rows(Source.at(f"python:{module}:rows@[1:3]"))] == [1, 2]
+    assert drawn(opened(DataConfig(sources={"a": {"path": f"python:{module}:rows"}, "b": {"path": str(file)}})), 10)
+
+
+def test_the_digest_of_a_function_follows_its_rows(module: str) -> None:
+    data = DataConfig(path=f"python:{module}:rows", seed=3)
+    before = opened(data).digest
+    assert opened(data).digest == before
+    sys.modules[module].COUNT = 6  # type: ignore[attr-defined]
+    assert opened(data).digest != before
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("python:no_such_module:rows", "ModuleNotFoundError"),
+        ("python:{}:no_such_function", "AttributeError.*no_such_function"),
+        ("python:{}:COUNT", "TypeError"),
+        ("python:{}", "AttributeError|ValueError"),
+        ("python:{}:broken", r"broken:2: want a row, or the end, got KeyError: 'no such table'"),
+        ("python:{}:unlike", r"unlike:2: want a map, got str 'two'"),
+    ],
+)
+def test_a_function_without_rows_is_refused_with_the_reason(module: str, path: str, reason: str) -> None:
+    with pytest.raises(PromptError, match=reason):
+        opened(DataConfig(path=path.format(module)))
+
+
+def test_every_bad_row_of_a_function_is_named(module: str) -> None:
+    found = list(scan_rows(Source.at(f"python:{module}:unlike")))
+    assert [isinstance(row, PromptError) for row in found] == [False, True, True]
+    assert "unlike:3: want key 'prompt'" in str(found[2])

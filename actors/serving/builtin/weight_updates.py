@@ -153,9 +153,14 @@ class WeightUpdates(FencedUpdates):
         async with self._writing:  # the flip may be under way
             return self.whole and self._scheduler.version >= version
 
-    async def serve_directory(self, directory: Path, version: int | None) -> float:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused."""
+    async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
+
+        Returns None when a push has begun since ``begun`` was read.
+        """
         async with self._writing:  # a release waits until it is done
+            if self.begun != begun:
+                return None
             had_released = bool(self._scheduler.released)
             if had_released:
                 await self._restore(frozenset({WEIGHTS}))
@@ -176,6 +181,7 @@ class WeightUpdates(FencedUpdates):
             self._discard("another one begins")
         update = Update(self.epoch, version)
         self._set_open(update)
+        self.begun += 1
         async with self._writing:
             await self._ensure_standby()
         self._check_current(update)

@@ -215,8 +215,13 @@ class WeightUpdates(FencedUpdates):
         if paused and not self.released and self.version >= 0 and self._open is None:
             await self.pauses.resume()
 
-    async def serve_directory(self, directory: Path, version: int | None) -> float:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused."""
+    async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
+
+        Returns None when a push has begun since ``begun`` was read.
+        """
+        if self.begun != begun:
+            return None
         await self.resume(frozenset({WEIGHTS}))
         stall_s = await self.load_directory(directory, version)
         await self.resume(frozenset({KV_CACHE}))
@@ -242,6 +247,7 @@ class WeightUpdates(FencedUpdates):
         self._require_weight_memory(self.released)
         self._abandoned_after_s = max(COMMAND_S, 2 * timeout_s)
         await self._hold()
+        self.begun += 1
         if not self._bracket:
             await self._open_bracket()
         self._open, self._received = version, set()

@@ -1,8 +1,9 @@
-"""A loss and an advantage estimator. T = tokens of a packed row, N = samples of the step."""
+"""A loss with a metric, an advantage estimator, a weight and an aggregation. T = tokens of a packed row, N = samples of the step."""
 
 import torch
 from torch import Tensor
 
+from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.policy_losses import PolicyLoss
@@ -14,7 +15,8 @@ def one_sided(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Alg
     delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     advantages_T = torch.where(tokens.mask_T, tokens.advantages_T, 0.0)
     done_T = (advantages_T > 0) & (delta_T.detach() > 0.25)
-    return PolicyLoss(loss_T=torch.where(done_T, 0.0, -advantages_T * delta_T), clipped_T=done_T)
+    loss_T = torch.where(done_T, 0.0, -advantages_T * delta_T)
+    return PolicyLoss(loss_T=loss_T, clipped_T=done_T, metrics={"moved": delta_T.abs()})
 
 
 def median_baseline(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor) -> Tensor:
@@ -24,3 +26,14 @@ def median_baseline(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor) -
         here_N = groups_N == group
         advantages_N = torch.where(here_N, rewards_N - rewards_N[here_N].median(), advantages_N)
     return advantages_N
+
+
+def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """pi^2 / mu^2: old tokens that the policy has moved away from count even less."""
+    return (2 * delta_T.clamp(-10, 10)).exp()
+
+
+def by_root(mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
+    """A sample counts with the square root of its length."""
+    lengths_T = denominators.trainable_N[torch.where(mask_T, sample_T, 0)].double()
+    return 1 / (lengths_T.clamp(min=1).sqrt() * denominators.sequences)

@@ -1,0 +1,128 @@
+"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has, and then as steps are done.
+
+    PLAN (outcomes, scores) --read--> sink
+
+Consumes PLAN from its beginning; waits for new records and for a sink that fails; ends with SIGTERM, or with ``--until-end`` at the last
+record. Nothing waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``.
+"""
+
+import argparse
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import yaml
+
+from bus.client.repeated import Repeated
+from bus.streams.bus import Bus, connect
+from bus.wire.messages import Done, Evaluated, PlanRecord
+from launch.metrics.port import SINK, StepMetrics
+from rewards.errors import BadRewardOption, UnknownReward
+from rewards.registry import Bound, bind
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 60.0
+LONGEST_PAUSE_S = 60.0
+"""Longest pause in seconds before a sink that has raised is called again."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """Counts of one command."""
+
+    steps: int = 0
+    evaluations: int = 0
+    failures: int = 0
+    """Calls of the sink that raised."""
+
+
+def open_sink(name: str, options: list[str]) -> Bound:
+    """Return the sink with its options, ``KEY=VALUE`` each. Raises ValueError with the reason for one that cannot be made."""
+    values: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option: want KEY=VALUE, got {option!r}")
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--option {key}: want a YAML value, got {text!r}: {error}") from None
+    try:
+        return bind(name, values, SINK)
+    except (UnknownReward, BadRewardOption) as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # the module is the user's, and may raise anything while it is imported
+        raise ValueError(f"metric sink {name}: {type(error).__name__}: {error}") from error
+
+
+async def export(
+    url: str, run: str, sink: Bound, args: argparse.Namespace, draining: asyncio.Event, *, first_pause_s: float = 1.0
+) -> Exported:
+    """Call ``sink`` for every step from ``args.from_step`` on, until ``draining`` is set or, with ``args.until_end``, the log ends.
+
+    ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises BusError.
+    """
+    call = partial(_call, sink, first_pause_s=first_pause_s)
+    counts = Exported()
+    async with connect(url, run, name="metrics", wait_s=CONNECT_S) as bus:
+        feeding = asyncio.create_task(_feed(bus, call, args, counts), name="metrics")
+        drained = asyncio.create_task(draining.wait(), name="draining")
+        try:
+            await asyncio.wait({feeding, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+        finally:
+            for task in (feeding, drained):
+                task.cancel()
+            await asyncio.gather(feeding, drained, return_exceptions=True)
+            await asyncio.to_thread(_close, sink)
+    return counts
+
+
+async def _feed(bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[None]], args: argparse.Namespace, counts: Exported) -> None:
+    done = args.from_step - 1
+    async for record in _records(bus, until_end=args.until_end or args.ended):
+        if isinstance(record, Done) and record.step > done:  # a step that is executed again after a restart has the same numbers
+            done = record.step
+            await call(StepMetrics(run=bus.run, step=record.step, epoch=record.epoch, metrics=record.metrics), counts)
+            counts.steps += 1
+        elif isinstance(record, Evaluated) and record.step >= args.from_step:
+            scores = {f"eval/{record.dataset}/{name}": value for name, value in record.metrics.items()}
+            one = StepMetrics(run=bus.run, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
+            await call(one, counts)
+            counts.evaluations += 1
+
+
+async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
+    async for _, record in bus.plans.scan() if until_end else bus.plans.follow():
+        yield record
+
+
+async def _call(sink: Bound, one: StepMetrics, counts: Exported, *, first_pause_s: float) -> None:
+    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them."""
+    pause_s, failed = first_pause_s, Repeated(log)
+    while True:
+        try:
+            result: Any = sink(one) if sink.is_async else await asyncio.to_thread(sink, one)
+            if inspect.isawaitable(result):
+                await result
+            return
+        except Exception as error:  # the sink is the user's, and may raise anything
+            counts.failures += 1
+            failed(f"sink {sink.name} failed", f"step={one.step} error={error!r}, called again in {pause_s:g} s", error=error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+
+def _close(sink: Bound) -> None:
+    close = getattr(sink.function, "close", None)
+    if callable(close):
+        try:
+            close()
+        except Exception as error:  # as above; the metrics are delivered
+            log.warning("sink %s: close failed error=%r", sink.name, error)

@@ -1,0 +1,50 @@
+"""A metric sink: a function that is given the metrics of one step after the other. Knows no bus and no sink."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rewards.contract import Contract
+from rewards.errors import RewardFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one step, or the scores of one evaluation set."""
+
+    run: str
+    step: int
+    """The step, or that of the weights that were evaluated. Steps rise; scores come when they are there, mostly of earlier steps."""
+    epoch: int
+    """Epoch of the learner that reported them."""
+    metrics: Mapping[str, float]
+    """Values by name (``docs/metrics.md``); those of an evaluation are ``eval/SET/METRIC``. All are finite."""
+    evaluation: bool = False
+
+
+def _decoded(values: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(**values)
+
+
+def _nothing(name: str, result: object) -> None:
+    if result is not None:
+        raise RewardFailed(name, f"want nothing returned, got {result!r}")
+
+
+SINK = Contract(
+    word="metric sink",
+    options="--option",
+    argument="StepMetrics",
+    path="launch.metrics.port:SINK",
+    table={
+        "jsonl": "launch.metrics.json_lines:Jsonl",
+        "tensorboard": "launch.metrics.event_files:TensorBoard",
+        "wandb": "launch.metrics.weights_and_biases:WeightsAndBiases",
+    },
+    encode=lambda one: json.dumps(asdict(one)).encode(),
+    decode=_decoded,
+    checked=_nothing,
+)
+"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class that is made once with the options and whose instances are
+called. A ``close()`` of the instance is called at the end. One that raises is called again with the same metrics, until it returns."""

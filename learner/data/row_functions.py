@@ -1,0 +1,57 @@
+"""Rows of a function of the user's own, as a source of prompts: ``python:module:function`` in place of a file.
+
+The function takes nothing and returns an iterable of maps, the same ones at every call: a run that is resumed reads them again.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bus.wire.json_object import JsonMapping
+from learner.errors import PromptError
+
+PREFIX = "python:"
+MOST_ROWS = 50_000_000
+"""Rows after which a function counts as endless."""
+
+
+def is_function(path: Path) -> bool:
+    """Return whether ``path`` names a function."""
+    return str(path).startswith(PREFIX)
+
+
+def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
+    """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function that fails."""
+    rows = _called(path)
+    for number in range(MOST_ROWS + 1):
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the function is the user's, and may raise anything
+            raise PromptError(f"{path}:{number + 1}", "a row, or the end", f"{type(error).__name__}: {error}") from error
+        if number == MOST_ROWS:
+            break
+        yield row if isinstance(row, dict) else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
+    raise PromptError(str(path), f"at most {MOST_ROWS} rows", "more; a function must end")
+
+
+def add_rows(digest: "hashlib._Hash", path: Path) -> None:
+    """Add the content of all rows to a digest. Raises PromptError."""
+    for row in rows_of(path):
+        if isinstance(row, PromptError):
+            raise row
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+
+
+def _called(path: Path) -> Iterator[Any]:
+    module, _, name = str(path).removeprefix(PREFIX).partition(":")
+    try:
+        function: Callable[[], Iterable[Any]] = getattr(importlib.import_module(module), name)
+        return iter(function())
+    except Exception as error:  # as above, and while its module is imported
+        want = "python:module:function, which returns an iterable of maps; modules are searched in this directory and in PYTHONPATH"
+        raise PromptError(str(path), want, f"{type(error).__name__}: {error}") from error

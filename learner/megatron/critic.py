@@ -1,0 +1,160 @@
+"""The critic: a second model with a value head, its optimizer, and the steps that train it beside the policy.
+
+    rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> for each minibatch: value loss, backward, Adam
+
+It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = those of this rank's part of it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.objective import Tokens
+from learner.algorithms.values import value_clipped, value_loss
+from learner.config import CriticConfig, LearnerConfig
+from learner.megatron.context import gather_parts
+from learner.megatron.kernels import Wanted
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.schedule import ModelInput, run_rows
+from learner.megatron.stages import of_last, tensors_of_last
+
+Summed = Callable[[Tensor], Tensor]
+"""Sum of a tensor over the data-parallel ranks."""
+
+
+class Row(ModelInput, Protocol):
+    """A micro-batch of the trainer, as far as the critic reads it."""
+
+    @property
+    def seen(self) -> Tokens:
+        """Inputs of the objective, of the whole row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """Result of the optimizer step of one minibatch."""
+
+    sums: Tensor
+    """(loss, clipped tokens, tokens) of this rank, float64 [3]."""
+    norm: float | None
+    """Norm of the gradient before clipping; None = skipped, on all ranks."""
+    rate: float
+
+
+class Critic:
+    """A value function that is trained beside a policy. All methods are collective over all ranks."""
+
+    def __init__(self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig) -> None:
+        """``model``: one with a value head (``build_policy(..., value_head=True)``)."""
+        self.model, self.optimizer, self._config = model, optimizer, config
+        self._clip = config.value_clip or math.inf
+
+    def warms_up(self, step: int) -> bool:
+        """Return whether only the critic is trained in this step."""
+        return step <= self._config.warmup_steps
+
+    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
+        """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
+
+        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
+            """Return a loss that is not used, and the values."""
+            values_T1 = self._whole(values_C1)
+            return values_T1.sum(), values_T1
+
+        results = run_rows(self.model, rows, collect, forward_only=True)
+        values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
+        return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
+
+    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], step: int, *, summed: Summed) -> dict[str, float]:
+        """Take an optimizer step for each minibatch; its rows have ``values_T`` and ``returns_T``. Returns the metrics ``critic/``.
+
+        The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks.
+        """
+        fit = summed(torch.stack([_fit_sums(row.seen) for rows, _ in minibatches for row in rows]).sum(0))
+        updates = [self._minibatch(rows, denominators, step) for rows, denominators in minibatches]
+        self.model.gather()
+        taken = [update for update in updates if update.norm is not None]
+        metrics = {
+            "critic/skipped_minibatches": float(len(updates) - len(taken)),
+            "critic/lr": sum(update.rate for update in updates) / len(updates),
+            **_fit(fit),
+        }
+        if not taken:
+            return metrics
+        loss, clipped, tokens = summed(torch.stack([update.sums for update in taken]).sum(0)).tolist()
+        return metrics | {
+            "critic/loss": loss / len(taken),
+            "critic/clip_fraction": clipped / max(1.0, tokens),
+            "critic/grad_norm": sum(update.norm for update in taken if update.norm is not None) / len(taken),
+        }
+
+    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
+        self.optimizer.zero_grad()
+        parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
+        here = self.model.parallel
+        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), here).to(here.device)
+        norm, rate = self.optimizer.step(step, loss=float(sums[0]))
+        return _Update(sums, norm, rate)
+
+    def _whole(self, values_C1: Tensor) -> Tensor:
+        """Return the values of the whole row, on all context-parallel ranks."""
+        here = self.model.parallel
+        return values_C1 if here.cp_size == 1 else gather_parts(values_C1, here.cp_group)
+
+    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        seen, values_T = row.seen, self._whole(values_C1)[:, 0]
+        assert seen.values_T is not None and seen.returns_T is not None
+        place = (values_T, seen.values_T, seen.returns_T, seen.mask_T)
+        total = aggregate(value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean")
+        clipped = value_clipped(*place, clip=self._clip).sum()
+        return total, torch.stack([total.detach().double(), clipped.double(), seen.mask_T.sum().double()])
+
+
+def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path) -> Critic | None:
+    """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
+
+    It starts from ``learner.critic.path``, or from ``model_dir``, with a value head of zeros. Raises ConfigRefused as ``build_policy``.
+    """
+    if not learner.algorithm.by_critic:
+        return None
+    model = build_policy(
+        Path(learner.critic.path) if learner.critic.path else model_dir,
+        dtype=policy.dtype,
+        parallel=policy.parallel,
+        kernels=Wanted.of(learner),
+        replicas=policy.replicas,
+        memory=policy.memory,
+        value_head=True,
+    )
+    optimizer = PolicyOptimizer(model, learner.critic.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
+    return Critic(model, optimizer, learner.critic)
+
+
+def _fit_sums(seen: Tokens) -> Tensor:
+    """Return (tokens, sum V, sum R, sum R^2, sum (R - V), sum (R - V)^2) of a row before the step, float64 [6]."""
+    assert seen.values_T is not None and seen.returns_T is not None
+    values_M, returns_M = seen.values_T[seen.mask_T].double(), seen.returns_T[seen.mask_T].double()
+    gaps_M = returns_M - values_M
+    sums = [values_M, returns_M, returns_M.square(), gaps_M, gaps_M.square()]
+    return torch.stack([seen.mask_T.sum().double(), *(each.sum() for each in sums)])
+
+
+def _fit(sums: Tensor) -> dict[str, float]:
+    """Return means of values and returns, and the share of the variance of the returns that the values explain."""
+    number, values, returns, squares, gaps, gap_squares = sums.tolist()
+    if not number:
+        return {}
+    metrics = {"critic/value_mean": values / number, "critic/return_mean": returns / number}
+    spread = squares / number - (returns / number) ** 2
+    if spread > 1e-12 * squares / number:  # else the returns are equal, up to rounding
+        metrics["critic/explained_variance"] = 1 - (gap_squares / number - (gaps / number) ** 2) / spread
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,134 @@
+"""A learner with a critic, and the body of one rank of a world of two that trains it in several layouts. Run by the test."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
+from learner.megatron import parallel, state
+from learner.megatron.critic import Critic, open_critic
+from learner.megatron.kernels import Wanted
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.reference import Reference, open_reference
+from learner.megatron.state import Beside
+from learner.megatron.trainer import Trainer
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEPS = (3, 4, 5)
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, eps=1e-5)
+CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
+GAE: dict[str, Any] = {"advantage": "gae", "gamma": 0.99, "lam": 0.9}
+MOVING = KLConfig(coef=0.1, reference_ema=0.5)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2 in sequence, recompute": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+SHARES = Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """One rank of a learner with a critic."""
+
+    trainer: Trainer
+    policy: Policy
+    optimizer: PolicyOptimizer
+    critic: Critic
+    reference: Reference
+
+    @property
+    def beside(self) -> Beside:
+        return Beside(reference=self.reference.saved, critic=self.critic)
+
+    def train(self, step: int, here: Parallel, *, max_tokens: int = 60, minibatches: int = 1, **changes: Any) -> dict[str, float]:
+        """Train a step; ``changes`` of the batch."""
+        samples = make_samples(vocab=VOCAB, step=step)
+        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches, pad_to=2)
+        metrics = self.trainer.train(replace(batches[here.dp_rank], **changes))
+        self.reference.follow(step)
+        return metrics
+
+    def save(self, directory: Path, step: int) -> None:
+        state.save(directory, step=step, policy=self.policy, optimizer=self.optimizer, beside=self.beside)
+
+    def load(self, directory: Path) -> int:
+        return state.load(directory, policy=self.policy, optimizer=self.optimizer, beside=self.beside)[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the critic's own weights on this rank."""
+        return {name: parameter.detach().clone() for name, parameter in self.critic.model.named_parameters()}
+
+
+def build(
+    model_dir: Path,
+    here: Parallel,
+    *,
+    replicas: Replicas | None = None,
+    dtype: str = "float32",
+    learner: LearnerConfig | None = None,
+    offload: bool = False,
+    recompute: str = "none",
+    **algorithm: Any,
+) -> Built:
+    """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``."""
+    learner = learner or LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm)))
+    learner = replace(learner, offload_optimizer=offload, recompute=recompute)
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
+    optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
+    reference = open_reference(policy, model_dir, learner.algorithm)
+    critic = open_critic(learner, policy, model_dir)
+    assert critic is not None
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, reference=reference.weights, critic=critic)
+    return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
+
+
+def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, minibatches: int = 1, **settings: Any) -> dict[str, object]:
+    """Train ``STEPS``, or those after the checkpoint. Returns metrics and the policy's digest."""
+    built = build(model_dir, here, kl=MOVING, **settings)
+    steps = STEPS
+    if checkpoint is not None:
+        steps = STEPS[STEPS.index(built.load(checkpoint)) + 1 :]
+    metrics = [built.train(step, here, minibatches=minibatches) for step in steps]
+    return {"metrics": metrics, "digest": built.policy.digest()}
+
+
+def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    with joined() as here:
+        results = {
+            "dp2": trained(model_dir, here),
+            "dp2 distributed": trained(model_dir, here, replicas=SHARES),
+            "dp2 distributed, offload, resumed": trained(model_dir, here, replicas=SHARES, offload=True, checkpoint=checkpoint),
+            "dp2 in minibatches": trained(model_dir, here, minibatches=2),
+        }
+    for name, sizes in LAYOUTS.items():
+        with joined(**sizes) as here:
+            results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none")
+            results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+@contextmanager
+def joined(**sizes: Any) -> Iterator[Parallel]:
+    """Form the groups of a layout, and leave them on a new port for the next one."""
+    here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+    yield here
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])

@@ -1,0 +1,148 @@
+"""`tidemill metrics` on a real bus: each step once, in order, over a sink that fails, a restart of the learner and the end of the run."""
+
+import argparse
+import asyncio
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from bus.server.nats_server import EmbeddedServer
+from bus.streams.bus import Bus
+from bus.wire.messages import Done, Evaluated
+from launch.metrics.export import export, open_sink
+from launch.metrics.port import SINK, StepMetrics
+from rewards.registry import Bound
+from tests.bus_fixtures import BusOpener
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0
+
+
+async def steps(bus: Bus, first: int, last: int, *, epoch: int = 1) -> None:
+    for step in range(first, last + 1):
+        await bus.plans.append(Done(epoch=epoch, step=step, metrics={"train/loss": step / 4, "data/reward_mean": 1.0}))
+
+
+async def scores(bus: Bus, step: int) -> None:
+    await bus.plans.append(Evaluated(epoch=1, version=step, step=step, dataset="held_out", metrics={"mean": 0.5}))
+
+
+def arguments(*, from_step: int = 1, until_end: bool = True) -> argparse.Namespace:
+    return argparse.Namespace(from_step=from_step, until_end=until_end, ended=False)
+
+
+class Collected:
+    """A sink that keeps what it is given; with ``fails`` its first calls raise. ``seen`` is set with every call that returns."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.of: list[StepMetrics] = []
+        self.fails, self.calls, self.closed = fails, 0, 0
+        self.seen = asyncio.Event()
+
+    async def __call__(self, one: StepMetrics) -> None:
+        self.calls += 1
+        if self.calls <= self.fails:
+            raise OSError("no route to the tracker")
+        self.of.append(one)
+        self.seen.set()
+
+    def close(self) -> None:
+        self.closed += 1
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not true():
+                self.seen.clear()
+                await self.seen.wait()
+
+    @property
+    def bound(self) -> Bound:
+        return Bound("collected", self, {}, SINK)
+
+
+async def test_each_step_is_given_once_in_order_with_the_scores(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    sink = Collected()
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await steps(bus, 1, 4)
+        await scores(bus, 2)
+        await bus.plans.fence(2)  # a learner that has restarted executes steps 3 and 4 again
+        await steps(bus, 3, 6, epoch=2)
+        done = await export(nats_server.url, bus.run, sink.bound, arguments(), asyncio.Event())
+        assert [(one.step, one.epoch) for one in sink.of if not one.evaluation] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+        (held_out,) = (one for one in sink.of if one.evaluation)
+        assert (held_out.step, held_out.metrics, held_out.run) == (2, {"eval/held_out/mean": 0.5}, bus.run)
+        assert sink.of[0].metrics == {"train/loss": 0.25, "data/reward_mean": 1.0}
+        assert (done.steps, done.evaluations, done.failures, sink.closed) == (6, 1, 0, 1)
+        later = Collected()
+        await export(nats_server.url, bus.run, later.bound, arguments(from_step=5), asyncio.Event())
+        assert [one.step for one in later.of] == [5, 6]
+
+
+async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    sink, draining = Collected(fails=3), asyncio.Event()
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await steps(bus, 1, 2)
+        args = arguments(until_end=False)
+        running = asyncio.create_task(export(nats_server.url, bus.run, sink.bound, args, draining, first_pause_s=0.01))
+        await sink.until(lambda: len(sink.of) == 2)
+        await steps(bus, 3, 4)
+        await sink.until(lambda: len(sink.of) == 4)
+        draining.set()
+        done = await running
+        assert [one.step for one in sink.of] == [1, 2, 3, 4], "nothing is lost or given twice"
+        assert (done.failures, sink.closed) == (3, 1)
+
+
+async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await steps(bus, 1, 3)
+        await scores(bus, 3)
+        command = [sys.executable, "-m", "launch", "metrics", "--bus", nats_server.url, "--run", bus.run, "--until-end"]
+        for words in (["jsonl", "--option", f"path={tmp_path}/m.jsonl"], ["tensorboard", "--option", f"directory={tmp_path}/events"]):
+            result = await asyncio.to_thread(subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+            assert result.returncode == 0, result.stderr
+            assert f"3 steps and 1 evaluations given to {words[0]}, 0 calls failed" in result.stdout
+        lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 3]
+        assert lines[3] == {"step": 3, "epoch": 1, "eval/held_out/mean": 0.5}
+        (file,) = (tmp_path / "events" / bus.run).iterdir()
+        scalars = {(event.step, value.tag): value.simple_value for event in events(file.read_bytes()) for value in event.summary.value}
+        assert scalars[2, "train/loss"] == 0.5
+        assert scalars[3, "eval/held_out/mean"] == 0.5
+        assert len(scalars) == 7
+
+
+def events(data: bytes) -> list[Event]:
+    """Return the records of an event file: length (8 bytes), its checksum (4), content, its checksum (4)."""
+    found, at = [], 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at)
+        found.append(Event.FromString(data[at + 12 : at + 12 + size]))
+        at += 16 + size
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("tensorbord", [], "nearest: 'tensorboard'"),
+        ("jsonl", [], "path: missing, and it has no default"),
+        ("jsonl", ["paht=x"], r"paht: no such option \(nearest: 'path'\)"),
+        ("jsonl", ["path"], "--option: want KEY=VALUE, got 'path'"),
+        ("jsonl", ["path=/no/such/directory/m"], "No such file"),
+        ("no_such_module:f", [], "cannot import no_such_module"),
+        ("jsonl", ["path=[1"], "--option path: want a YAML value"),
+    ],
+)
+def test_a_sink_that_cannot_be_made_is_refused_before_the_bus_is_asked(name: str, options: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_sink(name, options)
