@@ -310,21 +310,9 @@ class LearnerConfig:
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "steps",
-            "groups_per_step",
-            "group_size",
-            "minibatches",
-            "max_tokens_per_micro_batch",
-            "data_parallel",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "virtual_pipeline",
-            "context_parallel",
-            "expert_parallel",
-            "threads",
-        )
-        for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
+        batches = ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_micro_batch", "threads")
+        ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+        for name in (*batches, *ranks, "batch_timeout_s", "nodes_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.nodes < 0:

@@ -148,7 +148,7 @@ def build_batches(
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
-    ``pad_to``: every row's length becomes a multiple of it (tensor parallelism with sequence parallelism needs that).
+    ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal parts).
     ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that an episode of a
     task may have, by task; a task that is not in it has ``max_new_tokens``.
     """

@@ -7,7 +7,7 @@ from learner.config import LearnerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """What a step does with the experts beside the objective."""
+    """Settings of the experts in a step, beside the objective."""
 
     replay: bool = False
     """Train with the experts that the pass for old log-probs has chosen (R2)."""

@@ -60,7 +60,7 @@ class Routing:
                 replay.set_target_indices(experts.long())
             self._act(RouterReplayAction.REPLAY_FORWARD)
             yield
-            # What the backward pass computes again takes the rows' experts in their order.
+            # The backward pass computes rows again in their order, and takes their experts in that order.
             self._act(RouterReplayAction.REPLAY_BACKWARD)
         else:
             yield

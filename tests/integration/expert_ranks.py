@@ -49,6 +49,7 @@ REPLAYED = Mixture(replay=True)
 WAYS = {
     "plain": Way(),
     "distributed": Way(replicas=Replicas(distributed_optimizer=True)),
+    "overlapped": Way(replicas=Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)),
     "moved": Way(minibatches=3, lr=1e-2),
     "replayed": Way(mixture=REPLAYED, minibatches=3, lr=1e-2),
     "replayed, full": Way(mixture=REPLAYED, minibatches=3, lr=1e-2, recompute="full"),
@@ -65,9 +66,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"pipeline_parallel_size": 2},
     "CP2": {"context_parallel_size": 2},
     "CP2 EP2": {"context_parallel_size": 2, "expert_parallel_size": 2},
+    "PP2 VP2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+}
+"""Layouts of two ranks."""
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "DP2 TP2 EP4": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
+    "DP2 TP2 EP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2},
+    "DP2 PP2 EP2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+    "CP2 TP2 EP4": {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
+}
+"""Layouts of four ranks."""
+DEEP = "qwen3_moe, deep"
+"""A model of four layers, every second one with experts."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in EXPERTS},
+    DEEP: ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
 }
 ONE = [
-    *((family, "plain") for family in EXPERTS),
+    *((family, "plain") for family in MODELS),
     *(("qwen3_moe", way) for way in ("moved", "replayed", "even", "balanced")),
     ("glm4_moe", "biased"),
     ("glm4_moe", "moved"),
@@ -77,8 +93,10 @@ ONE = [
 RUNS = [
     *((family, layout, "plain") for layout in ("EP2", "DP2", "TP2", "PP2") for family in EXPERTS),
     *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "DP2", "TP2")),
+    *(("qwen3_moe", layout, "overlapped") for layout in ("EP2", "DP2")),
     *(("qwen3_moe", layout, "plain") for layout in ("TP2 EP2", "CP2", "CP2 EP2")),
     ("deepseek_v3", "CP2", "plain"),
+    (DEEP, "PP2 VP2", "plain"),
     *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
     *(("qwen3_moe", layout, "replayed, full") for layout in ("TP2", "PP2")),
     ("qwen3_moe", "EP2", "replayed, selective"),
@@ -86,12 +104,13 @@ RUNS = [
     *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "PP2", "CP2")),
     *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2", "PP2")),
 ]
-"""(family, layout, way)"""
+"""(model, layout, way)"""
+RUNS_OF_FOUR = [("qwen3_moe", layout, way) for layout in OF_FOUR for way in ("plain", "distributed")]
 
 
 def same_run(way: str) -> str:
     """Return the way of one process that has the same numbers: recomputation and the kind of optimizer change none."""
-    return "plain" if way == "distributed" else way.split(",")[0]
+    return "plain" if way in ("distributed", "overlapped") else way.split(",")[0]
 
 
 RESUMES = [
@@ -170,9 +189,9 @@ def main(model_dirs: dict[str, Path], of_one: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     results: dict[str, Any] = {}
-    for layout, sizes in LAYOUTS.items():
+    for layout, sizes in (LAYOUTS if os.environ["WORLD_SIZE"] == "2" else OF_FOUR).items():
         here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
-        for family, of, way in RUNS:
+        for family, of, way in (*RUNS, *RUNS_OF_FOUR):
             if of == layout:
                 directory = out / f"{family} {layout} {way}"
                 results[directory.name] = unbroken(model_dirs[family], here, directory, way)

@@ -41,8 +41,11 @@ class Layout:
     offload: bool = False
     """Optimizer in host memory."""
     recompute: str = "none"
+    dtype: str = "float32"
     model: str = "flat"
     """Name of the model."""
+    reference: str = ""
+    """Layout with which it is compared; empty = one row on one rank."""
     max_tokens: int = 1 << 20
     """Number of tokens of a micro-batch at most."""
     chunk: int = logprobs.CHUNK_ELEMENTS
@@ -79,7 +82,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
         distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
     )
     kernels = Wanted(recompute=layout.recompute)
-    policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas, kernels=kernels)
+    policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=kernels)
     reference = WeightBackup(policy) if config.needs_reference else None
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload), config, max_lag=2, reference=reference)
     seen = RaisingOnCuda()
@@ -98,7 +101,9 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
         with watched:
             metrics.append(trainer.train(batches[here.dp_rank]))
         split = len(batches[here.dp_rank].micro_batches)
-    weights = {name: projected(tensor) for name, tensor in policy.export()}
+    exported = [(name, projected(tensor)) for name, tensor in policy.export()]
+    weights = dict(exported)
+    assert len(weights) == len(exported), "a weight is exported twice"
     return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
 
 

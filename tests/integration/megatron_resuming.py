@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
+from learner.data.batch import StepBatch
 from learner.megatron import parallel, state
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
@@ -50,6 +51,15 @@ class Learner:
         self.trainer = Trainer(self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=self.proximal)
 
     def take(self, step: int) -> dict[str, float]:
+        return self.trainer.train(self.batch(step))
+
+    def log_probs(self, step: int) -> list[float]:
+        """Return the sum over the trainable tokens of each row of this rank."""
+        batch = self.batch(step)
+        rows = zip(self.trainer.log_probs(batch), batch.micro_batches, strict=True)
+        return [float(log_probs_T[torch.from_numpy(row.loss_mask_T)].sum()) for log_probs_T, row in rows]
+
+    def batch(self, step: int) -> StepBatch:
         batches = make_batches(
             make_samples(vocab=VOCAB, step=step),
             step=step,
@@ -57,7 +67,7 @@ class Learner:
             max_tokens=100,
             pad_to=self.here.tp_size * self.here.cp_size,
         )
-        return self.trainer.train(batches[self.here.dp_rank])
+        return batches[self.here.dp_rank]
 
     def save(self, directory: Path) -> None:
         if self.here.rank == 0:
@@ -76,7 +86,8 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
     """Take both steps, with a checkpoint after the first one."""
     first = learner.take(STEPS[0])
     learner.save(directory)
-    return {"metrics": [first], "digest": learner.policy.digest()} | {"second": learner.take(STEPS[1])}
+    digest, log_probs = learner.policy.digest(), learner.log_probs(STEPS[0])
+    return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1])}
 
 
 def main(model_dir: Path, of_one: Path, out: Path) -> None:

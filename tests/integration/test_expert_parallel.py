@@ -1,14 +1,15 @@
 """Mixtures of experts in a world of two, in every layout and with both optimizers: they train what one process trains."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration import expert_ranks
-from tests.integration.expert_ranks import ONE, RESUMES, RUNS, STEPS, VOCAB, resumed, same_run, unbroken
+from tests.integration.expert_ranks import MODELS, ONE, RESUMES, RUNS, RUNS_OF_FOUR, STEPS, VOCAB, resumed, same_run, unbroken
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
-from tests.tiny_models import EXPERTS, write_tiny_model
+from tests.tiny_models import write_tiny_model
 
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
 LOOSER = {"train/ppo_kl": 5e-5, "offpolicy/sequence_chi2": 5e-5, "offpolicy/entropy_gap": 5e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
@@ -21,12 +22,21 @@ class World:
     def __init__(self, root: Path) -> None:
         self.out, self.of_one = root / "out", root / "of-one"
         self.out.mkdir()
-        self.model_dirs = {family: write_tiny_model(root / family, family, vocab_size=VOCAB) for family in EXPERTS}
+        self._four: list[dict[str, Any]] = []
+        self.model_dirs = {
+            name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes) for name, (family, changes) in MODELS.items()
+        }
         with one_rank() as here:
             self.one = {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in ONE}
         self.ranks = run_ranks(
             expert_ranks.main, (self.model_dirs, self.of_one / "qwen3_moe" / "plain"), world=2, out=self.out, timeout_s=400
         )
+
+    def four(self) -> list[dict[str, Any]]:
+        """Return the results of the four ranks."""
+        if not self._four:
+            self._four = run_ranks(expert_ranks.main, (self.model_dirs, self.of_one), world=4, out=self.out, timeout_s=400)
+        return self._four
 
     def last_of_one(self) -> dict[str, float]:
         metrics: dict[str, float] = self.one["qwen3_moe", "plain"]["metrics"][-1]
@@ -47,7 +57,17 @@ def assert_same(ours: dict[str, float], wanted: dict[str, float]) -> None:
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS)
 def test_the_numbers_of_one_process(world: World, family: str, layout: str, way: str) -> None:
     """Loss, gradient norm and all metrics of three steps; the weights that the engines would get are those of the file at the start."""
-    for rank in world.ranks:
+    _compare(world, world.ranks, family, layout, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "way"), RUNS_OF_FOUR)
+def test_the_numbers_of_one_process_in_four(world: World, family: str, layout: str, way: str) -> None:
+    _compare(world, world.four(), family, layout, way)
+
+
+def _compare(world: World, ranks: list[dict[str, Any]], family: str, layout: str, way: str) -> None:
+    for rank in ranks:
         ours = rank[f"{family} {layout} {way}"]
         one = world.one[family, same_run(way)]
         assert ours["began"] == one["began"]

@@ -16,6 +16,7 @@ from tests.tiny_models import write_tiny_model
 
 WHOLE = "one row"
 DEEP, TIED = "one row, 4 layers", "one row, tied embeddings"
+HALF = "several rows in bfloat16"
 LAYOUTS = {
     WHOLE: Layout(watched=True),
     "4 micro-batches": Layout(max_tokens=70),
@@ -24,32 +25,38 @@ LAYOUTS = {
     "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000),
     "unpacked, every case": Layout(max_tokens=1),
     DEEP: Layout(model="deep"),
-    "4 layers, several rows": Layout(model="deep", max_tokens=120, every=6),
-    TIED: Layout(model="tied", every=6),
-    "tp2 sp": Layout(tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=4),
-    "pp2": Layout(pipeline_parallel=2, model="deep", max_tokens=120, every=3),
-    "pp2 of one row": Layout(pipeline_parallel=2, model="deep", every=6),
-    "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2, model="deep", max_tokens=120, every=4),
-    "pp2, tied": Layout(pipeline_parallel=2, model="tied", max_tokens=120, every=6),
-    "pp2 vpp2, tied": Layout(pipeline_parallel=2, virtual_pipeline=2, model="tied", max_tokens=120, every=6),
-    "cp2": Layout(context_parallel=2, model="deep", max_tokens=120, every=3),
-    "cp2 sharded optimizer": Layout(context_parallel=2, sharded=True, model="deep", max_tokens=120, every=6),
-    "dp2 sharded optimizer": Layout(data_parallel=2, sharded=True, model="deep", max_tokens=60, every=6),
-    "tp2 sp, recompute": Layout(tensor_parallel=2, sequence_parallel=True, recompute="full", model="deep", max_tokens=120, every=6),
-    "pp2, recompute": Layout(pipeline_parallel=2, recompute="full", model="deep", max_tokens=120, every=6),
-    "pp2 vpp2, recompute": Layout(pipeline_parallel=2, virtual_pipeline=2, recompute="full", model="deep", max_tokens=120, every=6),
-    "cp2, recompute": Layout(context_parallel=2, recompute="full", model="deep", max_tokens=120, every=6),
-    "tp2 x pp2": Layout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=6),
-    "dp2 x tp2": Layout(data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=6),
-    "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=6),
-    "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, model="tied", max_tokens=60, every=6),
+    "4 layers, several rows": Layout(model="deep", max_tokens=120, every=11),
+    TIED: Layout(model="tied", every=11),
+    "tp2 sp": Layout(tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=5),
+    "pp2": Layout(pipeline_parallel=2, model="deep", max_tokens=120, every=5),
+    "pp2 of one row": Layout(pipeline_parallel=2, model="deep", every=11),
+    "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2, model="deep", max_tokens=120, every=7),
+    "pp2, tied": Layout(pipeline_parallel=2, model="tied", max_tokens=120, every=11),
+    "pp2 vpp2, tied": Layout(pipeline_parallel=2, virtual_pipeline=2, model="tied", max_tokens=120, every=11),
+    "cp2": Layout(context_parallel=2, model="deep", max_tokens=120, every=7),
+    "cp2 sharded optimizer": Layout(context_parallel=2, sharded=True, model="deep", max_tokens=120, every=11),
+    "dp2 sharded optimizer": Layout(data_parallel=2, sharded=True, model="deep", max_tokens=60, every=11),
+    "tp2 sp, recompute": Layout(tensor_parallel=2, sequence_parallel=True, recompute="full", model="deep", max_tokens=120, every=11),
+    "pp2, recompute": Layout(pipeline_parallel=2, recompute="full", model="deep", max_tokens=120, every=11),
+    "pp2 vpp2, recompute": Layout(pipeline_parallel=2, virtual_pipeline=2, recompute="full", model="deep", max_tokens=120, every=11),
+    "cp2, recompute": Layout(context_parallel=2, recompute="full", model="deep", max_tokens=120, every=11),
+    HALF: Layout(dtype="bfloat16", model="deep", max_tokens=120, every=26),
+    "bfloat16, pp2": Layout(dtype="bfloat16", pipeline_parallel=2, model="deep", max_tokens=120, every=26, reference=HALF),
+    "bfloat16, pp2 vpp2": Layout(
+        dtype="bfloat16", pipeline_parallel=2, virtual_pipeline=2, model="deep", max_tokens=120, every=26, reference=HALF
+    ),
+    "tp2 x pp2": Layout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=11),
+    "dp2 x tp2": Layout(data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=11),
+    "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=11),
+    "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, model="tied", max_tokens=60, every=11),
     "pp2 vpp2 x cp2": Layout(
-        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", max_tokens=120, every=6
+        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", max_tokens=120, every=11
     ),
 }
 MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4}, "tied": {"num_hidden_layers": 4, "tied": True}}
 """Models by name, and the layout of one rank with which the others are compared."""
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
+REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {"unpacked, every case", *(name for name, layout in LAYOUTS.items() if layout.world == 4)}
 """Layouts with 24 micro-batches a step instead of the four that every case has anyway, and those of four processes."""
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
@@ -69,7 +76,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Re
             layout = LAYOUTS[name]
             if layout.model not in models:
                 models[layout.model] = write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, **MODELS[layout.model])
-            done[name] = run_ranks(megatron_layouts.main, (models[layout.model], layout), world=layout.world, out=out)
+            done[name] = run_ranks(megatron_layouts.main, (models[layout.model], layout), world=layout.world, out=out, timeout_s=600)
         return done[name]
 
     return run
@@ -77,13 +84,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Re
 
 def _pairs() -> Iterator[Any]:
     for name, layout in LAYOUTS.items():
-        for case in layout.cases if name not in OF_ONE.values() else ():
+        for case in layout.cases if name not in REFERENCES else ():
             yield pytest.param(name, case, id=f"{case}-{name}", marks=[pytest.mark.slow] if name in SLOW else [])
 
 
 @pytest.mark.parametrize(("layout", "case"), list(_pairs()))
 def test_the_same_numbers(trained: Callable[[str], list[Results]], layout: str, case: str) -> None:
-    wanted = trained(OF_ONE[LAYOUTS[layout].model])[0][case]
+    wanted = trained(LAYOUTS[layout].reference or OF_ONE[LAYOUTS[layout].model])[0][case]
     for rank in trained(layout):
         for step, other in zip(rank[case]["metrics"], wanted["metrics"], strict=True):
             assert step.keys() == other.keys()

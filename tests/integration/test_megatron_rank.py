@@ -270,13 +270,23 @@ async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
         assert 2 <= last < 200
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
-async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        ("qwen3", {"tensor_parallel": 2}),
+        ("qwen3", {"pipeline_parallel": 2}),
+        ("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2}),
+    ],
+    ids=["tensor_parallel", "pipeline_parallel", "expert_parallel"],
+)
+async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(
+    open_learner: OpenLearner, tmp_path: Path, family: str, split: dict[str, int]
+) -> None:
     """Gathering over the ranks is over before anything is sent: one rank sends, and the other does not wait."""
-    write_tiny_model(tmp_path / "model", vocab_size=300)
+    write_tiny_model(tmp_path / "model", family, vocab_size=300)
     lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
     weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 2.0}
-    async with open_learner(**{split: 2}, steps=8, checkpoint_every=8, weights=weights) as learner:
+    async with open_learner(**split, steps=8, checkpoint_every=8, weights=weights) as learner:
         here = receivers(learner.world.url, learner.world.run, {"good": Behaviour(), **lost})
         engines = await asyncio.to_thread(here.__enter__)
         try:

@@ -22,11 +22,11 @@ class World:
         self.out.mkdir()
         with one_rank() as here:
             self.one = saved(Learner(self.model_dir, here), root / "of-one")
-            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one"), world=2, out=self.out)
+            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one"), world=2, out=self.out, timeout_s=600)
             self.in_one = {name: Learner(self.model_dir, here).resume(self.out / name) for name in LAYOUTS}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"), tied=request.param)
 
@@ -42,6 +42,13 @@ def test_every_layout_trains_what_one_rank_does(world: World) -> None:
         for name in LAYOUTS:
             assert_same(rank[f"saved {name}"]["metrics"][0], world.one["metrics"][0], name)
             assert_same(rank[f"saved {name}"]["second"], world.one["second"], name)
+
+
+def test_every_rank_has_the_log_probs_of_its_rows(world: World) -> None:
+    """Also where another stage computes them, or each of two ranks a part of every row."""
+    for rank in world.ranks:
+        for name in LAYOUTS.keys() - {"dp2"}:
+            assert rank[f"saved {name}"]["log_probs"] == pytest.approx(world.one["log_probs"], rel=1e-4), name
 
 
 def test_every_layout_continues_the_checkpoint_of_every_other(world: World) -> None:

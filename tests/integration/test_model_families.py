@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
+from learner.errors import ConfigRefused
 from learner.megatron import parallel
+from learner.megatron.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
@@ -117,3 +120,34 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
     after = dict(policy.export())
     assert any(not torch.equal(after[name], exported[name]) for name in after)
     assert all(torch.equal(after[name], exported[name]) for name in after if name.endswith("e_score_correction_bias"))
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "message"),
+    [
+        ("qwen3_moe", Wanted(fused_activation="always"), "learner.fused_activation: want auto or never for a model with experts"),
+        ("deepseek_v3", Wanted(attention="varlen"), "learner.attention: want sdpa or auto, got 'varlen: keys and values"),
+    ],
+)
+def test_a_kernel_that_a_family_cannot_use_is_refused(here: Any, tmp_path: Path, family: str, wanted: Wanted, message: str) -> None:
+    directory = write_tiny_model(tmp_path, family)
+    with pytest.raises(ConfigRefused, match=message):
+        build_policy(directory, dtype="float32", parallel=here, kernels=wanted)
+    assert not build_policy(directory, dtype="float32", parallel=here).config.bias_activation_fusion
+
+
+def test_weights_of_another_shape_are_refused(here: Any, tmp_path: Path) -> None:
+    directory, other = write_tiny_model(tmp_path / "a", "mixtral"), write_tiny_model(tmp_path / "b", "mixtral", intermediate_size=48)
+    policy = build_policy(directory, dtype="float32", parallel=here)
+    with pytest.raises(ConfigRefused, match=r"experts\.0\.w1\.weight.*want the shape \(128, 32\), got \(96, 32\)"):
+        policy.bridge.load(policy.chunks, other)
+
+
+@pytest.mark.parametrize("family", ["glm4", *EXPERTS])
+def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(here: Any, tmp_path: Path, family: str) -> None:
+    policy = build_policy(write_tiny_model(tmp_path, family), dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    seen = RaisingOnCuda()
+    with seen:
+        trainer.train(make_batches(make_samples(vocab=299), max_tokens=100)[0])
+    assert seen.found == []

@@ -136,3 +136,14 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "launch/configs/digits.yaml", "--memory"]) == 0
     printed = capsys.readouterr().out
     assert "Adam: two moments, float32" in printed and "sum" in printed and "Not counted" in printed
+
+
+def test_experts_are_spread_and_not_split() -> None:
+    values = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    shape = ModelShape.of({**QWEN3_8B, **values}, where="test")
+    of_one = 3 * 768 * shape.hidden * shape.num_layers
+    assert parameters(shape) - rank_parameters(shape, 1, expert_parallel=4) == 6 * of_one
+    routers = shape.num_layers * 8 * shape.hidden
+    dense = parameters(shape) - 8 * of_one
+    norms = sum(size[0] for name, size in shape.tensors().items() if "norm" in name)
+    assert rank_parameters(shape, 2, expert_parallel=2) == (dense - norms - routers) // 2 + norms + routers + 4 * of_one

@@ -7,6 +7,7 @@ experts in the dense buffers, tensor-parallel ranks would each keep the gradient
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from learner.errors import ConfigRefused
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
+from learner.megatron.kernels import Wanted
 from learner.megatron.sizes import sparse_layers
 
 EXPERTS = ".mlp.experts."
@@ -42,17 +45,21 @@ class Experts(LocalLayers):
             "moe_router_bias_update_rate": mixture.bias_update_rate,
             "moe_enable_routing_replay": mixture.replay,
             "moe_layer_freq": [int(sparse) for sparse in sparse_layers(self.hf_config.to_dict())],
-            "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
         }
+
+    def _possible(self, wanted: Wanted) -> Wanted:
+        # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew again and again.
+        if wanted.fused_activation == "always":
+            raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
+        return replace(super()._possible(wanted), fused_activation="never")
 
     def _kernel_arguments(self) -> dict[str, Any]:
         """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
         found = super()._kernel_arguments()
         if self.kernels.recompute == "selective":
             found["recompute_modules"] = [*found["recompute_modules"], "moe"]
-        # The fused activation is one of dense layers; for the experts of a rank, each with another number of tokens, it would compile anew.
-        return found | {"bias_activation_fusion": False}
+        return found
 
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the stage's layers as ``LocalLayers`` does, with the experts marked for buffers of their own."""

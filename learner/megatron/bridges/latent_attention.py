@@ -41,7 +41,7 @@ class LatentRotary(PackedRotary):
 
 
 class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
-    """The same with YaRN, which stretches the angles and scales their cosines."""
+    """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
 
     def get_rotary_seq_len(self, *arguments: Any, **more: Any) -> Any:
         """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""

@@ -13,7 +13,7 @@ from learner.megatron.norms import Norm
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's router of tokens to experts, whose product needs no Transformer Engine (megatron-core 0.16.1 names a function of it)."""
+    """Megatron's router of tokens to experts, with a product that needs no Transformer Engine."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits of all experts in float32, [..., experts]."""

@@ -40,7 +40,7 @@ class LocalLayers:
     }
     """Hugging Face names of a layer's norms, by the end of Megatron's."""
     _FLASH_HEADS = True
-    """Whether keys and values have heads of one size, as torch's flash attention needs."""
+    """True where keys and values have heads of one size, as torch's flash attention needs."""
 
     _DIRECT_MAPPING: dict[str, str]
     config: Any
@@ -56,12 +56,7 @@ class LocalLayers:
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         self.set_extra_args(**self._arguments(), sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
-        if not self._FLASH_HEADS:
-            if wanted.attention == VARLEN:
-                want, got = "sdpa or auto", f"varlen: keys and values of {hf_config.model_type} have heads of different sizes"
-                raise ConfigRefused("learner.attention", want, got)
-            wanted = replace(wanted, attention=SDPA)
-        self.kernels: Kernels = chosen(wanted, dtype=dtype, head_size=self.config.kv_channels)
+        self.kernels: Kernels = chosen(self._possible(wanted), dtype=dtype, head_size=self.config.kv_channels)
         self.set_extra_args(**self._kernel_arguments())  # type: ignore[attr-defined]
 
     def _arguments(self) -> dict[str, Any]:
@@ -78,6 +73,15 @@ class LocalLayers:
             "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
             "attention_dropout": 0.0,
         }
+
+    def _possible(self, wanted: Wanted) -> Wanted:
+        """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where one is demanded."""
+        if self._FLASH_HEADS:
+            return wanted
+        if wanted.attention == VARLEN:
+            want, got = "sdpa or auto", f"varlen: keys and values of {self.hf_config.model_type} have heads of different sizes"
+            raise ConfigRefused("learner.attention", want, got)
+        return replace(wanted, attention=SDPA)
 
     def _kernel_arguments(self) -> dict[str, Any]:
         return self.kernels.arguments()
