@@ -8,10 +8,11 @@ ARGS   ?=
 
 SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
+VERIFIERS ?= .venv-verifiers
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -30,6 +31,10 @@ gsm8k: setup
 tools: setup
 	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
 
+# A model learns a text game: episodes of up to nine turns.
+walk: setup
+	$(BIN)/tidemill up launch/configs/walk.yaml --fresh $(ARGS)
+
 # The main job with a real SGLang server, on CPUs, in an environment of its own.
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
@@ -37,7 +42,7 @@ sglang: setup $(SGLANG)/.ready
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
-test test-chaos test-net test-net-all test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES :=
+test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
 # Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
@@ -68,12 +73,17 @@ test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
-test-env: setup $(OPENENV)/.ready
-	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python
+test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready
+	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python
 
-$(OPENENV)/.ready: tests/env/requirements.txt
+$(OPENENV)/.ready: tests/env/requirements-openenv.txt
 	$(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/env/requirements.txt
+	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(VERIFIERS)/.ready: tests/env/requirements-verifiers.txt
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from actors.config import ActorConfig, EngineConfig
 from actors.errors import NotAllowed
+from actors.rollout_settings import DATASET
 from rewards.group import TABLE as OF_GROUPS
 from rewards.registry import NAMING, TABLE
 
@@ -57,6 +58,8 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
     """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always allowed."""
     rollouts = row.get("rollouts")
     for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
+        if isinstance(entry, Mapping) and entry.get("use") == DATASET:  # no actor runs anything for it
+            continue
         for setting, what in ROLLOUTS.items():
             if text := entry.get(setting) if isinstance(entry, Mapping) else entry:
                 yield f"rollouts.{name}.{setting}", what, str(text)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bus.config import RUN_NAME, SINGLE_TURN
@@ -14,9 +15,16 @@ PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
 OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime:Slime"
 """Beginning of ``use`` for a generate function of slime by import path, and the program that calls it."""
+OF_VERIFIERS = "verifiers:"
+"""Beginning of ``use`` for a taskset of verifiers, by its id."""
+VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
+"""The program that plays it: a file, because its interpreter may have nothing of ours."""
+DATASET = "dataset"
+"""``use`` of a rollout whose samples are the recorded responses of the rows: the learner's feeder makes them, and no actor does."""
 BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
-_USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
+USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
 AGAIN = ("restart", "replay", "resume")
 """What an actor does with an episode that another one began."""
 TURNS, SECONDS = 64, 1800.0
@@ -28,7 +36,8 @@ class RolloutConfig:
     """One rollout, an entry of ``rollouts``."""
 
     use: str
-    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function) or ``slime:MODULE:NAME``."""
+    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME``,
+    ``verifiers:TASKSET``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
@@ -45,20 +54,35 @@ class RolloutConfig:
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
     @property
+    def recorded(self) -> bool:
+        """Whether its samples are the recorded responses of the rows; then it has no program."""
+        return self.use == DATASET
+
+    @property
     def program(self) -> str:
         """``MODULE:NAME`` of the program."""
         if self.use.startswith(OF_SLIME):
             return SLIME
+        if self.taskset:
+            return VERIFIERS
         return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
 
     @property
     def module(self) -> str:
-        """Module of the user's function or class."""
+        """Module of the user's function or class, or of what plays it."""
+        if self.taskset:
+            return "verifiers"
         return (self.use.removeprefix(OF_SLIME) if self.use.startswith(OF_SLIME) else self.program).partition(":")[0]
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the program."""
+    def taskset(self) -> str:
+        """Id of its taskset of verifiers; empty = it plays none."""
+        return self.use.removeprefix(OF_VERIFIERS) if self.use.startswith(OF_VERIFIERS) else ""
+
+    def arguments(self, model: str) -> dict[str, Any]:
+        """Return the arguments of the program. ``model``: directory of the model."""
+        if self.taskset:
+            return {"id": self.taskset, "model": str(Path(model).absolute()) if model else "", **self.options}
         return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
 
 
@@ -69,6 +93,16 @@ class RolloutPrograms:
     rollouts: Mapping[str, RolloutConfig]
     model: str
     """Directory of the model, with its tokenizer and chat template."""
+
+    @property
+    def programs(self) -> dict[str, RolloutConfig]:
+        """Those that an actor runs."""
+        return {name: one for name, one in self.rollouts.items() if not one.recorded}
+
+
+def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
+    """Return the names of the rollouts whose samples are recorded responses."""
+    return frozenset(name for name, one in rollouts.items() if one.recorded)
 
 
 def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[str, RolloutConfig]:
@@ -89,14 +123,18 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(sorted(known))}")
     use = value.get("use")
+    if use == DATASET:
+        if more := sorted(set(value) - {"use"}):
+            raise ValueError(f"{where}.{more[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
+        return RolloutConfig(use=DATASET)
     if not isinstance(use, str) or (use not in BUILT_IN and not _USE.fullmatch(use)):
-        raise ValueError(f"{where}.use: want {', '.join(BUILT_IN)}, agent:MODULE:NAME or slime:MODULE:NAME, got {use!r}")
+        raise ValueError(f"{where}.use: want {USES}, got {use!r}")
     options, python = value.get("options", {}), value.get("python", "")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(python, str):
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
-    if python and not use.startswith(PROGRAM):
+    if python and not use.startswith((PROGRAM, OF_VERIFIERS)):
         raise ValueError(f"{where}.python: want none with {use}, which runs in the actor's own interpreter, got {python!r}")
     counts = {
         one: _count(value.get(one, default), f"{where}.{one}", least=1)
@@ -105,7 +143,17 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     budget = _budget(value.get("budget", {}), f"{where}.budget")
     if (again := value.get("again", AGAIN[0])) not in AGAIN:
         raise ValueError(f"{where}.again: want {', '.join(AGAIN)}, got {again!r}")
+    if use.startswith(OF_VERIFIERS):
+        _refuse_for_taskset(options, again, where)
     return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, **counts)
+
+
+def _refuse_for_taskset(options: Mapping[str, Any], again: str, where: str) -> None:
+    """Raise ValueError for options that no taskset of verifiers takes."""
+    if unknown := sorted(set(options) - {"taskset", "agent", "env", "renderer"}):
+        raise ValueError(f"{where}.options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer")
+    if again == "resume":
+        raise ValueError(f"{where}.again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'")
 
 
 def _budget(value: object, where: str) -> Budget:

@@ -1,14 +1,14 @@
 """Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
-from learner.megatron.arguments import refuse_ours
-from learner.parallelism import refuse_sizes
+from learner.megatron_arguments import refuse_ours
+from learner.parallelism import refuse_experts, refuse_sizes
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -41,6 +41,9 @@ class DataConfig:
     """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
+    responses_key: str = ""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
+    messages, and those of the assistant are the response."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -117,7 +120,17 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = ("template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key")
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
         return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
@@ -259,6 +272,14 @@ class LearnerConfig:
     """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
+    expert_parallel: int = 1
+    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
+    routing_replay: str = "none"
+    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    moe_aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
@@ -320,6 +341,7 @@ class LearnerConfig:
             "pipeline_parallel",
             "virtual_pipeline",
             "context_parallel",
+            "expert_parallel",
             "threads",
         )
         for name in (*positive, "batch_timeout_s", "nodes_wait_s"):
@@ -353,6 +375,11 @@ class LearnerConfig:
         self._refuse_critic()
         self._refuse_unknown()
 
+    def alone(self) -> "LearnerConfig":
+        """Return these settings with one rank."""
+        one: dict[str, Any] = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
@@ -378,6 +405,8 @@ class LearnerConfig:
             if self.credit_gamma != 1.0:
                 raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
             return
+        if self.algorithm.sft_coef:
+            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":
@@ -412,6 +441,7 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
+        refuse_experts(self)
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

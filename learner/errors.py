@@ -37,6 +37,19 @@ class PromptError(LearnerError, ValueError):
         return f"{self.where}: want {self.want}, got {self.got}"
 
 
+class DebugFileRefused(LearnerError, ValueError):
+    """A file of recorded samples, or a dump of a step, is missing or cannot be read."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, where: str, want: str, got: object) -> None:
+        super().__init__(where, want, got)
+        self.where, self.want, self.got = where, want, got
+
+    def __str__(self) -> str:
+        return f"{self.where}: want {self.want}, got {self.got}"
+
+
 class ReplayMismatch(LearnerError):
     """The streams do not continue the checkpoint: training from it would not repeat the recorded steps."""
 

@@ -31,3 +31,18 @@ def refuse_sizes(learner: "LearnerConfig") -> None:
             "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over the tensor-parallel ranks; "
             "raise tensor_parallel, or remove it (context_parallel divides rows without it)"
         )
+
+
+def refuse_experts(learner: "LearnerConfig") -> None:
+    """Raise ValueError for settings about mixtures of experts that cannot be."""
+    if learner.routing_replay not in ("none", "old"):
+        why = ": samples do not have the experts that an engine has chosen" if learner.routing_replay == "rollout" else ""
+        raise ValueError(f"routing_replay: want none or old, got {learner.routing_replay!r}{why}")
+    if learner.routing_replay != "none" and learner.virtual_pipeline > 1:
+        raise ValueError(f"routing_replay: want none with virtual_pipeline > 1, got {learner.routing_replay!r}")
+    for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
+        if getattr(learner, name) < 0:
+            raise ValueError(f"{name}: want >= 0, got {getattr(learner, name)!r}")
+    spread = learner.num_ranks // learner.pipeline_parallel
+    if spread % learner.expert_parallel:
+        raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {learner.expert_parallel}")

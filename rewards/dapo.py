@@ -12,7 +12,7 @@ from rewards.port import RewardRequest
 
 TAIL = 300
 """Characters at the end of a response in which the answer must be."""
-_ANSWER = re.compile(r"answer[ \t]{0,20}:[ \t]{0,20}([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s{0,20}:\s{0,20}([^\n]+)", re.IGNORECASE)
 
 
 def dapo(request: RewardRequest) -> dict[str, float]:

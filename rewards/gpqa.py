@@ -15,13 +15,18 @@ _MARKED = (
     re.compile(r"(?:answer|choice|option)\s{0,3}(?:is|:|=)?\s{0,3}[:*]{0,3}\s{0,3}\(?([A-Za-z])\)?(?![A-Za-z])", re.IGNORECASE),
 )
 _ALONE = re.compile(r"(?<![A-Za-z0-9])\(?([A-Z])\)?(?![A-Za-z0-9'])")
+_WORD = re.compile(r"\w+")
 
 
 def gpqa(request: RewardRequest) -> float:
-    """Return 1.0 if the response chooses the right letter, else 0.0. Raises RewardFailed for a label that names no choice."""
+    """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone, else 0.0.
+
+    Raises RewardFailed for a label that names no choice.
+    """
     valid = "".join(request.metadata.get("valid_letters", LETTERS)).upper()
     gold = _gold(request, valid)
-    return float(find_letter(request.response, valid) == gold)
+    letter = find_letter(request.response, valid)
+    return float((_choice_in(request, valid) if letter is None else letter) == gold)
 
 
 def find_letter(response: str, valid: str = LETTERS) -> str | None:
@@ -32,6 +37,18 @@ def find_letter(response: str, valid: str = LETTERS) -> str | None:
         if found:
             return str(found[-1])
     return None
+
+
+def _choice_in(request: RewardRequest, valid: str) -> str | None:
+    """Return the letter of the one choice whose text is in the response; None for none or several."""
+    text = f" {_words(request.response.rpartition('</think>')[2])} "
+    choices = (_words(str(choice)) for choice in request.metadata.get("choices", ()))
+    found = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]
+    return found[0] if len(found) == 1 else None
+
+
+def _words(text: str) -> str:
+    return " ".join(_WORD.findall(text.casefold()))
 
 
 def _gold(request: RewardRequest, valid: str) -> str:

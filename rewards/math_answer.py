@@ -17,6 +17,7 @@ MARKER = "####"
 # A comma belongs to it only between groups of three digits.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
+_SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _MIXED = re.compile(r"([-+]?)([0-9]+)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -79,7 +80,7 @@ def same_answer(answer: str | None, gold: str) -> bool:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5`` exactly; None for others."""
+    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5``, ``1e2`` exactly; else None."""
     if len(text) > _MAX_DIGITS:
         return None
     plain = _plain(text)
@@ -89,6 +90,8 @@ def to_number(text: str) -> Fraction | None:
         number = to_number(f"{above}/{below}")
         return None if number is None else (Fraction(whole) + number) * (-1 if sign == "-" else 1)
     plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", plain))
+    if _SCIENTIFIC.fullmatch(plain):
+        return Fraction(plain)
     if not _PLAIN_NUMBER.fullmatch(plain):
         return None
     numerator, _, denominator = plain.partition("/")

@@ -22,6 +22,7 @@ _SPACES = re.compile(r"(?<![0-9]) +| +(?![0-9])")
 """Spaces that may be left out: all but those between two numbers."""
 _ASSIGNED = re.compile(r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*")
 _MIXED = re.compile(r"^(-?[0-9]+)\s*\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}$|^(-?[0-9]+)\s+([0-9]+)/([0-9]+)$")
+_LISTED = re.compile(r" {1,9}(?:and|or) {1,9}")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -37,7 +38,7 @@ def plain(text: str) -> str:
     r"""Return an answer without what does not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final full stop."""
     text = text[: 10 * MAX_CHARACTERS].replace("\N{MINUS SIGN}", "-").replace("\N{GREEK SMALL LETTER PI}", r"\pi")
     text = _DROPPED.sub("", _WRAPPED.sub(r"\1", text)).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
-    text = _ASSIGNED.sub("", text.removesuffix(".").strip())
+    text = _LISTED.sub(", ", _ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
     return _UNITS.sub("", text).strip()
 
 

@@ -33,3 +33,13 @@ def misbehaves(group: FilterGroup) -> Any:
 
 def newest_first(group: FilterGroup) -> dict[str, float]:
     return {"priority": -float(max(sample.lag for sample in group.samples))}
+
+
+JUDGED = [0]
+"""Groups that this process has judged."""
+
+
+def rare(group: FilterGroup, *, one_of: int) -> bool:
+    """Keep one group of so many."""
+    JUDGED[0] += 1
+    return JUDGED[0] % one_of == 0

@@ -95,6 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
+    parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")
     parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 

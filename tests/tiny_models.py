@@ -12,6 +12,55 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FAMILIES = ("qwen3", "qwen2", "llama")
+"""Families for tests of single parts of an engine."""
+SERVED = (*FAMILIES, "qwen3_moe")
+"""Families for the contract of engines."""
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+"""Further settings of the families with experts."""
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen2": {},
+    "llama": {},
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+}
+"""Further settings of the dense families."""
 EOS = "<|im_end|>"
 PAD = "<|endoftext|>"
 CHAT_TEMPLATE = (
@@ -61,7 +110,7 @@ def write_tiny_tokenizer(directory: Path) -> Path:
 
 def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
     """Return a transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's vocabulary, context 256."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig
 
     tokenizer = tiny_tokenizer()
     settings: dict[str, Any] = {
@@ -78,10 +127,7 @@ def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) ->
         "pad_token_id": tokenizer.token_to_id(PAD),
         "initializer_range": 0.3,
     }
-    if family == "qwen3":
-        settings["head_dim"] = 16
-    classes = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    return classes[family](**(settings | changes))
+    return AutoConfig.for_model(family, **(settings | (DENSE | EXPERTS)[family] | changes))
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Any:
@@ -96,6 +142,9 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
                 torch.nn.init.normal_(parameter, std=0.1)
             elif "norm" in name:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.05)
     return model.float().eval()
 
 

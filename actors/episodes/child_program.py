@@ -8,6 +8,8 @@ Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket wi
           {"type": "cancel", "episode": ID}
     out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"
 
+MODULE is a name, or the path of a file that ends in ``.py``.
+
 The program is a class, made once with the options, whose ``run(data, **extra)`` is called for each episode, or a function that is called
 as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
 class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state".
@@ -18,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -57,13 +60,26 @@ def arrange(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def imported(module: str) -> Any:
+    """Import a module by its name, or a file under the file's name."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    name = os.path.basename(module)[: -len(".py")]
+    spec = importlib.util.spec_from_file_location(name, module)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"want a Python file, got {module!r}")
+    found = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
 def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
     """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
     for entry in message["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
-    module, _, name = message["use"].partition(":")
-    found = importlib.import_module(module)
+    module, _, name = message["use"].rpartition(":")
+    found = imported(module)
     for part in name.split("."):
         found = getattr(found, part)
     options = message["options"]

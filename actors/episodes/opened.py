@@ -32,11 +32,11 @@ async def opened_rollouts(
         await gateway.start()
         stack.push_async_callback(gateway.close)
         found = {}
-        for name, config in programs.rollouts.items():
+        for name, config in programs.programs.items():
             children = await stack.enter_async_context(
                 Children(
                     config.program,
-                    options=config.arguments,
+                    options=config.arguments(programs.model),
                     python=config.python,
                     processes=config.processes,
                     episodes_per_child=config.episodes_per_child,

@@ -111,7 +111,7 @@ async def _work(
         if config.group_reward:
             group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
-        if programs is not None and programs.rollouts:
+        if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
             rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns))

@@ -39,6 +39,7 @@ from bus.wire.fields import (
 from bus.wire.invariants import check_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import (
+    DEMONSTRATIONS,
     EPISODES,
     MASKED_SAMPLES,
     SCHEMA,
@@ -89,7 +90,7 @@ _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors that a value from outside can cause while it is packed or unpacked."""
 
 
-_NEWEST = {"sample": EPISODES, "task": EPISODES, "plan": MASKED_SAMPLES}
+_NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 
 
@@ -336,7 +337,7 @@ _TASK = Table(
 _SAMPLE = Table(
     Sample,
     "sample",
-    later=("rollout", "sequences", "turns", "transcript"),
+    later=("rollout", "sequences", "turns", "transcript", "demonstration"),
     run=TEXT,
     task=INT,
     index=INT,
@@ -364,6 +365,7 @@ _SAMPLE = Table(
     sequences=many(_SIZE),
     turns=optional(_TURNS.nested()),
     transcript=many(MAP),
+    demonstration=BOOL,
 ).compile()
 _PARTIAL = Table(
     Partial,

@@ -39,6 +39,8 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
     _check_response(sample)
+    if sample.demonstration and sample.rollout_log_probs.any():
+        raise WireError("rollout_log_probs", "0 everywhere in a demonstration, whose log-probs are not known", "others")
     check_covered(sample.spans, sample.response_length)
     check_sequences(sample)
     check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)

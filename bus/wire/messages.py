@@ -22,6 +22,8 @@ EPISODES = 2
 them, because they would misread them."""
 MASKED_SAMPLES = 3
 """Schema number of a plan with ``masked``, for the same reason."""
+DEMONSTRATIONS = 3
+"""Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -160,12 +162,16 @@ class Sample:
     """Its model calls; None = not reported."""
     transcript: tuple[JsonObject, ...] = ()
     """Messages for viewers; the learner never reads them."""
+    demonstration: bool = False
+    """True: a recorded response whose log-probs are not known; all of them are 0, and only the cross-entropy trains it."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
     @property
     def schema(self) -> int:
         """Lowest schema that has its meaning."""
+        if self.demonstration:
+            return DEMONSTRATIONS
         return EPISODES if len(self.sequences) > 1 else SCHEMA
 
     @property

@@ -11,10 +11,12 @@ from launch.checks.model import CheckedModel
 from launch.checks.rows import refuse_unfit
 from launch.checks.tokens import CannotRender
 from launch.settings.datasets import prompts
+from launch.settings.end_ids import end_ids
 from launch.settings.run_config import RunConfig
 from learner.config import DataConfig
 from learner.data.mixing import Share
-from learner.data.prompts import Row, Tokenize, read_rows, refuse_template, row_in, row_tokens
+from learner.data.prompts import Row, Tokenize, read_rows, recorded_row, refuse_template, row_in, row_tokens, with_responses
+from learner.data.responses import Recordings
 from learner.data.source import Source
 from learner.errors import PromptError
 
@@ -48,6 +50,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
         rows, complete = _read(config.data)
+        rows = [with_responses(row, config.recorded_rollouts) for row in rows]
         vocab_size = None if model is None else model.vocab_size
         refuse_unfit(rows, config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=vocab_size)
     except PromptError as error:
@@ -58,7 +61,8 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
     longest, before = 0, len(report.errors)
     if model is not None and tokenize is not None:
         limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
-        longest = _check_lengths(report, limit, rows, tokenize)
+        recordings = recordings_of(config, model, tokenize)
+        longest = _check_lengths(report, limit, rows, tokenize, recordings=recordings)
     if len(report.errors) == before:
         report.good("data", f"{_place(config.data)}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
         if complete and config.learner.num_epochs:
@@ -133,7 +137,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     """Check the prompts that ``prepare`` will write; they are known before the file exists. Raises PromptError."""
     assert config.prepare is not None
     (source,) = config.data.used
-    row = row_in(source, 0, next(prompts(config.prepare)))
+    row = with_responses(row_in(source, 0, next(prompts(config.prepare))), config.recorded_rollouts)
     refuse_unfit([row], config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=None)
     tokens = 0
     if config.prepare.kind == "digits":  # a token a character
@@ -170,7 +174,29 @@ def _read_source(source: Source) -> tuple[list[Row], bool]:
     return rows, True
 
 
-def _check_lengths(report: Report, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data") -> int:
+def recordings_of(config: RunConfig, model: CheckedModel, tokenize: Tokenize) -> Recordings | None:
+    """Return the maker of recorded sequences; None if the run has none."""
+    if not config.recorded_rollouts or model.directory is None:
+        return None
+    return Recordings(
+        tokenize,
+        rollouts=config.recorded_rollouts,
+        end_ids=end_ids(model.directory),
+        max_tokens=model.context,
+        chat=config.data.apply_chat_template,
+    )
+
+
+def row_length(row: Row, tokenize: Tokenize, recordings: Recordings | None) -> int:
+    """Return the tokens of a row's prompt, or of its longest recorded sequence. Raises CannotRender, PromptError."""
+    if row.responses and recordings is not None:
+        return max(len(one.tokens) for one in recordings.sequences(recorded_row(row)))
+    return len(row_tokens(row, tokenize))
+
+
+def _check_lengths(
+    report: Report, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data", recordings: Recordings | None = None
+) -> int:
     """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
     if limit <= 0:  # reported with the model
         return 0
@@ -181,20 +207,24 @@ def _check_lengths(report: Report, limit: int, rows: list[Row], tokenize: Tokeni
         row = rows[number]
         place = row.where
         try:
-            length = len(row_tokens(row, tokenize))
+            length = row_length(row, tokenize, recordings)
             if not length:
                 raise CannotRender(f"no tokens from {row.prompt!r}")
         except CannotRender as error:
             want = "a prompt that tokenizer and chat template accept"
             report.error(topic, place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
             return 0
+        except PromptError as error:
+            report.error(topic, error.where, want=error.want, got=error.got, cure="fix the row, or the model's chat template")
+            return 0
         looked_at += 1
-        if length > limit:
+        if length > (recordings.max_tokens if row.responses and recordings is not None else limit):
             long.append((number, row, length))
         else:
             longest = max(longest, length)
         if looked_at >= SURE_ROWS and time.monotonic() > until:
             break
+    limit = recordings.max_tokens if long and long[0][1].responses and recordings is not None else limit
     _report_long(report, limit, sorted(long, key=itemgetter(0)), looked_at, topic)
     return longest if looked_at == len(rows) else 0
 

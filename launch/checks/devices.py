@@ -36,6 +36,8 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
     """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with what it has."""
+    if model.shape is None:
+        return
     rows = [row for row in memory_rows(model.shape, config, cuda=True, critic=model.critic) if row.on_host]
     wanted = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -40,6 +40,9 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
     ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
     """
+    if config.samples_nothing:
+        report.good("reward", "none needed: all samples are recorded responses")
+        return
     named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
     if config.actor.reward_parts:
         at = "actor.reward_parts"
@@ -71,6 +74,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
     for name, rollout in parse_rollouts(config.rollouts).items():
         severity = report.error if here else report.warning
+        if rollout.recorded:
+            continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
                 where, cure = (

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.errors import UnsupportedModel
+from actors.serving.builtin.shape import FAMILIES as DECODED
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.arguments import refusals as argument_refusals
-from learner.megatron.sizes import FAMILIES, refusals
+from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
+from learner.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
-SPLITS = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
+NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
+"""Sizes that the checks use for every family."""
+SPLITS = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
 """Settings of the learner that divide a model."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""
@@ -35,7 +38,8 @@ class CheckedModel:
     """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
     num_parameters: int
     """0 = not known."""
-    shape: ModelShape
+    shape: ModelShape | None
+    """None for a family that only SGLang serves."""
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
     critic: ModelShape | None = None
@@ -51,36 +55,40 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     if values is None:
         return None
     before = len(report.errors)
-    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in SPLITS}):
-        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
-        cure = f"lower {' or '.join(named)}" if named else "use another model"
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+    _check_layout(report, config, values, where)
+    _check_settings(report, config, values)
     for refused in argument_refusals(config.learner.megatron):
         report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
-    shape = _shape(report, values, where)
-    if shape is None or len(report.errors) > before:
+    shape = _shape(report, config, values, where)
+    there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
+    if shape is None and len(report.errors) == before:
+        for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
+            report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again")
+    if len(report.errors) > before:
         return None
-    sizes = [math.prod(tensor) for tensor in shape.tensors().values()]
-    parameters = sum(sizes)
+    tensors = shape.tensors() if shape is not None else there
+    sizes = [math.prod(tensor) for tensor in tensors.values()]
+    vocabulary, positions = (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
+    assert isinstance(vocabulary, int) and isinstance(positions, int)
     model = CheckedModel(
         directory=None if prepare is not None else path,
-        vocab_size=shape.vocab_size,
-        context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
-        num_parameters=parameters,
+        vocab_size=vocabulary,
+        context=min(positions, config.engine.max_context or positions),
+        num_parameters=sum(sizes),
         shape=shape,
         largest_tensor=max(sizes, default=0),
-        critic=_check_critic(report, config, shape),
+        critic=_check_critic(report, config, vocabulary, positions),
     )
     if prepare is None:
-        _check_weights(report, path, shape)
-    _check_context(report, config, model, shape)
-    _check_reference(report, config, shape)
+        _check_weights(report, path, tensors, there)
+    _check_context(report, config, model, positions)
+    _check_reference(report, config, values, tensors)
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(
             "model",
-            f"{what}: {shape.family}, {shape.num_layers} layers of {shape.hidden}, {parameters:,} parameters, "
-            f"{shape.vocab_size} tokens, context {model.context}",
+            f"{what}: {values['model_type']}, {values['num_hidden_layers']} layers of {values['hidden_size']}, {sum(sizes):,} parameters, "
+            f"{model.vocab_size} tokens, context {model.context}",
         )
     return model
 
@@ -124,28 +132,66 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     return values
 
 
-def _shape(report: Report, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes; None for a model that the built-in decoder does not support, and that the learner would train differently, too."""
+def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
+    """Refuse values that the learner cannot train, or cannot divide over its ranks."""
+    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in SPLITS}):
+        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
+        cure = f"lower {' or '.join(named)}" if named else "use another model"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+
+
+def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
+    """Refuse settings about experts that the model has no use for."""
+    learner, family = config.learner, values.get("model_type")
+    experts, biased = family in EXPERTS_OF, family in WITH_BIAS
+    if family not in FAMILIES:
+        return
+    refused = {
+        "routing_replay": learner.routing_replay != "none" and not experts,
+        "moe_aux_loss_coef": learner.moe_aux_loss_coef > 0 and not experts,
+        "moe_bias_update_rate": learner.moe_bias_update_rate > 0 and not biased,
+        "offload_optimizer": learner.offload_optimizer and experts,
+    }
+    for name in (name for name, wrong in refused.items() if wrong):
+        have = "experts" if experts else "no experts"
+        want = f"its default for {family}, which has {'no bias per expert' if name == 'moe_bias_update_rate' else have}"
+        report.error("model", report.at(f"learner.{name}"), want=want, got=getattr(learner, name), cure="remove the setting")
+
+
+def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
+    """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless SGLang serves it."""
+    family = values.get("model_type")
+    if family not in FAMILIES or (family not in DECODED and config.engine.kind == "sglang"):  # the former has been reported already
+        return None
     try:
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
-        if values.get("model_type") in FAMILIES:  # otherwise it has been reported already
-            report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure="use another model")
+        cure = "use another model" if family in DECODED else "use engine.kind: sglang, or another model"
+        report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure=cure)
     return None
 
 
-def _check_weights(report: Report, path: Path, shape: ModelShape) -> None:
-    """Compare names and shapes in the files' headers with config.json; no weight is read."""
-    cure = f"save the model again, or give another one ({report.at(SETTING)})"
+Tensors = Mapping[str, tuple[int, ...]]
+"""Shapes by name."""
+
+
+def _tensors(report: Report, path: Path) -> Tensors:
+    """Return the shapes in the headers of the files; no weight is read."""
     try:
-        there = tensors_in(path)
+        return tensors_in(path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:  # headers of any content
+        cure = f"save the model again, or give another one ({report.at(SETTING)})"
         report.error("model", str(path), want="its weights in *.safetensors", got=str(error), cure=cure)
-        return
-    for name, wanted in shape.tensors().items():
-        if there.get(name) != wanted:
+        return {}
+
+
+def _check_weights(report: Report, path: Path, wanted: Tensors, there: Tensors) -> None:
+    """Compare names and shapes in the files with those that config.json asks for."""
+    for name, shape in wanted.items():
+        if there.get(name) != shape:
             got = "none" if name not in there else f"one of {there[name]}"
-            report.error("model", str(path), want=f"a tensor {name} of {wanted}, as config.json has it", got=got, cure=cure)
+            cure = f"save the model again, or give another one ({report.at(SETTING)})"
+            report.error("model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure)
             return
 
 
@@ -176,11 +222,11 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _check_context(report: Report, config: RunConfig, model: CheckedModel, shape: ModelShape) -> None:
+def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
     """Compare the lengths of prompts and responses with the contexts of model and engine."""
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
-    if config.engine.max_context > shape.max_positions:
-        want, where = f"<= {shape.max_positions} (max_position_embeddings of the model)", report.at("engine.max_context")
+    if config.engine.max_context > positions:
+        want, where = f"<= {positions} (max_position_embeddings of the model)", report.at("engine.max_context")
         report.error("context", where, want=want, got=config.engine.max_context, cure="lower it, or 0 for all of it")
     if new >= model.context:
         want = f"< {model.context}, the context of prompt and response together"
@@ -191,23 +237,27 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, shape
         report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two")
 
 
-def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> None:
+def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
     """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same shapes."""
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
     where, want = report.at("learner.algorithm.kl.reference"), "the directory of a model with the sizes of the trained one"
     try:
-        there = ModelShape.read(Path(reference))
-    except ValueError as error:
+        its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
+        family, there = (
+            its["model_type"],
+            (ModelShape.of(its, where=reference).tensors() if its["model_type"] in DECODED else tensors_in(Path(reference))),
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
-    if there.tensors() != shape.tensors():
-        got = f"{there.family}, {there.num_layers} layers of {there.hidden} in {reference}"
+    if (family, there) != (values["model_type"], dict(tensors)):
+        got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
         report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")
 
 
-def _check_critic(report: Report, config: RunConfig, shape: ModelShape) -> ModelShape | None:
+def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
     """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's layout."""
     learner = config.learner
     if not learner.critic.path:
@@ -221,8 +271,8 @@ def _check_critic(report: Report, config: RunConfig, shape: ModelShape) -> Model
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)
         return None
-    if there.vocab_size < shape.vocab_size or there.max_positions < shape.max_positions:
-        want = f"a vocabulary of at least {shape.vocab_size} tokens and a context of at least {shape.max_positions}, the policy's"
+    if there.vocab_size < vocab_size or there.max_positions < max_positions:
+        want = f"a vocabulary of at least {vocab_size} tokens and a context of at least {max_positions}, the policy's"
         got = f"{there.vocab_size} tokens, context {there.max_positions} in {path}"
         report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
         return None

@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import ModelShape
+from actors.serving.builtin.shape import FAMILIES, ModelShape
+from bus.wire.json_object import JsonMapping
 from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
@@ -69,13 +70,22 @@ def identity(config: RunConfig) -> dict[str, object]:
 def model_identity(model: Path) -> str:
     """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be read."""
     try:
-        shape = ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")), where=str(model))
-    except (OSError, ValueError, UnsupportedModel, AttributeError):
+        values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        family, layers, hidden = (values[name] for name in ("model_type", "num_hidden_layers", "hidden_size"))
+        sizes = hashlib.sha256(_sizes(values, str(model)).encode()).hexdigest()[:8]
+    except (OSError, ValueError, UnsupportedModel, AttributeError, LookupError, TypeError):
         return ""
-    sizes = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
     tokenizer = model / "tokenizer.json"
     words = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8] if tokenizer.is_file() else "none"
-    return f"{shape.family} of {shape.num_layers} layers of {shape.hidden} (sizes {sizes}, tokenizer {words})"
+    return f"{family} of {layers} layers of {hidden} (sizes {sizes}, tokenizer {words})"
+
+
+def _sizes(values: JsonMapping, where: str) -> str:
+    """Return all sizes of a model in a fixed order."""
+    if values["model_type"] in FAMILIES:
+        shape = ModelShape.of(values, where=where)
+        return repr(shape) if shape.experts is None else repr((shape, shape.experts))
+    return repr(sorted((name, value) for name, value in values.items() if type(value) is int))
 
 
 def began_with(file: Path) -> RunConfig | None:

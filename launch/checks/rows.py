@@ -1,7 +1,8 @@
 """Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their metadata asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from actors.rollout_settings import OF_VERIFIERS, parse_rollouts
 from bus.config import SINGLE_TURN
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
@@ -14,11 +15,17 @@ def refuse_unfit(rows: Iterable[Row], config: RunConfig, *, max_new_tokens: int,
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
     """
-    parts = read_parts(config.actor.reward_parts)
+    tasksets = {name: one.taskset for name, one in parse_rollouts(config.rollouts).items() if one.taskset}
+    parts, recorded = read_parts(config.actor.reward_parts), config.recorded_rollouts
     for row in rows:
+        if row.rollout in recorded:
+            _refuse_responses(row, config, vocab_size)
+            continue
         if row.rollout and row.rollout not in config.rollouts:
             wanted = ", ".join(sorted(config.rollouts)) or "rollouts, which has none"
             raise PromptError(row.where, f"a rollout of {wanted}, or {SINGLE_TURN}", repr(row.rollout))
+        if row.rollout in tasksets:
+            _refuse_other_task(row, tasksets[row.rollout])
         own = row.sampling
         if (own.max_new_tokens or 0) > max_new_tokens:
             raise PromptError(row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", own.max_new_tokens)
@@ -27,3 +34,38 @@ def refuse_unfit(rows: Iterable[Row], config: RunConfig, *, max_new_tokens: int,
         if parts and not any(part.applies(row.metadata) for part in parts):
             wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
             raise PromptError(row.where, f"metadata for one of actor.reward_parts ({wanted})"[:500], f"{row.metadata!r:.200}")
+
+
+def _refuse_other_task(row: Row, taskset: str) -> None:
+    """Raise PromptError for a row that has no task of its rollout's taskset."""
+    task = row.metadata.get("verifiers")
+    if isinstance(task, Mapping) and task.get("taskset") == taskset:
+        return
+    cure = f"written by tidemill data verifiers {taskset} FILE, with data.metadata_key: metadata"
+    got = f"one of {task.get('taskset')}" if isinstance(task, Mapping) else "no task in metadata.verifiers"
+    raise PromptError(row.where, f"a task of {taskset} for its rollout {OF_VERIFIERS}{taskset} ({cure})", got)
+
+
+def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> None:
+    """Raise PromptError for recorded responses that the loss of the run cannot train."""
+    algorithm, temperature = config.learner.algorithm, config.sampling.temperature
+    for number, one in enumerate(row.responses):
+        place = f"response {number + 1}"
+        if vocab_size is not None and max((*one.tokens, *one.prompt_tokens), default=0) >= vocab_size:
+            raise PromptError(row.where, f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}", max(one.tokens))
+        if one.log_probs:
+            if one.temperature not in (None, temperature):
+                raise PromptError(row.where, f"log-probs at sampling.temperature, {temperature:g}, in {place}", one.temperature)
+            continue
+        if not algorithm.demonstration_coef:
+            want = (
+                f"tokens and log_probs in {place} with learner.algorithm.loss: {algorithm.loss}, which needs the policy that wrote it; "
+                "or loss: sft, or sft_coef > 0"
+            )
+            raise PromptError(row.where, want, "none")
+        if temperature != 1:
+            want = f"sampling.temperature: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
+            raise PromptError(row.where, want, temperature)
+        if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else "entropy_coef" if algorithm.entropy_coef else ""):
+            want = f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its cross-entropy alone"
+            raise PromptError(row.where, want, getattr(algorithm, name) if name != "kl.coef" else algorithm.kl.coef)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from launch.checks.data import check_data, check_evaluation
+from launch.checks.debug import check_debug
 from launch.checks.devices import check_devices
 from launch.checks.findings import Report
 from launch.checks.functions import check_algorithm, check_filters, check_reward, check_rollouts
@@ -37,18 +38,21 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
-    data = check_data(report, config, model, tokenize, made=made.prompts) if purpose.trains else None
+    reads_prompts = purpose.trains and not config.debug.trains_only
+    data = check_data(report, config, model, tokenize, made=made.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)
     first = data or held_out
-    actors_here = purpose.starts_workers and config.up.actors > 0
+    starts_workers = purpose.starts_workers and not config.debug.trains_only
+    actors_here = starts_workers and config.up.actors > 0
+    check_debug(report, config)
     check_reward(report, config, None if first is None else first.first, here=actors_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
     check_filters(report, config)
     check_algorithm(report, config)
-    check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
+    check_engine(report, config, here=starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)
-    engines = config.up.engines if purpose.starts_workers else 0
+    engines = config.up.engines if starts_workers else 0
     check_memory(report, config, model, engines=engines, trains=purpose.trains)
     check_devices(report, config, model, engines=engines, learner=purpose.trains)
     if purpose.resumes:

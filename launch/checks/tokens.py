@@ -77,16 +77,18 @@ def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], sa
 
 
 def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = ()) -> Sequence[int]:
-        """Return the tokens of a prompt. Raises CannotRender."""
+    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender."""
         try:
+            if isinstance(prompt, str) and whole:
+                return text.encode(prompt, add_special=False)
             if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
                 return text.encode(prompt)
             if template is None:
                 raise CannotRender(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             said = config.data.chat_template_args
-            rendered = template.render(messages, **{**said, **({"tools": list(tools)} if tools else {})})
+            rendered = template.render(messages, add_generation_prompt=not whole, **{**said, **({"tools": list(tools)} if tools else {})})
             if tools and rendered == _rendered_without(template, messages, said):
                 raise CannotRender(f"tools, and the chat template of {directory} does not render any")
             return text.encode(rendered, add_special=False)

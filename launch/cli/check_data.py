@@ -2,16 +2,19 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from actors.text.text import Text
+from launch.checks.data import recordings_of
 from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import CannotRender, check_tokenizer
 from launch.settings.config_loader import load
 from learner.config import DataConfig
-from learner.data.prompts import Row, refuse_template, row_tokens, scan_rows
+from learner.data.prompts import Row, recorded_row, refuse_template, row_tokens, scan_rows, with_responses
+from learner.data.responses import Recordings
 from learner.data.source import Source
 from learner.errors import PromptError
 
@@ -20,10 +23,34 @@ SHOWN = 400
 """Characters of a prompt that are shown."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the rows are read, beyond their columns."""
+
+    recorded: Collection[str] = ()
+    """Rollouts with recorded responses."""
+    recordings: Recordings | None = None
+    """Makes their sequences; None without a model."""
+    render: Rendering | None = None
+    """Shows the tokens of a row; None without a model."""
+
+    def row(self, row: Row) -> Row | PromptError:
+        """Return the row as it is used, or the error in its recorded responses."""
+        try:
+            row = with_responses(row, self.recorded)
+            if row.responses and self.recordings is not None:
+                self.recordings.sequences(recorded_row(row))
+        except PromptError as error:
+            return error
+        except CannotRender as error:
+            return PromptError(row.where, "a conversation that tokenizer and chat template accept", str(error))
+        return row
+
+
 def run_check(args: argparse.Namespace) -> int:
     """Print what the files hold. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
-    render = _rendering(args)
-    bad = sum(_check(source, render, most=args.most, preview=args.preview) for source in _sources(args))
+    reading = _reading(args)
+    bad = sum(_check(source, reading, most=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
 
 
@@ -40,8 +67,8 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     return [source for path in args.files for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
 
 
-def _rendering(args: argparse.Namespace) -> Rendering | None:
-    """Return a function for the tokens of a row, with the model that the settings name; None without one, or while it is not there.
+def _reading(args: argparse.Namespace) -> Reading:
+    """Return how rows are read, with the tokens of the model that the settings name, if it is there.
 
     Raises CheckFailed for a model whose tokenizer cannot be used.
     """
@@ -49,32 +76,41 @@ def _rendering(args: argparse.Namespace) -> Rendering | None:
     loaded = load(configs, args.set, os.environ)
     directory = Path(loaded.config.model.path)
     if not loaded.config.model.path or not (directory / "config.json").is_file():
-        return None
+        return Reading(recorded=loaded.config.recorded_rollouts)
     report = Report(loaded.origins)
     model = check_model(report, loaded.config, made=False)
     tokenize = None if model is None else check_tokenizer(report, loaded.config, model)
     report.refuse()
     text = Text.read(directory)
-    if tokenize is None or text is None:
-        return None
+    if model is None or tokenize is None or text is None:
+        return Reading(recorded=loaded.config.recorded_rollouts)
+    recordings = recordings_of(loaded.config, model, tokenize)
 
     def render(row: Row) -> str:
         """Return the number of tokens of a row, and their text with special tokens."""
+        if row.responses and recordings is not None:
+            return "; ".join(
+                f"{len(one.tokens)} tokens {text.decode(one.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
+                f"{int(one.loss_mask.sum())} are trained: "
+                f"{text.decode(one.tokens[-len(one.loss_mask) :][one.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
+                for one in recordings.sequences(recorded_row(row))
+            )
         try:
             ids = row_tokens(row, tokenize)
         except CannotRender as error:
             return f"no tokens: {error}"
         return f"{len(ids)} tokens {text.decode(ids, skip_special=False)!a:.{SHOWN}}"
 
-    return render
+    return Reading(recorded=loaded.config.recorded_rollouts, recordings=recordings, render=render)
 
 
-def _check(source: Source, render: Rendering | None, *, most: int, preview: int) -> int:
+def _check(source: Source, reading: Reading, *, most: int, preview: int) -> int:
     """Print the bad rows of a source, the first good ones and the counts. Returns the number of errors."""
     refuse_template(source.template)
     good, bad = 0, 0
     try:
-        for row in scan_rows(source):
+        for found in scan_rows(source):
+            row = found if isinstance(found, PromptError) else reading.row(found)
             if isinstance(row, PromptError):
                 bad += 1
                 if bad <= most:
@@ -82,7 +118,7 @@ def _check(source: Source, render: Rendering | None, *, most: int, preview: int)
                 continue
             good += 1
             if good <= preview:
-                print(_shown(row, render))
+                print(_shown(row, reading.render))
     except PromptError as error:  # the rest of the file cannot be read
         bad += 1
         print(error)

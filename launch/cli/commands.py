@@ -128,7 +128,19 @@ def up(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Print the bad rows of prompt files. Returns 0, or 78 when there are any. Raises SettingsError, PromptError."""
+    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
+
+    Raises SettingsError, PromptError, ValueError.
+    """
+    if args.word == "verifiers":
+        from launch.cli.taskset_prompts import write_prompts
+
+        return write_prompts(args)
+    if args.word == "import":
+        from launch.samples.imports import import_files
+
+        print(*import_files(args.files, args.out), sep="\n")
+        return 0
     from launch.cli.check_data import run_check
 
     return run_check(args)
@@ -470,6 +482,13 @@ def dead(args: argparse.Namespace) -> int:
     if not (args.tasks or args.all or args.reason):
         raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
     return _change(args, decide_dead_letters)
+
+
+def debug(args: argparse.Namespace) -> int:
+    """Compare dumps or weights, score prompts, or request a profile. Returns 0, or 1 when something differs. Raises ValueError."""
+    from launch.cli.debug import run_debug
+
+    return run_debug(args)
 
 
 def status(args: argparse.Namespace) -> int:

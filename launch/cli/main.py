@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.cli import debug_arguments as debug
 from launch.samples import arguments as samples
 from launch.settings.extras import explain
 
@@ -52,9 +53,18 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers):
+    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers, debug.add):
         add(commands)
     return parser
+
+
+def _add_taskset(words: "Commands") -> None:
+    taskset = words.add_parser("verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)")
+    taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
+    taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
+    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)")
+    taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
+    taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
 
 
 def _add_runs(commands: "Commands") -> None:
@@ -75,8 +85,13 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
-    data = commands.add_parser("data", help="read files of prompts: name every bad row, count and show the others (docs/data.md)")
-    data.add_argument("word", choices=("check",))
+    data = commands.add_parser("data", help="check files of prompts (docs/data.md), write one of a taskset, import responses (docs/sft.md)")
+    words = data.add_subparsers(dest="word", required=True, metavar="WORD")
+    _add_taskset(words)
+    imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
+    imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
+    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write")
+    data = words.add_parser("check", help="name every bad row, count and show the others")
     data.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
     data.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
     data.add_argument(

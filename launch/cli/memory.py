@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from launch.checks.findings import Report
+from launch.checks.findings import CheckFailed, Report
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
 from launch.devices.memory_table import memory_rows
@@ -25,6 +25,8 @@ def print_memory(loaded: Loaded) -> None:
     model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
     report.refuse()
     assert model is not None, "without a model there is an error"
+    if model.shape is None:
+        raise CheckFailed([f"{model.directory}: no table for this family, of {model.num_parameters:,} parameters"])
     cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
     rows = memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))

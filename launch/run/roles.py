@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts
+from actors.rollout_settings import parse_rollouts, recorded_in
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
@@ -377,13 +377,13 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import make_keys
     from bus.streams.bus import connect
-    from bus.wire.messages import LiveRow
+    from bus.wire.messages import Capabilities, LiveRow
     from launch.run.access import write_keys
     from launch.run.learner_row import LearnerRow
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
-    variables, capabilities = await asyncio.to_thread(place_ranks, config)
+    variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
@@ -445,11 +445,11 @@ async def run_feeder(
     from launch.checks.resume import model_identity
     from learner.data.curriculum import CurriculumRules
     from learner.data.filter_settings import read_filters
-    from learner.feed import feeder
+    from learner.feed import feeder, recorded_steps
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
 
-    model = Path(config.model.path)
+    model, debug = Path(config.model.path), config.debug
     vocab_size, max_context = model_shape(model)
     sampling = Sampling(**dataclasses.asdict(config.sampling))
     places = FeederPlaces(
@@ -463,11 +463,17 @@ async def run_feeder(
         epoch=epoch,
         rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
     )
+    if debug.trains_only:
+        await recorded_steps.run_recorded_feeder(places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model))
+        return
+    facts = {"identity": model_identity(model), "directory": str(await asyncio.to_thread(model.resolve))}
+    # Without training there is one rank, whose batches are one part.
+    learner = config.learner.alone() if debug.rollout_only else config.learner
     await feeder.run_feeder(
         places,
         open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
-        model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
-        learner=config.learner,
+        model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), **facts),
+        learner=learner,
         staleness=config.staleness,
         sampling=sampling,
         push_every=config.weights.push_every,
@@ -481,6 +487,8 @@ async def run_feeder(
         ),
         filters=read_filters(config.data.filters),
         budgets=budgets(config, max_context),
+        debug=debug,
+        recorded=recorded_in(parse_rollouts(config.rollouts)),
     )
 
 
@@ -488,7 +496,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from learner.feed.feeder import within
 
-    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items()}
+    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -535,7 +543,9 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from launch.checks.rows import refuse_unfit
+    from launch.settings.end_ids import end_ids
     from learner.data.prompts import PromptFile, model_tokenizer
+    from learner.data.responses import Recordings
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
@@ -545,6 +555,13 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
+        recordings=Recordings(
+            tokenize,
+            rollouts=recorded_in(parse_rollouts(config.rollouts)),
+            end_ids=end_ids(Path(config.model.path)),
+            max_tokens=max_context,
+            chat=data.apply_chat_template,
+        ),
     )
     # All rows: ``check`` reads some of a large file.
     refuse_unfit(prompts.rows, config, max_new_tokens=max_new_tokens, vocab_size=model_shape(Path(config.model.path))[0])
@@ -559,9 +576,6 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import RankPlaces
 
-    with importing():
-        from learner.ranks import rank
-
     places = RankPlaces(
         run=config.run,
         bus_url=bus_url,
@@ -575,7 +589,13 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         snapshots=config.root / "snapshots",
         final_dir=config.root / "final",
     )
-    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus)
+    if config.debug.rollout_only:
+        from learner.ranks import rollout_only
+
+        return rollout_only.main(places)
+    with importing():
+        from learner.ranks import rank
+    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus, debug=config.debug)
 
 
 def model_shape(model: Path) -> tuple[int, int]:
@@ -591,11 +611,6 @@ def model_shape(model: Path) -> tuple[int, int]:
 
 def eos_ids(model: Path) -> frozenset[int]:
     """Return the tokens that end a response, from the model's configuration and generation settings; empty if they name none."""
-    import json
+    from launch.settings.end_ids import end_ids
 
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).exists():
-            ids = json.loads((model / name).read_text()).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)
+    return frozenset(end_ids(model))

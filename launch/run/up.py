@@ -28,7 +28,7 @@ from bus.server.nats_server import end_reader
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
-from bus.wire.messages import VersionRow
+from bus.wire.messages import Done, VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
@@ -310,6 +310,8 @@ class Up:
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
+        if self._config.debug.trains_only:  # it makes no checkpoint
+            return any([isinstance(one, Done) and one.step >= self._config.learner.steps async for _, one in bus.plans.scan()])
         rows = bus.rows("run")
         checkpoint, end = await rows.get(CHECKPOINT_KEY), await rows.get(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -320,7 +322,8 @@ class Up:
 
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
-        counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
+        alone = self._config.debug.trains_only
+        counts = {"engine": 0 if alone else self._config.up.engines, "actor": 0 if alone else self._config.up.actors}
         there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
         if there is None:
             await desired.change(bus, desired.ALL, counts)
@@ -362,7 +365,7 @@ class Up:
             run=self._config.run,
             seconds=seconds,
             seconds_to_reward=_seconds_to(lines, 0.9),
-            max_lag=self._config.staleness.max_lag,
+            max_lag=self._config.learner.steps if self._config.debug.rollout_only else self._config.staleness.max_lag,
             loads=self._watch.loads,
             troubles=self._watch.troubles,
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
@@ -393,7 +396,8 @@ class Up:
             self._print(f"  evaluation {words}")
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")
-        self._print(f"  model {self._root}/final, picture {picture}, accounting {self._root}/summary.json")
+        model = "no model: nothing was trained" if self._config.debug.rollout_only else f"model {self._root}/final"
+        self._print(f"  {model}, picture {picture}, accounting {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
 

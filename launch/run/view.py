@@ -118,14 +118,16 @@ def _middle(watch: RunWatch, inner: int, plot_height: int) -> Table:
 
 
 def _reward(watch: RunWatch, width: int, height: int) -> Text:
-    rewards = watch.series("data/reward_mean")
-    text = Text()
+    rewards, losses = watch.series("data/reward_mean"), watch.series("train/sft_loss")
+    name, best, text = "reward", max, Text()
+    if losses and not any(rewards):  # a run of demonstrations, which have none
+        rewards, name, best = losses, "cross-entropy", min
     if not rewards:
         lines = textwrap.wrap(waits(watch), width + AXIS_WIDTH)[:height]
         return Text("\n".join(["reward", *lines, *[""] * (height - len(lines))]), style="dim")
     low, high = min(0.0, *rewards), max(1.0, *rewards)
-    text.append(f"reward {rewards[-1]:.3f}", style="bold green")
-    text.append(f"   first {rewards[0]:.3f}, best {max(rewards):.3f}", style="dim")
+    text.append(f"{name} {rewards[-1]:.3f}", style="bold green")
+    text.append(f"   first {rewards[0]:.3f}, best {best(rewards):.3f}", style="dim")
     lines = plot(rewards, width=width, height=height, low=low, high=high, total=watch.steps)
     for place, line in enumerate(lines):
         level = high if place == 0 else low if place == len(lines) - 1 else None

@@ -184,6 +184,7 @@ class RunWatch:
         return {
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
+            **({"cross-entropy": f"{self.newest('train/sft_loss'):.3f}"} if self.newest("train/sft_loss", -1.0) >= 0 else {}),
             "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from actors.rollout_settings import DATASET
 from bus.wire.json_object import JsonObject
 from launch.settings import yaml_file
 from launch.settings.run_config import RunConfig
@@ -164,6 +165,9 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     )
     if names:
         follow("bus.rollouts", tuple(sorted(names)), "rollouts")
+    if _all_recorded(rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")):
+        for path in ("up.engines", "up.actors"):
+            follow(path, 0, "all samples are recorded responses")
     prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
     if prepares:
         follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")
@@ -171,6 +175,16 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     for path in ("data.seed", "learner.seed", "prepare.seed"):
         if given("seed") is not None and (prepares or not path.startswith("prepare")):
             follow(path, given("seed"), "seed")
+
+
+def _all_recorded(rollouts: object, rollout: object, sources: object, key: object, every: object) -> bool:
+    """Return whether the settings of rollouts and data leave nothing to sample. Wrong values are refused later."""
+    if not isinstance(rollouts, Mapping) or key or every:
+        return False
+    recorded = {name for name, one in rollouts.items() if isinstance(one, Mapping) and one.get("use") == DATASET}
+    own = [one for one in sources.values() if isinstance(one, Mapping)] if isinstance(sources, Mapping) else []
+    named = [rollout if one.get("rollout") is None else one["rollout"] for one in own] or [rollout]
+    return all(isinstance(one, str) and one in recorded for one in named) and not any(one.get("rollout_key") for one in own)
 
 
 # ---- the tree

@@ -25,11 +25,14 @@ def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
 def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
     """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in order.
 
-    For the task ``sum``: ``12+7=`` with the label ``19``.
+    For the task ``sum``: ``12+7=`` with the label ``19``. For ``walk``: ``3.7=`` with the label ``7``.
     """
     rng = random.Random(config.seed)
     if config.task == "sum":
         yield from sum_prompts(config, rng)
+        return
+    if config.task == "walk":
+        yield from walk_prompts(config, rng)
         return
     for _ in range(config.count):
         length = rng.randint(config.min_digits, config.max_digits)
@@ -45,6 +48,13 @@ def sum_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str,
         one, other = (str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths)
         filler = FILLER * (2 * config.max_digits + 1 - len(f"{one}+{other}")) if config.fill else ""
         yield {"prompt": f"{one}+{other}{filler}=", "label": str(int(one) + int(other))}
+
+
+def walk_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str, str]]:
+    """Yield ways from one digit to another (``actors/episodes/programs/walk.py``)."""
+    for _ in range(config.count):
+        at, goal = rng.sample("0123456789", 2)
+        yield {"prompt": f"{at}.{goal}=", "label": goal}
 
 
 def solve(task: str, digits: str) -> str:

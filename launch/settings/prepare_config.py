@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-TASKS = ("largest", "copy", "reverse", "sort", "sum")
+TASKS = ("largest", "copy", "reverse", "sort", "sum", "walk")
 SMALLEST_VOCABULARY = {"digits": 13, "gsm8k": 258}
 """Two special tokens and the ten digits and ``=``; two special tokens and all bytes."""
 
@@ -14,7 +14,7 @@ class PrepareConfig:
     kind: str = "digits"
     """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its text)."""
     task: str = "reverse"
-    """For digits: largest | copy | reverse | sort | sum (of two numbers, with a calculator: docs/rollouts.md)."""
+    """For digits: largest | copy | reverse | sort | sum (of two numbers, with a calculator) | walk (a game; docs/rollouts.md)."""
     min_digits: int = 2
     """Fewest digits of a prompt."""
     max_digits: int = 5
@@ -46,7 +46,7 @@ class PrepareConfig:
     tie_embeddings: bool = False
     """Output layer = embedding."""
     vocab_size: int = 0
-    """Tokens; 0 = 16 for digits (17 with ``+`` for sum), 512 for gsm8k."""
+    """Tokens; 0 = 16 for digits (17 with ``+`` for sum, 18 with ``+-`` for walk), 512 for gsm8k."""
     max_position: int = 512
     """Tokens of prompt + response."""
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
-from actors.rollout_settings import RolloutConfig, parse_rollouts
+from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
+from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from weightstore.config import WeightsConfig
 
@@ -117,6 +118,8 @@ class RunConfig:
     """The inference engines."""
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The rollout actors."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Debugging modes (docs/debugging.md)."""
     up: UpConfig = field(default_factory=UpConfig)
     """Settings of ``tidemill up`` itself."""
 
@@ -143,6 +146,17 @@ class RunConfig:
         """The rollouts that training prompts may have, by name."""
         known = parse_rollouts(self.rollouts)
         return {name: known[name] for name in sorted(self.data.rollouts(known))}
+
+    @property
+    def recorded_rollouts(self) -> frozenset[str]:
+        """Names of the rollouts whose samples are the recorded responses of the rows."""
+        return recorded_in(parse_rollouts(self.rollouts))
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Whether all its samples are recorded responses, so that it needs no engine, no actor and no reward."""
+        sources, recorded = self.data.used, self.recorded_rollouts
+        return bool(sources) and not self.eval.every and all(one.rollout in recorded and not one.rollout_key for one in sources)
 
     def stream_bytes(self, max_prompt_tokens: int) -> int:
         """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
@@ -203,6 +217,8 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_rewards(config)
     _refuse_columns(config)
     _refuse_rollouts(config)
+    _refuse_debug(config)
+    _refuse_recorded(config)
     try:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
@@ -277,6 +293,55 @@ def _refuse_rollouts(config: RunConfig) -> None:
             raise ValueError(
                 f"{place}.sampling_key: want none with {place}.rollout: the limits of a program are its own and rollouts.NAME.budget"
             )
+
+
+def _refuse_debug(config: RunConfig) -> None:
+    """Raise ValueError for settings that have no meaning in a debugging mode."""
+    debug = config.debug
+    mode = "debug.rollout_only" if debug.rollout_only else "debug.load_rollout" if debug.trains_only else ""
+    if mode and config.learner.colocated:
+        raise ValueError(f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true")
+    if debug.rollout_only and config.learner.from_checkpoint:
+        raise ValueError(
+            "learner.from_checkpoint: want none with debug.rollout_only, whose engines load model.path, got "
+            f"{config.learner.from_checkpoint!r}; set model.path to the model to generate with"
+        )
+    if debug.rollout_only and config.learner.nodes > 1:
+        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}")
+    if debug.trains_only and config.eval.every:
+        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}")
+    if debug.trains_only and config.learner.num_epochs:
+        raise ValueError(
+            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {config.learner.num_epochs}; set learner.steps"
+        )
+    whole = (
+        config.learner.data_parallel * config.learner.tensor_parallel == config.learner.num_ranks and not config.learner.sequence_parallel
+    )
+    if debug.dump_modules.step and not whole:
+        raise ValueError(
+            "debug.dump_modules: want a learner with data and tensor parallelism alone, whose ranks have every layer and whole prompts; "
+            "set learner.pipeline_parallel, context_parallel: 1 and sequence_parallel: false"
+        )
+    if debug.trains_only and debug.save_rollout:
+        raise ValueError(f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them")
+
+
+def _refuse_recorded(config: RunConfig) -> None:
+    """Raise ValueError for recorded responses where nothing can use them."""
+    recorded = config.recorded_rollouts
+    for name, one in config.eval.parsed.items():
+        if wrong := sorted(one.data(config.data).rollouts(parse_rollouts(config.rollouts)) & recorded):
+            raise ValueError(
+                f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got {wrong[0]!r}, whose use is {DATASET}"
+            )
+    used = config.data.rollouts(parse_rollouts(config.rollouts)) & recorded
+    if used:
+        return
+    cure = f"rollouts: {{NAME: {{use: {DATASET}}}}} and data.rollout: NAME"
+    if any(one.responses_key for one in config.data.used):
+        raise ValueError(f"data.responses_key: want a rollout of recorded responses with it ({cure}), got none; set them, or remove it")
+    if config.learner.algorithm.sft_coef:
+        raise ValueError(f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; set them, or 0")
 
 
 def _refuse_rewards(config: RunConfig) -> None:

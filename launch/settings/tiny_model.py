@@ -17,13 +17,16 @@ PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_letters + string.punctuation))
 """Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones."""
 
+VOCABULARY = {"sum": 17, "walk": 18}
+"""Tokens of tasks of the digits game that need further characters: ``+``, and ``+-``."""
+
 
 def make_model(directory: Path, config: PrepareConfig) -> None:
     """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config."""
     if config.kind == "gsm8k":
         tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.vocab_size or 512)
     else:
-        tokenizer = character_tokenizer(config.vocab_size or (17 if config.task == "sum" else 16))
+        tokenizer = character_tokenizer(config.vocab_size or VOCABULARY.get(config.task, 16))
     directory.mkdir(parents=True)
     _save_weights(directory, config, len(tokenizer))
     tokenizer.model_max_length = config.max_position

@@ -234,7 +234,7 @@ def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> b
         return context.gate == "train"
     if name == "skipped":
         return False
-    if metrics.get("train/tokens", 0.0) < MIN_TOKENS:
+    if metrics.get("train/tokens", 0.0) - metrics.get("train/sft_tokens", 0.0) < MIN_TOKENS:
         return True
     if name == "entropy_gap":
         few = metrics.get("offpolicy/entropy_gap_tokens", 0.0) < MIN_TOKENS

@@ -229,6 +229,9 @@ class AlgorithmConfig:
     """Reward that a response of ``max_new_tokens`` loses."""
     mask_truncated: bool = False
     """Do not train responses that ran into their length limit; their rewards still count in the baseline of their group."""
+    sft_coef: float = 0.0
+    """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0 = none
+    (docs/sft.md)."""
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
@@ -329,6 +332,11 @@ class AlgorithmConfig:
         return self.weight == "none" and self.anchor != "rollout" and self.loss != "sft"
 
     @property
+    def demonstration_coef(self) -> float:
+        """Coefficient of the cross-entropy of demonstrations; 0 = they cannot be trained."""
+        return 1.0 if self.loss == "sft" else self.sft_coef
+
+    @property
     def by_critic(self) -> bool:
         """True if a critic is trained beside the policy."""
         return self.advantage in BY_CRITIC
@@ -364,6 +372,7 @@ _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
+    "sft_coef",
     *("clip_cov_low", "kl_cov_coef"),
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
@@ -515,6 +524,10 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
             raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
     if config.loss != "sft":
         return
+    if config.sft_coef:
+        raise ValueError(
+            f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}"
+        )
     for name in _OF_ADVANTAGES:
         if getattr(config, name) != defaults[name]:
             raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")

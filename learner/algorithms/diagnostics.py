@@ -306,12 +306,15 @@ def finalize(sums: Sums) -> dict[str, float]:
     total = {name: float(value) for name, value in sums.totals.items() if value.ndim == 0}
     maximum = {name: float(value) for name, value in sums.maxima.items()}
     tokens, samples = total["tokens"], total["samples"]
+    demonstrated = total.get("sft_tokens", 0.0)
+    supervised = {"train/sft_tokens": demonstrated, "train/sft_loss": total["sft_loss"] / demonstrated} if demonstrated else {}
     if not tokens:
-        return {"train/tokens": 0.0}
+        return {"train/tokens": demonstrated, **supervised}
     mean = {name: value / tokens for name, value in total.items()}
     each = {name: value / samples for name, value in total.items()}
     metrics = {
-        "train/tokens": tokens,
+        **supervised,
+        "train/tokens": tokens + demonstrated,
         "train/entropy": mean["entropy"],
         "train/ppo_clip_fraction": mean["clipped"],
         "train/ppo_kl": mean["moved"],

@@ -82,6 +82,8 @@ class StepBatch:
     """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
     """Minibatch that trains each sample."""
+    demonstration_N: NDArray[np.bool_]
+    """True for a demonstration, which only the cross-entropy trains: its log-probs are not known."""
     turn_samples_C: NDArray[np.int32]
     """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns is one turn."""
     turn_rewards_C: NDArray[np.float32]
@@ -95,9 +97,15 @@ class StepBatch:
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
+    @property
+    def scored_N(self) -> NDArray[np.bool_]:
+        """True for the samples whose rewards and lengths are reported: those of policies, or all of a step of demonstrations alone."""
+        return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
+
 
 _ROWS = (
     *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
+    "demonstration_N",
     *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
 )
 _TOKENS = tuple(one.name for one in fields(MicroBatch))
@@ -120,6 +128,7 @@ _DTYPES: Mapping[str, str] = {
     "unended_N": "|b1",
     "trainable_N": "<i4",
     "minibatches_N": "<i4",
+    "demonstration_N": "|b1",
     "turn_samples_C": "<i4",
     "turn_rewards_C": "<f4",
     "turn_tokens_C": "<i4",
@@ -183,6 +192,7 @@ def _rows(plan: Plan, samples: Sequence[Sample], rewards_N: Array, eos_ids: froz
         "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
         "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
         "unended_N": np.array([_unended(sample, eos_ids) for sample in samples], np.bool_),
+        "demonstration_N": np.array([sample.demonstration for sample in samples], np.bool_),
         "sampled_N": np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int32),
     }
 

@@ -177,6 +177,8 @@ class DataSource:
         if sample.status in (Status.FAILED, Status.ABORTED):
             self._counter.dropped[sample.status.value] += 1
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
+        if sample.demonstration and not self.rules.demonstrations:
+            return self._invalid(seq, "demonstration", actor)
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
         # every reading of the stream (docs/decisions/016).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
@@ -269,6 +271,7 @@ class DataSource:
         if not self.rules.filters:
             return []
         groups = [group for group in self._groups.values() if group.full and not group.abandoned and group.verdict is None]
+        groups = [group for group in groups if not group.demonstrations]
         return [(group.task, group.seqs) for group in groups]
 
     def judged(self, id: int, verdict: Verdict) -> None:
@@ -343,10 +346,10 @@ class DataSource:
         """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
         if settle := self.settlement():
             return settle
-        ready = in_order((group for group in self._groups.values() if self._ready(group)), self._steps, self.rules, self.step + 1)
+        ready = [group for group in self._groups.values() if self._ready(group)]
         if len(ready) < (wanted := self._wanted_groups()):
             return self._waits(now, wanted - len(ready))
-        chosen = ready[: self.rules.groups_per_step]
+        chosen = in_order(ready, self._steps, self.rules, self.step + 1)[: self.rules.groups_per_step]
         in_flight = (group for group in self._groups.values() if not self._ready(group))
         if old := urgent(in_flight, chosen, self._steps, self.rules, self.step + 1):
             self._delayed_since = now if self._delayed_since is None else self._delayed_since
@@ -375,7 +378,8 @@ class DataSource:
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        return group.full and not group.abandoned and (group.verdict is not None or not self.rules.filters)
+        judged = group.verdict is not None or not self.rules.filters
+        return group.full and not group.abandoned and (judged or group.demonstrations)
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since

@@ -21,6 +21,8 @@ class BufferedSample:
     score: float
     by_version: tuple[tuple[int, int], ...]
     """(version, trainable tokens) of each span, zeros included."""
+    demonstration: bool = False
+    """As in the sample."""
 
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
@@ -37,6 +39,7 @@ class BufferedSample:
             lengths=tuple(size.num_tokens for size in sample.sizes),
             score=sample.score,
             by_version=by_version,
+            demonstration=sample.demonstration,
         )
 
 
@@ -93,6 +96,11 @@ class Group:
     def full(self) -> bool:
         """True if every sample of the task is there."""
         return len(self.samples) == self.task.group_size
+
+    @property
+    def demonstrations(self) -> bool:
+        """True if all its samples are demonstrations: filters do not judge them, because nothing is learnt from their rewards."""
+        return all(sample.demonstration for sample in self.samples.values())
 
     @property
     def rows(self) -> list[BufferedSample]:

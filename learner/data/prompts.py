@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -17,6 +17,7 @@ from bus.wire.messages import Prompt
 from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
+from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
 from learner.data.row_functions import add_rows, is_function
 from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
@@ -24,7 +25,8 @@ from learner.errors import PromptError
 log = logging.getLogger(__name__)
 
 Tokenize = Callable[..., Sequence[int]]
-"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included."""
+"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
+``whole=True`` it gives those of a whole conversation, without a generation prompt, or of the text of a response, without special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Row:
     tools: Sequence[JsonObject] = ()
     rollout: str = ""
     """Rollout of its samples; empty = single turns."""
+    responses: tuple[Response, ...] = ()
+    """Recorded responses."""
     where: str = ""
     """Its place for messages: file and line."""
 
@@ -52,6 +56,8 @@ class Drawn:
     offset: int
     row: Row
     tokens: NDArray[np.int32]
+    recorded: tuple[RecordedSequence, ...] = ()
+    """Its recorded responses, for a rollout that has them."""
 
 
 class PromptFile:
@@ -67,14 +73,17 @@ class PromptFile:
         template: str = "",
         shuffle: bool = True,
         seed: int = 0,
+        recordings: Recordings | None = None,
     ) -> None:
         """``path``: one file, with ``keys`` and ``template`` as those of ``Source``; or sources, which have their own.
+        ``recordings``: makes the sequences of recorded responses; None = no row has any.
 
         Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
         nor messages.
         """
         self._sources = [Source(path=path, keys=keys, template=template)] if isinstance(path, Path) else list(path)
         self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
+        self._recordings = recordings
         self._place = " + ".join(map(str, self._sources))
         # Before the rows are read: a file that changes while it is read then differs from what later starts find.
         self.digest = prompts_digest(self._sources, shuffle=shuffle, seed=seed)
@@ -88,7 +97,8 @@ class PromptFile:
         """Append the rows of a source. Raises PromptError."""
         refuse_template(source.template)
         first = len(self._rows)
-        self._rows += read_rows(source)
+        rows = read_rows(source)
+        self._rows += rows if self._recordings is None else (with_responses(row, self._recordings.rollouts) for row in rows)
         share = Share(first=first, size=len(self._rows) - first, weight=source.weight, name=f"{number}")
         if not share.size:
             raise PromptError(str(source), "at least one prompt", "none")
@@ -131,9 +141,17 @@ class PromptFile:
     def at(self, epoch: int, offset: int) -> Drawn:
         """Return the prompt at a position. Raises PromptError when it is too long."""
         drawn = self._look(epoch, offset)
-        if len(drawn.tokens) > self._max_tokens:
-            raise PromptError(drawn.row.where, f"<= {self._max_tokens} tokens", len(drawn.tokens))
+        if self._excess(drawn):
+            raise PromptError(drawn.row.where, f"<= {self._most(drawn)} tokens", self._most(drawn) + self._excess(drawn))
         return drawn
+
+    def _most(self, drawn: Drawn) -> int:
+        """Return the most tokens of a prompt, or of a recorded sequence."""
+        return self._recordings.max_tokens if drawn.recorded and self._recordings is not None else self._max_tokens
+
+    def _excess(self, drawn: Drawn) -> int:
+        """Return the tokens that a row has too many; 0 or less if it is used."""
+        return max(0, max((len(one.tokens) for one in drawn.recorded), default=len(drawn.tokens)) - self._most(drawn))
 
     def after(self, epoch: int, offset: int) -> Drawn:
         """Return the first prompt at or after a position that is not too long. Each skipped row is logged once.
@@ -145,7 +163,7 @@ class PromptFile:
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
             drawn = self._look(epoch, offset)
-            if len(drawn.tokens) <= self._max_tokens:
+            if not self._excess(drawn):
                 return drawn
             self._skipped(drawn)
             offset += 1
@@ -153,6 +171,9 @@ class PromptFile:
 
     def _look(self, epoch: int, offset: int) -> Drawn:
         row = self._rows[int(self.order(epoch)[offset])]
+        if row.responses and self._recordings is not None:
+            recorded = self._recordings.sequences(recorded_row(row))
+            return Drawn(epoch=epoch, offset=offset, row=row, tokens=recorded[0].prompt_tokens, recorded=recorded)
         tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
@@ -164,8 +185,8 @@ class PromptFile:
             log.warning(
                 "prompt skipped where=%s tokens=%d max=%d skipped=%d",
                 drawn.row.where,
-                len(drawn.tokens),
-                self._max_tokens,
+                self._most(drawn) + self._excess(drawn),
+                self._most(drawn),
                 self.num_too_long,
             )
 
@@ -173,6 +194,21 @@ class PromptFile:
 def row_tokens(row: Row, tokenize: Tokenize) -> Sequence[int]:
     """Return the input ids of a row's prompt and tools."""
     return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
+
+
+def recorded_row(row: Row) -> RecordedRow:
+    """Return the parts of a row that its recorded sequences are made of."""
+    return RecordedRow(prompt=row.prompt, responses=row.responses, tools=row.tools, where=row.where)
+
+
+def with_responses(row: Row, rollouts: Collection[str]) -> Row:
+    """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises PromptError."""
+    if row.rollout not in rollouts:
+        return replace(row, responses=())
+    if row.responses:
+        return row
+    prompt, response = in_conversation(row.prompt, where=row.where)
+    return replace(row, prompt=prompt, responses=(response,))
 
 
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
@@ -189,6 +225,8 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
     own = [(one.reward, one.reward_key, one.sampling_key, one.tools_key) for one in sources]
     if any(map(any, own)):
         told += own  # only then: checkpoints of earlier releases have the digest without
+    if any(one.responses_key for one in sources):
+        told += [(one.responses_key,) for one in sources]
     if any(one.rollout_key for one in sources) or len({one.rollout for one in sources}) > 1:
         told += [(one.rollout, one.rollout_key) for one in sources]
     digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
@@ -250,7 +288,9 @@ def row_in(source: Source, number: int, values: Mapping[str, object]) -> Row:
     sampling = sampling_in(values, source.sampling_key, where=row.where)
     rollout = rollout_in(values, source.rollout_key, where=row.where)
     rollout = rollout_named(source.rollout) if rollout is None else rollout
-    return _worded(replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout), source)
+    responses = responses_in(values, source.responses_key, where=row.where)
+    row = replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout, responses=responses)
+    return _worded(row, source)
 
 
 def _worded(row: Row, source: Source) -> Row:
@@ -292,13 +332,15 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = ()) -> Sequence[int]:
+    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
         """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
+        if isinstance(prompt, str) and whole:
+            return list(tokenizer.encode(prompt, add_special_tokens=False))
         if isinstance(prompt, str) and not apply_chat_template and not tools:
             return list(tokenizer.encode(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **said))
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=not whole, tokenize=True, return_dict=False, **said))
 
     return tokenize
 

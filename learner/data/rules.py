@@ -27,7 +27,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
-_LATER = frozenset({"num_epochs", "filters", "over_sampling"})
+_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations"})
 """Rules that came after the first release."""
 
 
@@ -61,6 +61,8 @@ class DataRules:
     seed: int = 0
     """Seed of the order of prompts and of the sampler seeds."""
     prompts_digest: str = ""
+    demonstrations: bool = False
+    """Whether the loss can train demonstrations; else they are invalid."""
     model: str = ""
     """Description of model and tokenizer with their digests; empty = not known."""
 

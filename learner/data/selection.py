@@ -37,7 +37,7 @@ def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: 
         return "stale"
     if rules.gate == "drop" and min(by_step) < oldest:
         return "stale"
-    if rules.filter_zero_variance and len(group.scores) == 1:
+    if rules.filter_zero_variance and len(group.scores) == 1 and not group.demonstrations:
         return FILTERED
     return verdict
 

@@ -44,6 +44,8 @@ class Source:
     """Rollout of rows that name none; empty = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout; empty = none."""
+    responses_key: str = ""
+    """Column with recorded responses, for rollouts of them; empty = they are in the prompt's chat messages."""
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
@@ -82,6 +84,7 @@ class SourceConfig:
     tools_key: str | None = None
     rollout: str | None = None
     rollout_key: str | None = None
+    responses_key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -60,9 +60,11 @@ class EvalSet:
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
-        names = tuple(one.name for one in dataclasses.fields(SourceConfig) if one.name not in ("path", "weight", "system_prompt"))
+        names = tuple(
+            one.name for one in dataclasses.fields(SourceConfig) if one.name not in ("path", "weight", "system_prompt", "responses_key")
+        )
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, **own)
+        return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, responses_key="", **own)
 
     def __post_init__(self) -> None:
         if not self.path:

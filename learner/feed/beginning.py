@@ -8,23 +8,24 @@ from typing import Any
 from bus.errors import Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.streams.bus import Bus
-from bus.wire.messages import Task
+from bus.wire.messages import Task, VersionRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
 from learner.feed.copies import Copies, manifest_digest
 from learner.feed.evaluations import EvalPlan, Evaluations
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.restart import Resumed
+from weightstore.store.registry import VersionRegistry
 
 
-async def own_epoch(bus: Bus, rules: FeederRules) -> int:
-    """Return the epoch of this start. Raises Fenced when a later one was raised."""
-    if not rules.epoch:
+async def own_epoch(bus: Bus, raised: int) -> int:
+    """Return the epoch of this start: ``raised``, or a new one where that is 0. Raises Fenced when a later one was raised."""
+    if not raised:
         return await raise_epoch(bus)
     newest = await current_epoch(bus)
-    if newest > rules.epoch:
-        raise Fenced(f"run.{EPOCH_KEY}", rules.epoch, newest)
-    return rules.epoch
+    if newest > raised:
+        raise Fenced(f"run.{EPOCH_KEY}", raised, newest)
+    return raised
 
 
 async def evaluations_of(
@@ -62,3 +63,14 @@ async def initial_weights(rules: FeederRules, resumed: Resumed) -> str | None:
         return None
     await asyncio.to_thread(disk.verify, rules.from_checkpoint)
     return str(rules.from_checkpoint)
+
+
+async def first_head(registry: VersionRegistry, rules: FeederRules, epoch: int) -> VersionRow | None:
+    """Return the head. Where no rank publishes any, version 0 is published first: engines load it from the model directory.
+
+    Raises Fenced.
+    """
+    if rules.initial_model:
+        await registry.fence(epoch)
+        await registry.publish_initial(rules.initial_model, epoch)
+    return await registry.head()

@@ -5,10 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bus import exit_codes
 from bus.client.retries import cancellable
-from bus.streams.bus import connect
-from bus.system.coroutines import first_error
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig
@@ -16,11 +13,12 @@ from learner.data.curriculum import CurriculumRules
 from learner.data.filter_settings import FilterConfig, identity_of
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
+from learner.debug.config import DebugConfig
 from learner.feed.evaluations import EvalPlan
-from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_loops import Feeder
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import opened_filters
+from learner.feed.opening import opened_ends
 from learner.feed.places import FeederPlaces
 
 
@@ -36,6 +34,8 @@ class ModelFacts:
     """Tokens that end a response; empty = not known."""
     identity: str = ""
     """As ``DataRules.model``."""
+    directory: str = ""
+    """Directory of the model."""
 
 
 _OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
@@ -56,41 +56,28 @@ async def run_feeder(
     curriculum: CurriculumRules | None = None,
     filters: Sequence[FilterConfig] = (),
     budgets: Mapping[str, Budget] | None = None,
+    debug: DebugConfig | None = None,
+    recorded: frozenset[str] = frozenset(),
 ) -> None:
     """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
-    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout.
+    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
     Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
+    debug = debug or DebugConfig()
     rules = _data_rules(places, prompts, model, learner, staleness, sampling, push_every=push_every, filters=filters)
     feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     if curriculum is not None:
         feeder_rules = replace(feeder_rules, curriculum=curriculum)
-    feeder_rules = replace(feeder_rules, budgets=budgets or {})
-    server = FeedServer(
-        places.listen,
-        keys=places.keys,
-        world_size=learner.num_ranks,
-        data_parallel=learner.data_parallel,
-        rank_silence_s=places.rank_silence_s,
-    )
-    try:
-        async with (
-            opened_filters(filters) as opened,
-            connect(places.bus_url, places.run, places.bus, name="feeder") as connected,
-        ):
-            await connected.create_layout()
-            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))
-    except BaseException as error:
-        first = first_error(error)
-        ended = isinstance(first, asyncio.CancelledError)
-        await server.fail("it was told to end" if ended else exit_codes.message(first), exit_codes.of(first))
-        raise first from None
-    finally:
-        await server.close()
+    feeder_rules = replace(feeder_rules, budgets=budgets or {}, save_rollout=debug.save_rollout, recorded=recorded)
+    if debug.rollout_only:
+        feeder_rules = replace(feeder_rules, initial_model=model.directory)
+    rules = replace(rules, max_lag=rules.steps) if debug.rollout_only else rules  # version 0 makes all samples, and none is too old
+    async with opened_ends(places, learner) as (server, connected), opened_filters(filters) as opened:
+        await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))
 
 
 def within(budget: Budget, max_context: int) -> Budget:
@@ -120,6 +107,7 @@ def _data_rules(
         prompts_digest=prompts.digest,
         model=model.identity,
         filters=identity_of(filters),
+        demonstrations=learner.algorithm.demonstration_coef > 0,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )

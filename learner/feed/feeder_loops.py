@@ -37,7 +37,7 @@ from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
-from learner.feed.beginning import evaluations_of, initial_weights, own_epoch, peers_of
+from learner.feed.beginning import evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
@@ -50,6 +50,8 @@ from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.issuing import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from learner.feed.recorded import RecordedResponses
+from learner.feed.recorded_steps import save_step
 from learner.feed.restart import Resumed, recorded_versions, resume
 from weightstore.store.registry import HEAD, VersionRegistry
 
@@ -57,6 +59,8 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
+PAUSE_SHARE, PAUSE_S = 4.0, 0.02
+"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are decided on together."""
 COPIES_S = 30.0
 """Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before stays the latest."""
 END_S = 60.0
@@ -107,22 +111,13 @@ class Feeder:
         async with asyncio.TaskGroup() as group:
             # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
-            self._epoch = await own_epoch(self._bus, self._rules)
+            self._epoch = await own_epoch(self._bus, self._rules.epoch)
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
                 await self._begin()
-                works = (
-                    self._issue,
-                    self._read,
-                    self._intake.follow_dead,
-                    self._follow_head,
-                    self._judge,
-                    self._feed,
-                    self._find_lost,
-                    self._refuse,
-                    self._evaluate,
-                )
+                works = [self._issue, self._read, self._intake.follow_dead, self._follow_head, self._judge, self._feed, self._find_lost]
+                works += [self._refuse, self._evaluate, *([self._answer] if self._rules.recorded else [])]
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
@@ -147,7 +142,7 @@ class Feeder:
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
-        head = await registry.head()
+        head = await first_head(registry, self._rules, self._epoch)
         if head is not None:  # a publisher fences the head before it writes one
             self._source.published(head.version, head.step)
         self._lost = LostTasks(self._bus, self._source, self._decide.wake)
@@ -263,6 +258,10 @@ class Feeder:
         await self._replayed.wait()
         await self._evaluations.run()
 
+    async def _answer(self) -> None:
+        await self._replayed.wait()
+        await RecordedResponses(self._bus, self._prompts, self._rules.recorded).run(lambda: (self._source.head or (0, 0))[0])
+
     # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
 
     async def _read(self) -> None:
@@ -312,8 +311,10 @@ class Feeder:
             if self._replayed.is_set() and (reason := self._early_end.reason()):
                 await self._early_end.end(reason, self._server, self._outcomes)
                 break
+            began_s = time.monotonic()
             record, seq = self._next_record()
             if record is None:
+                await asyncio.sleep(min(PAUSE_S, PAUSE_SHARE * (time.monotonic() - began_s)))
                 await self._decide.wait(BEAT_S)  # at most a second: a deadline of the DataSource may have passed
                 continue
             recorded = seq is not None
@@ -355,7 +356,8 @@ class Feeder:
         samples = [self._intake.samples[int(one)] for one in record.seqs]
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
-            self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
+            if task.rollout not in self._rules.recorded:  # whose rewards are not those of this policy
+                self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
@@ -370,9 +372,9 @@ class Feeder:
         wants = self._wants_checkpoint(record.step, recorded)
         snapshot = await self._snapshot() if wants or self._early_end.possible else b""
         state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
-        pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
-        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
-        batches = await asyncio.to_thread(build)
+        build = partial(build_batches, pad_to=self._rules.pad_to, eos_ids=self._rules.eos_ids, token_limits=limits)
+        batches = await asyncio.to_thread(build, record, samples, recorded=recorded, state=state)
+        await save_step(self._rules, record, samples, limits or {})
         self._outcomes.planned(record, facts_of(record, batches, filtered))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
@@ -388,8 +390,7 @@ class Feeder:
         every = self._rules.checkpoint_every
         if step == self._data_rules.steps or (every and step % every == 0):
             return True
-        push_every = self._data_rules.push_every
-        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=push_every):
+        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every):
             return True
         early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
         return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)

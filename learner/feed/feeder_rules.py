@@ -37,5 +37,11 @@ class FeederRules:
     """Prompts that are left out for their pass rate."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Limits of episodes, by rollout."""
+    recorded: frozenset[str] = frozenset()
+    """Rollouts whose samples are the recorded responses of the rows."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
+    save_rollout: str = ""
+    """File for the samples of each step, with ``{step}`` in its name; empty = none."""
+    initial_model: str = ""
+    """Directory that is published as version 0 by the feeder, because no rank publishes any; empty = a rank does."""

@@ -28,7 +28,7 @@ def task_of(
         prompt_tokens=drawn.tokens,
         label=drawn.row.label,
         metadata=drawn.row.metadata,
-        group_size=rules.group_size,
+        group_size=len(drawn.recorded) or rules.group_size,
         sampling=replace(drawn.row.sampling.of(rules.sampling), seed=seed),
         prompt_epoch=drawn.epoch,
         offset=drawn.offset,

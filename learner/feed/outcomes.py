@@ -239,7 +239,7 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dic
         "data/tokens": float(first.num_tokens),
         "data/packed_tokens": float(packed),
         "data/micro_batches": float(plan.num_micro_batches),
-        "data/reward_mean": float(first.rewards_N.mean()),
+        "data/reward_mean": float(first.rewards_N[first.scored_N].mean()),
         "data/response_length_mean": float(first.response_lengths_N.mean()),
         "data/truncated_share": float(first.truncated_N.mean()),
         "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,

@@ -44,6 +44,8 @@ class PackedRow(PackedSeqParams):
     """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
     give_T: Tensor | None = None
     """Padded position of each token."""
+    experts: tuple[Tensor, ...] = ()
+    """Experts of this rank's tokens in each layer that has any, [T, K] int16, where they are recorded (``routing``)."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
@@ -108,13 +110,15 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
+        assert max_seq_len.position_ids_T is not None
         positions_T = max_seq_len.position_ids_T
         # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
         angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        # Each angle is that of two elements: neighbours, or one in each half.
+        both = torch.stack((angles, angles), dim=-1).flatten(1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]
 
 
 class SDPACoreAttention(MegatronModule):
@@ -132,7 +136,7 @@ class SDPACoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b may be left out.
 
         Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal. With context
         parallelism, which wants a PackedRow, s is this rank's part of the row.
@@ -141,7 +145,7 @@ class SDPACoreAttention(MegatronModule):
             assert self._context is None, "context parallelism has packed rows only"
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if self._context is None:
             return self._attend_row(q, k, v, packed_seq_params)[:, None]
         if k.shape[1] % self._context.size():  # too few heads of keys and values to divide them

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 
@@ -38,15 +39,39 @@ def _is_cuda(device: Any) -> bool:
     return device == "cuda" or (isinstance(device, torch.device) and device.type == "cuda")
 
 
+class _Stream:
+    """A stream of a device that has none: its operations are done when they return."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> "_Stream":
+        """Return an event that has occurred."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return a tensor of sizes as Megatron wants it for an exchange of tokens: Megatron converts only those on a CUDA device."""
+    return tensor.detach().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_stream = _Stream()
 _mode = _CudaMeansCpu()
 _ANSWERS: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (torch.cuda, "current_device"): lambda: torch.device("cpu"),
     (torch.cuda, "synchronize"): lambda device=None: None,
+    (torch.cuda, "Stream"): lambda *_, **__: _stream,
+    (torch.cuda, "current_stream"): lambda device=None: _stream,
+    (torch.cuda, "stream"): lambda stream: contextlib.nullcontext(),
+    (token_dispatcher, "maybe_move_tensor_to_cpu"): _to_host,
     (megatron_random, "_get_cuda_rng_state"): lambda *_, **__: None,
     (megatron_random, "_set_cuda_rng_state"): lambda *_, **__: None,
 }
 """Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation saves and restores
-the generator of the CUDA device, beside that of the CPU."""
+the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts has a stream of its own."""
 
 
 @contextlib.contextmanager

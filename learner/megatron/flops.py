@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.megatron.sizes import num_experts, sparse_layers
+
 PER_PRODUCT = 2
 """Operations of one multiplication and addition."""
 PASSES = 3
@@ -18,8 +20,9 @@ class StepFlops:
 
     Counted are the matrix products of the layers, the output layer and attention, as the formula needs them: without the embedding,
     norms and activations, without padding, and without what recomputation adds (model FLOPs utilisation, not that of the hardware).
-    A causal query has its own and the earlier positions as keys. Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N per token and
-    12 x layers x heads x head size per pair of positions, of which it counts all instead of the causal half.
+    A causal query has its own and the earlier positions as keys. Of routed experts those of a token count. Source: Chowdhery et al. 2022
+    (PaLM), appendix B: 6 N per token and 12 x layers x heads x head size per pair of positions, of which it counts all instead of the
+    causal half.
     """
 
     per_token: int
@@ -30,15 +33,11 @@ class StepFlops:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "StepFlops":
         """Return the operations for the values of a config.json that the learner can train (``sizes.refusals``)."""
-        hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
-        kv_heads = values.get("num_key_value_heads") or heads
-        head = values.get("head_dim") or hidden // heads
-        projections = hidden * (heads + 2 * kv_heads) * head + heads * head * hidden
-        layer = projections + 3 * hidden * values["intermediate_size"]
-        weights = layers * layer + hidden * values["vocab_size"]
-        # the product of a query with a key, and that of its weight with a value
-        pairs = layers * 2 * heads * head
-        return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * pairs)
+        hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+        projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
+        mlps = sum(_experts(values) if sparse else 3 * hidden * values["intermediate_size"] for sparse in sparse_layers(values))
+        weights = layers * projections + mlps + hidden * values["vocab_size"]
+        return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * layers * pair)
 
     @classmethod
     def read(cls, model_dir: Path) -> "StepFlops":
@@ -52,3 +51,28 @@ class StepFlops:
     def utilisation(self, lengths: Iterable[int], *, seconds: float, peak: float) -> float:
         """Return the share of ``peak`` operations per second (of all devices together) that a step of ``seconds`` used: MFU."""
         return self.step(lengths) / (seconds * peak)
+
+
+def _attention(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the weights of a layer's attention, and the products of a query with a key and of its share with a value."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    kv_heads = values.get("num_key_value_heads") or heads
+    head = values.get("head_dim") or hidden // heads
+    return hidden * (heads + 2 * kv_heads) * head + heads * head * hidden, 2 * heads * head
+
+
+def _latent_attention(values: Mapping[str, Any]) -> tuple[int, int]:
+    """The same with queries, keys and values from latents (DeepSeek-V3)."""
+    hidden, heads, rotary, value = (values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim"))
+    query, latent, rank = values["qk_nope_head_dim"] + rotary, values["kv_lora_rank"], values.get("q_lora_rank")
+    queries = rank * (hidden + heads * query) if rank else hidden * heads * query
+    keys = hidden * (latent + rotary) + latent * heads * (values["qk_nope_head_dim"] + value)
+    return queries + keys + heads * value * hidden, heads * (query + value)
+
+
+def _experts(values: Mapping[str, Any]) -> int:
+    """Return the weights that a token passes in a layer with experts: the router, its own experts, and shared ones."""
+    hidden = values["hidden_size"]
+    inner = values.get("moe_intermediate_size") or values["intermediate_size"]
+    shared = values.get("shared_expert_intermediate_size") or inner * (values.get("n_shared_experts") or 0)
+    return hidden * num_experts(values) + 3 * hidden * (inner * values["num_experts_per_tok"] + shared)

@@ -17,7 +17,7 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.megatron.arguments import refusals
+from learner.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,19 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from learner.megatron import stages
-from learner.megatron.bridge import open_bridge
+from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.mixture import Mixture
+from learner.megatron.optimizer_pieces import buffers_of
 from learner.megatron.output_layer import ValueHead
 from learner.megatron.parallel import Parallel, Replicas
+from learner.megatron.routing import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUTER_BIAS = "router.expert_bias"
+"""End of the name of a router's bias, which Megatron keeps as a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,9 @@ class Policy:
     replicas: Replicas = field(default_factory=Replicas)
     memory: Memory = field(default_factory=PlainMemory)
     """Memory of the weights, their gradients and the optimizer's state."""
+    mixture: Mixture = field(default_factory=Mixture)
+    routing: Routing = field(default_factory=Routing)
+    """The experts of the tokens, to be recorded and replayed."""
 
     @property
     def module(self) -> GPTModel:
@@ -53,11 +61,15 @@ class Policy:
         [ddp] = self.ddps
         return ddp
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters of this rank under Megatron's names; of several chunks with the number of the chunk before the name."""
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before the name.
+
+        They are the parameters, and the biases of routers, which Adam does not train.
+        """
         for number, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                yield f"{number}.{name}" if len(self.chunks) > 1 else name, parameter
+            biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
+            for name, weight in (*chunk.named_parameters(), *biases):
+                yield f"{number}.{name}" if len(self.chunks) > 1 else name, weight
 
     @property
     def config(self) -> Any:
@@ -75,7 +87,8 @@ class Policy:
         The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
         """
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
-            if any(group.param_gather_handle or not group.param_gather_dispatched for group in ddp.bucket_groups):
+            groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+            if any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
                 ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -108,6 +121,7 @@ def build_policy(
     kernels: Wanted | None = None,
     replicas: Replicas | None = None,
     memory: Memory | None = None,
+    mixture: Mixture | None = None,
     value_head: bool = False,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
@@ -115,18 +129,27 @@ def build_policy(
     ``value_head``: the model of a critic, with one value per token in place of the logits; it is never exported.
     Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory, replicas = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas()
+    kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, sizes=parallel.sizes, wanted=kernels, sequence_parallel=parallel.sequence_parallel)
+        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture)
         with memory.region():
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
                 bridge.load(chunks, model_dir)
             if value_head:
                 _give_value_head(chunks, bridge.config, parallel)
-            inner = [Float16Module(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
+            inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
         ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
-    return Policy(chunks=chunks, ddps=ddps, bridge=bridge, parallel=parallel, replicas=replicas, memory=memory)
+    return Policy(
+        chunks=chunks,
+        ddps=ddps,
+        bridge=bridge,
+        parallel=parallel,
+        replicas=replicas,
+        memory=memory,
+        mixture=mixture,
+        routing=Routing(chunks),
+    )
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
@@ -164,14 +187,24 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
     with memory.region():
         ddp = DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
-        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
-        for buffer in ddp.buffers:
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers_of(ddp)]
+        for buffer in buffers_of(ddp):
             buffer.grad_data.untyped_storage().resize_(0)
     with memory.region(scratch=True):
-        for buffer, size in zip(ddp.buffers, sizes, strict=True):
+        for buffer, size in zip(buffers_of(ddp), sizes, strict=True):
             buffer.grad_data.untyped_storage().resize_(size)  # every view of it follows
             buffer.reset()
     return ddp
+
+
+def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
+    """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    biases = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS)}
+    inner: torch.nn.Module = Float16Module(config, module)
+    for name, buffer in module.named_buffers():
+        if name in biases:
+            buffer.data = biases[name]
+    return inner
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
@@ -195,7 +228,7 @@ class WeightBackup:
     def __init__(self, policy: Policy, *, dtype: torch.dtype | None = None) -> None:
         """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32."""
         self._policy = policy
-        self._copies = {name: _empty_on_host(parameter, dtype) for name, parameter in policy.named_parameters()}
+        self._copies = {name: _empty_on_host(weight, dtype) for name, weight in policy.named_weights()}
         self.refresh()
 
     @property
@@ -207,16 +240,16 @@ class WeightBackup:
     def refresh(self) -> None:
         """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
-        for name, parameter in self._policy.named_parameters():
-            self._copies[name].copy_(parameter, non_blocking=True)
+        for name, weight in self._policy.named_weights():
+            self._copies[name].copy_(weight, non_blocking=True)
         _synchronize(self._policy)
 
     @torch.no_grad()
     def average(self, stays: float) -> None:
         """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
         self._policy.memory.want("an average of the weights")
-        for name, parameter in self._policy.named_parameters():
-            self._copies[name].lerp_(parameter.detach().to("cpu", self._copies[name].dtype), 1 - stays)
+        for name, weight in self._policy.named_weights():
+            self._copies[name].lerp_(weight.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -249,14 +282,14 @@ class OtherWeights:
         """Give the model the weights of ``backup``, which must not change inside the context."""
         if not self._away:
             self._put_away()
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._policy.named_weights():
             if self._in_place:
                 parameter.copy_(backup.tensors[name], non_blocking=True)
             else:
                 parameter.data = backup.tensors[name].to(parameter.dtype)  # the copy itself, unless its dtype is another
 
     def _put_away(self) -> None:
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._policy.named_weights():
             if not self._in_place:
                 self._own[name] = parameter.data
                 continue
@@ -269,7 +302,7 @@ class OtherWeights:
     def __exit__(self, *error: object) -> None:
         if not self._away:
             return
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._policy.named_weights():
             if self._in_place:
                 parameter.copy_(self._own[name], non_blocking=True)
             else:

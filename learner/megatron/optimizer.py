@@ -13,10 +13,20 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from learner.config import OptimizerConfig
+from learner.errors import ConfigRefused
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
 from learner.megatron.offload import OffloadedAdam
-from learner.megatron.optimizer_pieces import Piece, make_leaves, own_pieces, set_steps, sharded_pieces, state_of_pieces, whole_pieces
+from learner.megatron.optimizer_pieces import (
+    Piece,
+    buffers_of,
+    make_leaves,
+    own_pieces,
+    set_steps,
+    sharded_pieces,
+    state_of_pieces,
+    whole_pieces,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +49,15 @@ class PolicyOptimizer:
     """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one in host memory."""
 
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
-        """``offload``: keep the state in host memory."""
+        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         self._config, self._steps, self._policy = config, steps, policy
         self._has_state = False
         self._taken = 0
-        """Steps of Adam, those before a restart included; counted for an optimizer in pieces only."""
+        """Steps of Adam, those before a restart included; counted for state in pieces only."""
         self._distributed = policy.replicas.distributed_optimizer
+        self._experts = bool(policy.config.num_moe_experts)
+        if offload and self._experts:
+            raise ConfigRefused("learner.offload_optimizer", "false for a model with experts", offload)
         pieces_of = own_pieces if self._distributed else whole_pieces
         self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
         clip = config.clip_grad or math.inf  # not 0, with which Megatron would not compute the norm
@@ -127,7 +140,7 @@ class PolicyOptimizer:
 
         The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not finite either.
         """
-        for buffer in (buffer for ddp in self._policy.ddps for buffer in ddp.buffers):
+        for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
             group = buffer.data_parallel_group
             if not self._distributed:
                 yield buffer.grad_data
@@ -141,7 +154,7 @@ class PolicyOptimizer:
         """Return the optimizer's part of a checkpoint; ``model``: the sharded state of all chunks. The names are those of the plain one."""
         if not self._in_pieces:
             return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
-        entries = {PIECES: sharded_pieces(model, self._state_of_pieces())}
+        entries = {PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)}
         if is_loading:
             return entries
         settings = [{name: value for name, value in group.items() if name not in ("params", "blocks")} for group in self.inner.param_groups]
@@ -164,7 +177,8 @@ class PolicyOptimizer:
 
     @property
     def _in_pieces(self) -> bool:
-        return self._distributed or self._offloaded is not None
+        # With experts there are two optimizers, and Megatron stores each under names of its own.
+        return self._distributed or self._offloaded is not None or self._experts
 
     def _state_of_pieces(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)

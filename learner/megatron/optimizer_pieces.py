@@ -47,10 +47,15 @@ def whole_pieces(ddp: DistributedDataParallel) -> list[Piece]:
     return [Piece(parameter, 0, parameter.numel()) for parameter in ddp.params_with_grad]
 
 
+def buffers_of(ddp: DistributedDataParallel) -> list[Any]:
+    """Return all gradient buffers; those of experts are apart, because other ranks have the same experts than have the same layers."""
+    return [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+
 def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
     """Return the pieces of this rank: its share of each bucket, without the padding between parameters."""
     pieces = []
-    for buffer in ddp.buffers:
+    for buffer in buffers_of(ddp):
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for parameter, (begins, ends, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
@@ -62,17 +67,20 @@ def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
     return pieces
 
 
-def sharded_pieces(model: Mapping[str, Any], tensors: Sequence[tuple[Piece, Mapping[str, Tensor]]]) -> list[ShardedTensor]:
+def sharded_pieces(
+    model: Mapping[str, Any], tensors: Sequence[tuple[Piece, Mapping[str, Tensor]]], *, replicated: bool = False
+) -> list[ShardedTensor]:
     """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters themselves.
 
-    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them.
+    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them. ``replicated``: other
+    data-parallel ranks have the same pieces.
     """
     of_parameter = {id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])}
     return [
         entry
         for piece, named in tensors
         for place, start in _places(of_parameter[id(piece.parameter)], piece.parameter)
-        for entry in _entries(place, start, piece, named)
+        for entry in _entries(place, start, piece, named, replicated)
     ]
 
 
@@ -85,7 +93,7 @@ def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> I
     assert start == parameter.numel(), f"{entry.key}: its parts have {start} elements of {parameter.numel()}"
 
 
-def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
+def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor], replicated: bool) -> Iterator[ShardedTensor]:
     """Yield the parts of a piece that lie in ``place``, whose first element is ``start`` of the parameter."""
     first, last = max(piece.start, start), min(piece.end, start + math.prod(place.local_shape))
     width = math.prod(place.local_shape[1:])
@@ -106,7 +114,7 @@ def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str,
                 local_shape=(*before, *inner),
                 global_offset=tuple(offset),
                 axis_fragmentations=None,  # not a regular grid
-                replica_id=(*place.replica_id[:-1], 0),  # no other data-parallel rank has it
+                replica_id=place.replica_id if replicated else (*place.replica_id[:-1], 0),  # 0: no other data-parallel rank has it
                 prepend_axis_num=0,
             )
 
@@ -130,38 +138,50 @@ def make_leaves(inner: Any) -> None:
 
     They are views of the parameters, and torch warns whenever the gradient of a tensor that is no leaf is read.
     """
-    [distributed] = inner.chained_optimizers
-    for group, shards in zip(distributed.optimizer.param_groups, distributed.shard_fp32_groups, strict=True):
-        assert [*map(id, group["params"])][: len(shards)] == [*map(id, shards)], "Megatron orders its groups in another way"
-        for at, shard in enumerate(shards):
-            shards[at] = group["params"][at] = shard.detach()
-            tensor_parallel.copy_tensor_model_parallel_attributes(shards[at], shard)
-            if getattr(shard, "shared", False):  # the last stage's copy of a tied embedding, which counts once in the norm
-                shards[at].shared = True
+    for distributed in inner.chained_optimizers:
+        for group, shards in zip(distributed.optimizer.param_groups, distributed.shard_fp32_groups, strict=True):
+            assert [*map(id, group["params"])][: len(shards)] == [*map(id, shards)], "Megatron orders its groups in another way"
+            for at, shard in enumerate(shards):
+                shards[at] = group["params"][at] = shard.detach()
+                tensor_parallel.copy_tensor_model_parallel_attributes(shards[at], shard)
+                if getattr(shard, "shared", False):  # the last stage's copy of a tied embedding, which counts once in the norm
+                    shards[at].shared = True
 
 
 def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:
-    """Return each piece with its state in Megatron's distributed optimizer; the state is made here if no step has made it."""
-    [distributed] = inner.chained_optimizers
-    groups = (
-        *zip(distributed.model_fp32_groups, distributed.shard_fp32_groups, strict=True),
-        *zip(distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups, strict=True),
-    )
-    mains = {id(parameter): main for models, mains in groups for parameter, main in zip(models, mains, strict=True)}
+    """Return each piece with its state in Megatron's optimizers (one, and a second for experts); it is made here if no step has made it."""
+    mains = {id(parameter): (main, each.optimizer) for each in inner.chained_optimizers for parameter, main in _mains(each)}
     found = []
     for piece in pieces:
-        main = mains[id(piece.parameter)]
+        main, adam = mains[id(piece.parameter)]
         assert main.numel() == piece.end - piece.start, "Megatron divides its buckets in another way"
-        state = distributed.optimizer.state[main]
+        state = adam.state[main]
         if not state:
             # Every parameter needs a step of its own, because torch counts it in place.
             state.update(step=torch.zeros((), device=main.device), **{name: torch.zeros_like(main) for name in STATE})
-        named = {name: state[name] for name in STATE}
-        found.append((piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach()}))
+        named = {name: state[name].view(-1) for name in STATE}
+        found.append((piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach().view(-1)}))
     return found
 
 
+def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, the tensor that Adam updates) of one of Megatron's optimizers."""
+    if hasattr(optimizer, "shard_fp32_groups"):  # distributed: a shard of the parameter, or of its main weights
+        pairs = (
+            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+        )
+    elif hasattr(optimizer, "float16_groups"):
+        own = optimizer.fp32_from_fp32_groups
+        pairs = (*zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True), *zip(own, own, strict=True))
+    else:
+        pairs = tuple((group["params"], group["params"]) for group in optimizer.optimizer.param_groups)
+    for models, mains in pairs:
+        yield from zip(models, mains, strict=True)
+
+
 def set_steps(inner: Any, steps: int) -> None:
-    """Set the number of steps in the state of Megatron's distributed optimizer."""
-    for state in inner.chained_optimizers[0].optimizer.state.values():
-        state["step"].fill_(steps)
+    """Set the number of steps in the state of Megatron's optimizers."""
+    for each in inner.chained_optimizers:
+        for state in each.optimizer.state.values():
+            state["step"].fill_(steps)

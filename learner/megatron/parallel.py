@@ -1,8 +1,10 @@
 """The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,23 +35,28 @@ class Parallel:
     """Part of every row's tokens."""
     cp_size: int
     cp_group: dist.ProcessGroup
+    ep_size: int
+    """Ranks over which experts are spread. They are replicas, context-parallel or tensor-parallel ranks of one stage."""
     sequence_parallel: bool
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def exports(self) -> bool:
+        """Whether this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
+        place = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return place < math.lcm(self.tp_size, self.ep_size)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
         """Sizes of the parallelism that divides a model, by the names of their settings."""
         return {
             "tensor_parallel": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
             "pipeline_parallel": self.pp_size,
             "virtual_pipeline": self.vp_size,
             "context_parallel": self.cp_size,
+            "expert_parallel": self.ep_size,
         }
-
-    @property
-    def is_first_copy(self) -> bool:
-        """This rank has a part of the first of all copies of the model: those of the replicas and the context-parallel ranks."""
-        return self.dp_rank == 0 and self.cp_rank == 0
 
     @property
     def last_stage(self) -> int:
@@ -112,6 +119,7 @@ def join(
     pipeline_parallel_size: int = 1,
     virtual_pipeline_size: int = 1,
     context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
@@ -132,6 +140,8 @@ def join(
         pipeline_model_parallel_size=pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_size if virtual_pipeline_size > 1 else None,
         context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=1,  # experts are spread, not split
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     if device.type == "cuda":
@@ -156,6 +166,7 @@ def join(
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
         cp_group=parallel_state.get_context_parallel_group(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
     )
 

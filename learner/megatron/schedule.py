@@ -70,7 +70,7 @@ def run_rows(
     def step(rows_left: Iterator[Row | _Filler], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run a chunk of the model on its next row. Returns its output, and the function that makes the loss of it."""
         row = next(rows_left)
-        with plain_torch():
+        with plain_torch(), policy.routing.row(row.packed):
             # The hidden states stay in bfloat16, for the product with the output weight in the loss.
             output = model(
                 input_ids=row.tokens_T[None],

@@ -1,18 +1,38 @@
-"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, rotary embedding. No torch."""
+"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, and the values of each family. No torch.
 
-from collections.abc import Mapping
+The values are those of the file, so a key that is missing has the default of transformers' class.
+"""
+
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from learner.errors import ConfigRefused
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that have a bridge."""
+EXPERTS_OF = {
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""The key with the number of routed experts, for the families that have experts."""
+WITH_BIAS = ("deepseek_v3", "glm4_moe")
+"""Families whose routers have a bias per expert."""
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
 OFFLOADED_AT_ONCE = 1 << 26
 """Weights whose offloaded optimizer state is on the device at a time. A power of two, to which pinned allocations are rounded up."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
+_SPLIT_TOO = {
+    "deepseek_v3": ("q_lora_rank", "kv_lora_rank", "shared"),
+    "glm4_moe": ("shared",),
+    "qwen2_moe": ("shared_expert_intermediate_size",),
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants that Megatron has built in for Llama's scaling, whose factor is an argument."""
 
 
 def refusals(
@@ -20,19 +40,21 @@ def refusals(
     *,
     where: str,
     tensor_parallel: int,
+    sequence_parallel: bool = False,
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
 ) -> list[ConfigRefused]:
     """Return an error for each value of a model's configuration that the learner cannot train."""
     family = values.get("model_type")
     if family not in FAMILIES:
         return [ConfigRefused(f"{where}: model_type", f"one of {', '.join(FAMILIES)}", family)]
-    found = [
-        ConfigRefused(f"{where}: {name}", f"a multiple of learner.tensor_parallel = {tensor_parallel}", values[name])
-        for name in SPLIT
-        if isinstance(values.get(name), int) and values[name] % tensor_parallel
-    ]
+    found = [*_split_refusals(values, family, where, tensor_parallel), *_expert_layout(values, family, where, expert_parallel)]
+    if family in EXPERTS_OF and tensor_parallel > 1 and not sequence_parallel:
+        want = "true with learner.tensor_parallel > 1 for a model with experts: every rank sends its own tokens to them"
+        found.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
+    found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
     chunks, parts = pipeline_parallel * virtual_pipeline, tensor_parallel * context_parallel
     if isinstance(layers, int) and layers % chunks:
@@ -42,13 +64,105 @@ def refusals(
         wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
         found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
     try:
-        rope_arguments(values.get("rope_scaling"), where=where)
+        rope_arguments(values.get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
         found.append(refused)
     return found
 
 
-def rope_arguments(scaling: Any, *, where: str = "model") -> dict[str, Any]:
+def num_experts(values: Mapping[str, Any]) -> int:
+    """Return the number of routed experts of a layer; 0 for a dense model."""
+    return _int(values, EXPERTS_OF.get(str(values.get("model_type")), ""))
+
+
+def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has routed experts instead of one MLP."""
+    layers = range(values["num_hidden_layers"])
+    if not num_experts(values):
+        return [False for _ in layers]
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+    first = values.get("first_k_dense_replace") or 0
+    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
+
+
+def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
+    """Yield an error for each size that tensor parallelism does not divide."""
+    derived = {
+        "shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts"),
+        "kv_lora_rank": _int(values, "kv_lora_rank") + _int(values, "qk_rope_head_dim"),
+    }
+    for name in (*SPLIT, *_SPLIT_TOO.get(family, ())):
+        size = derived.get(name, values.get(name))
+        shown = "moe_intermediate_size" if name == "shared" else name
+        if isinstance(size, int) and size % tensor_parallel:
+            yield ConfigRefused(f"{where}: {shown}", f"a multiple of learner.tensor_parallel = {tensor_parallel}", size)
+
+
+def _expert_layout(values: Mapping[str, Any], family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
+    """Yield an error for experts that cannot be spread over the ranks."""
+    if expert_parallel == 1:
+        return
+    if family not in EXPERTS_OF:
+        want = f"a family with experts ({', '.join(EXPERTS_OF)}), or learner.expert_parallel = 1"
+        yield ConfigRefused(f"{where}: model_type", want, family)
+    elif num_experts(values) % expert_parallel:
+        want = f"a multiple of learner.expert_parallel = {expert_parallel}"
+        yield ConfigRefused(f"{where}: {EXPERTS_OF[family]}", want, num_experts(values))
+
+
+def _int(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _value_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, wanted value) for each key whose value Megatron would compute differently, or not at all."""
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield "hidden_act", "silu"
+    if values.get("quantization_config"):
+        yield "quantization_config", "none: unquantised weights, which training needs"
+    yield from _attention_refusals(values, family)
+    if family in EXPERTS_OF:
+        yield from _expert_refusals(values, family)
+
+
+def _attention_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+    # Elsewhere than in these two, the output projection would have a bias as well, which Megatron's layers do not have.
+    if values.get("attention_bias") and family not in ("glm4", "glm4_moe"):
+        yield "attention_bias", "false: the output projection has no bias in the learner"
+    if values.get("mlp_bias"):
+        yield "mlp_bias", "false: an MLP has no bias in the learner"
+    window, longest = values.get("sliding_window"), _int(values, "max_position_embeddings")
+    if family in ("mistral", "mixtral") and isinstance(window, int) and window < longest:
+        yield "sliding_window", "null, or at least max_position_embeddings: attention has no window in the learner"
+    if values.get("use_sliding_window"):
+        yield "use_sliding_window", "false: attention has no window in the learner"
+    kinds = values.get("layer_types")
+    if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        yield "layer_types", "full_attention in every layer: attention has no window in the learner"
+    if family == "deepseek_v3" and values.get("rope_interleave") is False:
+        yield "rope_interleave", "true: Megatron's latent attention has pairs of neighbours"
+
+
+def _expert_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+    if values.get("num_nextn_predict_layers"):
+        yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
+    if family not in WITH_BIAS:
+        return
+    if values.get("norm_topk_prob") is False:
+        yield "norm_topk_prob", "true: Megatron normalises sigmoid scores always"
+    if values.get("scoring_func", "sigmoid") != "sigmoid":
+        yield "scoring_func", "sigmoid"
+    if values.get("topk_method", "noaux_tc") != "noaux_tc":
+        yield "topk_method", "noaux_tc"
+    groups, chosen = _int(values, "topk_group") or 1, values.get("num_experts_per_tok")
+    if _int(values, "n_group") > 1 and chosen != 2 * groups:
+        yield "num_experts_per_tok", f"2 x topk_group = {2 * groups}: the score of a group is then that of its two best experts in Megatron"
+    if "n_shared_experts" in values and not values["n_shared_experts"]:
+        yield "n_shared_experts", ">= 1"
+
+
+def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> dict[str, Any]:
     """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
     if not scaling:
         return {}
@@ -56,10 +170,14 @@ def rope_arguments(scaling: Any, *, where: str = "model") -> dict[str, Any]:
     kind, factor = given.get("rope_type", given.get("type", "default")), given.get("factor")
     if kind == "default":
         return {}
+    if family == "deepseek_v3":
+        # Both scales: transformers and mbridge have different defaults for them.
+        needed = ("factor", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+        if kind == "yarn" and all(given.get(name) for name in needed):
+            return {}  # the bridge reads them
+        raise ConfigRefused(f"{where}: rope_scaling", f"none, or yarn with {', '.join(needed)}", scaling)
     if kind == "linear" and factor:
         return {"seq_len_interpolation_factor": factor}
-    # Megatron takes the factor as an argument and has the other three built in.
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and factor and all(given.get(name) == value for name, value in llama3.items()):
+    if kind == "llama3" and factor and all(given.get(name) == value for name, value in _LLAMA3.items()):
         return {"rope_scaling": True, "rope_scaling_factor": factor}
     raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", scaling)

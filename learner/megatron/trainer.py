@@ -24,11 +24,14 @@ from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens, Turns, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
+from learner.algorithms.supervised import Supervised
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.data.batch import MicroBatch, StepBatch
 from learner.data.truncation import without_truncated
+from learner.debug.collector import Collector
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
+from learner.megatron.balance import balanced
 from learner.megatron.context import gather_parts, own_part
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
@@ -51,7 +54,9 @@ class _Row:
     turn_T: Tensor
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     seen: Tokens
-    """Inputs of the objective."""
+    """Inputs of the objective, in which demonstrations are masked."""
+    demonstrated_T: Tensor
+    """Trainable tokens of demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +72,13 @@ class _Step:
     turns: Turns
     parts: RewardParts
     minibatches_N: Tensor
+    demonstration_N: Tensor
     constant: float
     max_new_tokens: int
 
-    def denominators(self, minibatch: int) -> Denominators:
-        """Return the denominators of one optimizer step, the same on every rank."""
-        trainable_N = torch.where(self.minibatches_N == minibatch, self.trainable_N, 0)
+    def denominators(self, minibatch: int, samples_N: Tensor) -> Denominators:
+        """Return the denominators of one optimizer step over some samples of the step, the same on every rank."""
+        trainable_N = torch.where((self.minibatches_N == minibatch) & samples_N, self.trainable_N, 0)
         return Denominators(
             tokens=int(trainable_N.sum()),
             sequences=int((trainable_N > 0).sum()),
@@ -80,6 +86,10 @@ class _Step:
             constant=self.constant,
             groups_N=self.groups_N,
         )
+
+
+_Terms = tuple[Denominators, Supervised | None]
+"""Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +117,16 @@ class Trainer:
         proximal: WeightBackup | None = None,
         reference: WeightBackup | None = None,
         turn_gamma: float | None = None,
+        collector: Collector | None = None,
         critic: Critic | None = None,
     ) -> None:
         """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
         ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
         turns, each of which has an advantage of its own; None = one advantage for an episode. ``critic``: trained with the policy if the
-        algorithm needs one; else None.
+        algorithm needs one; else None. ``collector``: gets the values of each token.
         """
+        self._collector = collector
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
@@ -142,18 +154,24 @@ class Trainer:
         step, rows = self._step(batch), self._rows(batch)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
+            if self._collector is not None:
+                self._collector.begin(batch, self._forward_only(rows, step.temperature))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             minibatches = [
-                (rows[number * per_minibatch : (number + 1) * per_minibatch], step.denominators(number))
+                (rows[number * per_minibatch : (number + 1) * per_minibatch], self._denominators(step, number))
                 for number in range(batch.num_minibatches)
             ]
-            taught = {} if self._critic is None else self._critic.train(minibatches, batch.step, summed=self._summed)
-            updates = [self._minibatch(part, step, denominators, batch.step) for part, denominators in minibatches]
+            taught = {}
+            if self._critic is not None:
+                taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch.step, summed=self._summed)
+            updates = [self._minibatch(part, step, terms, batch.step) for part, terms in minibatches]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
+        if self._collector is not None:
+            self._collector.end(metrics)
         seconds = time.perf_counter() - began
         return {
             **metrics,
@@ -191,30 +209,33 @@ class Trainer:
                 names=batch.part_names, values_NK=_tensor(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
             ),
             minibatches_N=_tensor(batch.minibatches_N),
+            demonstration_N=_tensor(batch.demonstration_N),
             constant=self._algorithm.loss_constant or float(batch.max_new_tokens),
             max_new_tokens=batch.max_new_tokens,
         )
 
     def _rows(self, batch: StepBatch) -> list[_Row]:
-        return [self._row(micro_batch, len(batch.rewards_N), batch.num_sequences) for micro_batch in batch.micro_batches]
+        return [self._row(micro_batch, _tensor(batch.demonstration_N), batch.num_sequences) for micro_batch in batch.micro_batches]
 
-    def _row(self, micro_batch: MicroBatch, num_samples: int, num_sequences: int) -> _Row:
+    def _row(self, micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int) -> _Row:
         here = self._policy.parallel
         to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
         part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
         mask_T, sample_T = _tensor(micro_batch.loss_mask_T), _tensor(micro_batch.sample_T).long()
         sequence_T = _tensor(micro_batch.sequence_T).long()
         rollout_T = to(_tensor(micro_batch.rollout_log_probs_T))
+        demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
         return _Row(
             tokens_T=to(part(_tensor(micro_batch.tokens_T))),
             targets_T=to(part(_tensor(micro_batch.targets_T))),
             position_T=to(_places(mask_T, sequence_T)),
             turn_T=to(_tensor(micro_batch.turn_T).long()),
             packed=packed_row(micro_batch.cu_seqlens, to(part(_tensor(micro_batch.position_ids_T)))),
+            demonstrated_T=to(demonstrated_T),
             seen=Tokens(
-                mask_T=to(mask_T),
+                mask_T=to(mask_T & ~demonstrated_T),
                 sample_T=to(sample_T),
-                num_samples=num_samples,
+                num_samples=len(demonstration_N),
                 rollout_T=rollout_T,
                 lag_T=to(_tensor(micro_batch.lag_T)),
                 advantages_T=torch.zeros_like(rollout_T),
@@ -232,7 +253,8 @@ class Trainer:
                 # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
                 if self._proximal is not None:
                     others.take(self._proximal)
-                old = self._forward_only(rows, temperature)
+                with self._policy.routing.recording():
+                    old = self._forward_only(rows, temperature)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=a_T, old_entropy_T=b_T)) for row, (a_T, b_T) in zip(rows, old, strict=True)
                 ]
@@ -254,7 +276,7 @@ class Trainer:
             seen = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
             return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
         if self._turn_gamma is None:
-            advantages = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N, parts=step.parts)
+            advantages = self._of_samples(rewards_N, step)
         else:
             advantages = objective.turn_advantages(rewards_N, step.groups_N, step.turns, gamma=self._turn_gamma)
         advantages = advantages.float().to(self._policy.parallel.device)
@@ -264,6 +286,17 @@ class Trainer:
             return rows
         seen = objective.with_divergences([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
         return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
+
+    def _of_samples(self, rewards_N: Tensor, step: _Step) -> Tensor:
+        """Return the advantage of each sample; demonstrations have none, and are in no baseline."""
+        kept_N = ~step.demonstration_N
+        advantages_N = torch.zeros_like(rewards_N)
+        if not kept_N.any():
+            return advantages_N
+        parts = replace(step.parts, values_NK=step.parts.values_NK[kept_N])
+        columns = (rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
+        advantages_N[kept_N] = self._objective.advantages(*(column_N[kept_N] for column_N in columns), parts=parts)
+        return advantages_N
 
     def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
         """Return the inputs with the advantage of each token: ``place_T`` is its index in ``advantages``, -1 = none."""
@@ -281,23 +314,48 @@ class Trainer:
             total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
-    def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> _Update:
-        """Take one optimizer step."""
-        coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
+    def _minibatch(self, rows: list[_Row], step: _Step, terms: _Terms, number: int) -> _Update:
+        """Take one optimizer step, on one minibatch of step ``number``."""
+        denominators, supervised = terms
+        coupled = Coupled()
+        if denominators.tokens:
+            coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
         warms_up = self._critic is not None and self._critic.warms_up(number)
         self._optimizer.zero_grad()
-        loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled)
-        parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
+        loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
+        if self._policy.mixture.aux_loss_coef:
+            lengths = [len(row.tokens_T) for row in rows]
+            scale_loss = self._optimizer.inner.scale_loss
+            self._policy.config.grad_scale_func = balanced(scale_loss, lengths, self._policy.parallel, self._summed)
+        with self._policy.routing.replaying():
+            parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
         sums = self._sums(parts)
         if warms_up:  # the metrics are those of the policy that stays
-            return _Update(sums=sums, norm=0.0, rate=0.0)
+            return self._collected(_Update(sums=sums, norm=0.0, rate=0.0))
         scale = 1.0
-        if self._algorithm.ess_lr:
+        if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
-        return _Update(sums=sums, norm=norm, rate=rate)
+        return self._collected(_Update(sums=sums, norm=norm, rate=rate))
+
+    def _collected(self, update: _Update) -> _Update:
+        if self._collector is not None:
+            self._collector.update(update.sums, update.norm)
+        return update
+
+    def _denominators(self, step: _Step, minibatch: int) -> _Terms:
+        """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
+        if not step.demonstration_N.any():
+            return step.denominators(minibatch, ~step.demonstration_N), None
+        algorithm = self._algorithm
+        all_N = torch.ones_like(step.demonstration_N)
+        own_N, others_N = (all_N, all_N) if algorithm.loss == "sft" else (step.demonstration_N, ~step.demonstration_N)
+        term = Supervised(
+            coef=algorithm.demonstration_coef, mode=str(algorithm.aggregation), denominators=step.denominators(minibatch, own_N)
+        )
+        return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
         """Return the metrics of the minibatches that were not skipped, over all ranks."""
@@ -385,14 +443,31 @@ class Trainer:
         log_probs_T, entropy_T = gather_parts(torch.stack(both, dim=1), here.cp_group).unbind(1)
         return log_probs_T, entropy_T
 
-    def _loss(self, row: _Row, hidden_TH: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
+    def _loss(
+        self,
+        row: _Row,
+        hidden_TH: Tensor,
+        *,
+        step: _Step,
+        denominators: Denominators,
+        coupled: Coupled,
+        supervised: Supervised | None,
+    ) -> tuple[Tensor, Sums]:
         log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
         seen = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
+        if self._collector is not None:
+            self._collector.row(seen, log_probs_T, entropy_T, loss)
+            if self._policy.parallel.cp_size == 1:  # else the hidden states are of a part of the row
+                self._collector.logits(hidden_TH, output_weight(self._policy.chunks[-1]), seen.mask_T, step.temperature)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
         )
-        more = {"loss": total.detach().double()}
+        more: dict[str, Tensor] = {}
+        if supervised is not None:
+            term, more = supervised.term(log_probs_T, row.demonstrated_T, row.seen.sample_T)
+            total = total + term
+        more["loss"] = total.detach().double()
         if divergence_T is not None:
             more["kl_reference"] = torch.where(seen.mask_T, divergence_T, 0.0).sum().double()
         if self._algorithm.ess_lr:
@@ -416,7 +491,9 @@ def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **gro
 def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
     unended = float(batch.unended_N.mean())
-    return {**diagnostics.sample_metrics(**{name: _tensor(getattr(batch, name)) for name in names}), "train/unended_share": unended}
+    kept_N = batch.scored_N
+    columns = {name: _tensor(getattr(batch, name)[kept_N]) for name in names}
+    return {**diagnostics.sample_metrics(**columns), "train/unended_share": unended}
 
 
 def _places(mask_T: Tensor, sequence_T: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Pushes:
         self._staged: Staged | None = None
         """Weights of a push that has not succeeded yet."""
         self._engines_released = 0
-        self._takes_part = policy.parallel.is_first_copy
+        self._takes_part = policy.parallel.exports
         self._leads = policy.parallel.rank == 0
         self._publisher: Publisher | None = None
         self._handle: PushHandle | None = None

@@ -27,6 +27,7 @@ from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
+from learner.debug.config import DebugConfig
 from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_liveness import Heartbeats
@@ -39,12 +40,14 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.kernels import Wanted
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
+from learner.megatron.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.reference import open_reference
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
+from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
@@ -60,7 +63,15 @@ class Draining(BaseException):
     """SIGTERM arrived while this rank was waiting for a batch."""
 
 
-def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
+def main(
+    places: RankPlaces,
+    *,
+    learner: LearnerConfig,
+    staleness: StalenessConfig,
+    weights: WeightsConfig,
+    bus: BusConfig,
+    debug: DebugConfig | None = None,
+) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
 
     Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
@@ -92,8 +103,10 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                     kernels=Wanted.of(learner),
                     replicas=parallel.choose_replicas(learner, here),
                     memory=memory,
+                    mixture=Mixture.of(learner),
                 )
-                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
+                tools = RankDebug(debug or DebugConfig(), learner, policy, places.final_dir.parent)
+                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
                 # trims streams behind a checkpoint.
                 idle.work = rank.collect
@@ -124,6 +137,7 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         pipeline_parallel_size=learner.pipeline_parallel,
         virtual_pipeline_size=learner.virtual_pipeline,
         context_parallel_size=learner.context_parallel,
+        expert_parallel_size=learner.expert_parallel,
         sequence_parallel=learner.sequence_parallel,
     )
     stack.callback(parallel.leave)
@@ -192,9 +206,10 @@ class Rank:
         staleness: StalenessConfig,
         weights: WeightsConfig,
         bus: BusConfig,
+        debug: RankDebug,
     ) -> None:
         self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
-        self._here = policy.parallel
+        self._here, self._debug = policy.parallel, debug
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._reference = open_reference(policy, places.model_dir, learner.algorithm)
@@ -207,6 +222,7 @@ class Rank:
             proximal=self._proximal,
             reference=self._reference.weights,
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
+            collector=debug.collector,
             critic=critic,
         )
         self.pushes = Pushes(
@@ -288,7 +304,9 @@ class Rank:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers={"kl_scale": self._trainer.kl_scale})
 
     def _step(self, batch: StepBatch, start: Start) -> None:
-        trained = self._trainer.train(batch)
+        with self._debug.around(batch):
+            trained = self._trainer.train(batch)
+        self._debug.after(batch, trained)
         metrics = self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
         note_step(self._places.progress)
         self.pushes.step = batch.step

@@ -100,6 +100,7 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
         unended_N=np.zeros(sequences, np.bool_),
         trainable_N=lengths_N.astype(np.int32),
         minibatches_N=np.zeros(sequences, np.int32),
+        demonstration_N=np.zeros(sequences, np.bool_),
         num_minibatches=1,
         max_new_tokens=2 * response,
         state=b"",

@@ -13,7 +13,7 @@ from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.slots import FIRST_LENGTH, KVSlots
 from actors.serving.builtin.weights import Weights
-from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+from tests.tiny_models import FAMILIES, SERVED, tiny_model, write_tiny_model
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -30,6 +30,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True, "rope_theta": 1e6}),
     ("qwen2", {"num_key_value_heads": 4}),
     ("llama", {"num_key_value_heads": 1}),
+    ("mistral", {}),
+    ("mistral", {"tied": True, "sliding_window": 256}),
+    *[("qwen3_moe", {"tied": tied}) for tied in (False, True)],
+    ("qwen3_moe", {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 ]
 
 
@@ -81,7 +85,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: 
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 @torch.inference_mode()
 def test_bfloat16_is_near_float32(tmp_path: Path, family: str) -> None:
     model_dir = write_tiny_model(tmp_path, family)
@@ -121,6 +125,8 @@ def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding_window"),
+        ({"model_type": "qwen3_moe"}, "num_experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "hidden_size"),

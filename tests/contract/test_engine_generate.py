@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, serving, told_log_probs
-from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+from tests.tiny_models import SERVED, tiny_model, write_tiny_model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

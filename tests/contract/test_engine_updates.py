@@ -16,13 +16,13 @@ from bus.wire.messages import Sampling
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
 from tests.handle_push import joined_by_handles
-from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+from tests.tiny_models import SERVED, tiny_model, write_tiny_model
 
 CONTEXT = 4096
 over_both = pytest.mark.parametrize("joined", [joined, joined_by_handles], ids=["broadcast", "handles"])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

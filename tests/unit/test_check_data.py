@@ -1,11 +1,12 @@
 """``tidemill data check`` names all bad rows, up to a bound."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main as cli
-from tests.check_kit import write_model, write_prompts
+from tests.check_kit import write_model, write_prompts, write_run
 
 
 def test_all_bad_rows_are_named_up_to_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +50,21 @@ def test_rows_are_shown_as_the_model_reads_them(tmp_path: Path, capsys: pytest.C
     assert cli.main([*words, "--set", f"model.path={tmp_path}/none"]) == 0
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     assert cli.main([*words, "--set", f"model.path={tmp_path}/model"]) == 78
+
+
+def test_every_recorded_conversation_is_made_into_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path)
+    good = [{"role": "user", "content": "what is one"}, {"role": "assistant", "content": "two <eos>"}]
+    rows = [{"prompt": good, "label": "1"}] * 2
+    file = write_prompts(tmp_path / "prompts.jsonl", *rows, {"prompt": good[:1], "label": "1"}, {"prompt": good * 2, "label": "1"})
+    words = ["data", "check", str(run), "--set", "rollouts={answers: {use: dataset}}", "--set", "data.rollout=answers"]
+    assert cli.main([*words, "--set", "learner.algorithm.correction=sft"]) == 78
+    shown, third, last = capsys.readouterr().out.splitlines()
+    assert shown.endswith("5 tokens 'what is one two <eos>', of which 2 are trained: 'two <eos>'")
+    assert third.startswith(f"{file}:3: want responses in data.responses_key, or chat messages")
+    assert last == f"{file}: 3 prompts, 1 errors"
+    only_last = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"eos_token": "<eos>", "chat_template": only_last}))
+    assert cli.main([*words, "--set", "learner.algorithm.correction=sft"]) == 78
+    assert f"{file}:4: want a chat template that writes message 2" in capsys.readouterr().out

@@ -93,11 +93,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a family of models that is not known": Mistake(
         "model/config.json: model_type",
-        "one of llama, qwen2, qwen3",
-        "got qwen3_moe",
+        "one of deepseek_v3, glm4, glm4_moe, llama",
+        "got gemma3_text",
         "use another model",
         (),
-        lambda root, _: write_config(root, "qwen3_moe"),
+        lambda root, _: write_config(root, "gemma3_text"),
     ),
     "tensor parallelism that does not divide the heads": Mistake(
         "config.json: num_attention_heads",

@@ -173,3 +173,14 @@ def test_rewards_beyond_0_and_1_are_in_the_picture() -> None:
     low, high = reward_limits([-1.0, 0.5])
     assert low < -1.0 and high > 1.0
     assert reward_limits([0.5, 7.0])[1] > 7.0
+
+
+def test_a_run_of_demonstrations_shows_its_cross_entropy() -> None:
+    watch = watch_of([0.0, 0.0, 0.0], steps=10)
+    for step, done in watch.outcomes.items():
+        done.metrics["train/sft_loss"] = 3.0 - step / 2
+    console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
+    console.print(picture(watch, "tidemill sft"))
+    assert "cross-entropy 1.500   first 2.500, best 1.500" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert watch.flat()["cross-entropy"] == "1.500"
+    assert "cross-entropy" not in watch_of([0.5], steps=10).flat()

@@ -47,7 +47,7 @@ def test_filled_prompts_are_of_one_length_and_mean_the_same() -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(TASKS), st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000))
+@given(st.sampled_from(sorted({*TASKS} - {"walk"})), st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000))
 def test_digits_prompts_are_the_same_every_time_and_inside_the_bounds(task: str, shortest: int, more: int, seed: int) -> None:
     config = replace(SMALL, task=task, min_digits=shortest, max_digits=shortest + more, seed=seed)
     rows = list(prompts(config))

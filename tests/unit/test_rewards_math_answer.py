@@ -66,7 +66,7 @@ def test_where_the_answer_stands(response: str, answer: str | None) -> None:
         ("3/0", None),
         (r"\frac{1}{0}", None),
         ("1,23", None),
-        ("1e5", None),
+        ("1e5", 100000),
         ("x", None),
         ("", None),
         ("٣", None),

@@ -21,15 +21,28 @@ def test_defaults() -> None:
     assert parse_rollouts({"a": {"use": "agent:pack.mod:Outer.f"}})["a"] == RolloutConfig(use="agent:pack.mod:Outer.f")
 
 
+def test_a_taskset_of_verifiers() -> None:
+    found = parse_rollouts({"a": {"use": "verifiers:org/sums@1.2", "python": "/opt/python", "options": {"agent": {"max_turns": 2}}}})["a"]
+    assert (found.taskset, found.module, found.python) == ("org/sums@1.2", "verifiers", "/opt/python")
+    file, _, name = found.program.rpartition(":")
+    assert Path(file).is_file() and name == "Taskset"
+    assert found.arguments("/m") == {"id": "org/sums@1.2", "model": "/m", "agent": {"max_turns": 2}}
+    assert parse_rollouts({"a": {"use": USE}})["a"].taskset == ""
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
         ({"a b": {"use": USE}}, "want a name"),
         ({"a": 5}, "rollouts.a: want a map"),
-        ({"a": {}}, "rollouts.a.use: want multi_turn, agent:MODULE:NAME or slime:MODULE:NAME, got None"),
-        ({"a": {"use": "many_turns"}}, "want multi_turn, agent:MODULE:NAME or slime:MODULE:NAME"),
-        ({"a": {"use": "agent:mine"}}, "want multi_turn, agent:MODULE:NAME or slime:MODULE:NAME"),
-        ({"a": {"use": "agent:mine:f()"}}, "want multi_turn, agent:MODULE:NAME or slime:MODULE:NAME"),
+        ({"a": {}}, "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET, got None"),
+        ({"a": {"use": "many_turns"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
+        ({"a": {"use": "agent:mine"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
+        ({"a": {"use": "agent:mine:f()"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
+        ({"a": {"use": "verifiers:"}}, "slime:MODULE:NAME or verifiers:TASKSET, got 'verifiers:'"),
+        ({"a": {"use": "verifiers:sums", "options": {"tasks": {}}}}, "rollouts.a.options.tasks: no such option with verifiers:TASKSET"),
+        ({"a": {"use": "verifiers:sums", "again": "resume"}}, "rollouts.a.again: want restart or replay with verifiers:TASKSET"),
+        ({"a": {"use": "slime:mine:f", "python": "/opt/python"}}, "rollouts.a.python: want none with slime:mine:f"),
         ({"a": {"use": USE, "colour": 1}}, "rollouts.a.colour: no such setting"),
         ({"a": {"use": USE, "options": [1]}}, "rollouts.a.options: want a map"),
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),

@@ -137,6 +137,18 @@ def test_a_row_with_an_unknown_rollout_is_named(tmp_path: Path) -> None:
         opened(DataConfig(path=str(file), rollout_key="r"))
 
 
+def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -> None:
+    tasks: list[dict[str, Any]] = [{"verifiers": {"taskset": "sums"}}, {"verifiers": {"taskset": "games"}}, {}]
+    rows = [row(r="v", m=tasks[0]), row(r="b", m={}), row(r="v", m=tasks[1]), row(r="v", m=tasks[2])]
+    rollouts = {"b": {"use": "agent:m:B"}, "v": {"use": "verifiers:sums"}}
+    config = RunConfig(rollouts=rollouts, bus=BusConfig(rollouts=("b", "v")))
+    prompts = opened(DataConfig(path=str(write_prompts(tmp_path / "a.jsonl", *rows)), rollout_key="r", metadata_key="m", shuffle=False))
+    refuse_unfit(prompts.rows[:2], config, max_new_tokens=8, vocab_size=None)
+    for at, got in ((2, "one of games"), (3, "no task in metadata.verifiers")):
+        with pytest.raises(PromptError, match=rf"a.jsonl:{at + 1}: want a task of sums .*metadata_key: metadata.*, got {got}"):
+            refuse_unfit(prompts.rows[at:], config, max_new_tokens=8, vocab_size=None)
+
+
 @pytest.mark.parametrize(
     ("sampling", "complaint"),
     [

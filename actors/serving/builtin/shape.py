@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""
 
 
@@ -25,6 +25,21 @@ class Rope:
     low_turns: float = 1.0
     high_turns: float = 4.0
     original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Sizes of the mixtures of experts of a model."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that each token goes to."""
+    intermediate: int
+    normalised: bool
+    """True when the shares of a token's experts add up to 1."""
+    layers: tuple[int, ...]
+    """Layers that have experts instead of one MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,12 @@ class ModelShape:
     rope: Rope
     eos_ids: tuple[int, ...]
     architecture: str
+    experts: Experts | None = field(default=None, repr=False)
+    """None = every layer has one MLP. Not in the text of a shape, which older runs have recorded."""
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer; None if it has one MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     @classmethod
     def read(cls, model_dir: Path) -> "ModelShape":
@@ -95,17 +116,20 @@ class ModelShape:
             if self.output_bias:
                 shapes[at + "self_attn.o_proj.bias"] = (self.hidden,)
             shapes[at + "post_attention_layernorm.weight"] = (self.hidden,)
-            for part, rows, columns in (
-                ("gate", self.intermediate, self.hidden),
-                ("up", self.intermediate, self.hidden),
-                ("down", self.hidden, self.intermediate),
-            ):
-                shapes[f"{at}mlp.{part}_proj.weight"] = (rows, columns)
-                if self.mlp_bias:
-                    shapes[f"{at}mlp.{part}_proj.bias"] = (rows,)
+            shapes |= self._mlp(at + "mlp.", self.experts_of(layer))
         shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
+        return shapes
+
+    def _mlp(self, at: str, experts: Experts | None) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
+        inner = self.intermediate if experts is None else experts.intermediate
+        for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
+            for part, rows, columns in (("gate", inner, self.hidden), ("up", inner, self.hidden), ("down", self.hidden, inner)):
+                shapes[f"{prefix}{part}_proj.weight"] = (rows, columns)
+                if self.mlp_bias:
+                    shapes[f"{prefix}{part}_proj.bias"] = (rows,)
         return shapes
 
 
@@ -117,6 +141,9 @@ def _check_supported(config: JsonMapping, where: str) -> None:
         raise UnsupportedModel(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
     if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise UnsupportedModel(f"{where}: use_sliding_window", "want full attention in every layer")
+    window = config.get("sliding_window")
+    if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
+        raise UnsupportedModel(f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}")
     if config.get("quantization_config"):
         raise UnsupportedModel(f"{where}: quantization_config", "want unquantised weights")
 
@@ -141,13 +168,25 @@ def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -
             qkv_bias=family == "qwen2" or bias,
             output_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-            head_norm=family == "qwen3",
+            head_norm=family in ("qwen3", "qwen3_moe"),
             rope=_rope(config, where),
             eos_ids=eos_ids,
             architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
+            experts=_experts(config) if family == "qwen3_moe" else None,
         )
     except KeyError as error:
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    every, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+    return Experts(
+        count=int(config["num_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        intermediate=int(config["moe_intermediate_size"]),
+        normalised=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(at for at in range(int(config["num_hidden_layers"])) if at not in dense and (at + 1) % every == 0),
+    )
 
 
 def _rope(config: Mapping[str, Any], where: str) -> Rope:

@@ -5,7 +5,7 @@ and larger products; the named tensors are slices of them, so filling those fill
 format but safetensors.
 
 Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together,
-D = head size.
+D = head size, X = experts, I = inner size of an expert.
 """
 
 import json
@@ -38,7 +38,10 @@ class LayerWeights:
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
+    router_XE: Tensor | None
+    """Scores of the experts; None in a layer with one MLP."""
     gate_up: Tensor
+    """Of one MLP [2 I, E], or of all experts [X, 2 I, E]; so is ``down``: [E, I] or [X, E, I]."""
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
@@ -113,8 +116,10 @@ class Weights:
 
     def _fused(self) -> Iterator[list[str]]:
         for layer in range(self.shape.num_layers):
+            experts = self.shape.experts_of(layer)
+            blocks = [_projections(layer, "self_attn", "qkv"), *_mlp_blocks(layer, 0 if experts is None else experts.count)]
             for kind in ("weight", "bias"):
-                for names in (_projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))):
+                for names in blocks:
                     if f"{names[0]}{kind}" in self._sizes:
                         yield [f"{name}{kind}" for name in names]
 
@@ -139,10 +144,13 @@ class Weights:
 
     def _layer(self, layer: int) -> LayerWeights:
         at = f"model.layers.{layer}."
-        qkv, gate_up = _projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))
+        experts = self.shape.experts_of(layer)
+        count = 0 if experts is None else experts.count
+        qkv, (gate_up, down) = _projections(layer, "self_attn", "qkv"), _mlp_blocks(layer, count)
         qkv_weight = self._side_by_side([name + "weight" for name in qkv])
         gate_up_weight = self._side_by_side([name + "weight" for name in gate_up])
-        assert qkv_weight is not None and gate_up_weight is not None
+        down_weight = self._side_by_side([name + "weight" for name in down])
+        assert qkv_weight is not None and gate_up_weight is not None and down_weight is not None
         head_norm = None
         if self.shape.head_norm:
             self._one(at + "self_attn.q_norm.weight")
@@ -158,16 +166,24 @@ class Weights:
             output=self._one(at + "self_attn.o_proj.weight"),
             output_bias=self._optional(at + "self_attn.o_proj.bias"),
             mlp_norm=self._one(at + "post_attention_layernorm.weight"),
-            gate_up=gate_up_weight,
+            router_XE=self._optional(at + "mlp.gate.weight"),
+            gate_up=gate_up_weight.unflatten(0, (count, -1)) if count else gate_up_weight,
             gate_up_bias=self._side_by_side([name + "bias" for name in gate_up]),
-            down=self._one(at + "mlp.down_proj.weight"),
-            down_bias=self._optional(at + "mlp.down_proj.bias"),
+            down=down_weight.unflatten(0, (count, -1)) if count else down_weight,
+            down_bias=self._side_by_side([name + "bias" for name in down]),
         )
 
 
 def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
     """Return the names of projections that lie side by side, without their kind (weight or bias)."""
     return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
+
+
+def _mlp_blocks(layer: int, experts: int) -> tuple[list[str], list[str]]:
+    """Return the names that lie side by side in a layer's MLP, or in all of its experts: those of gate and up, those of down."""
+    blocks = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
+    gate_up = [name for block in blocks for name in _projections(layer, block, ("gate", "up"))]
+    return gate_up, [name for block in blocks for name in _projections(layer, block, ("down",))]
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

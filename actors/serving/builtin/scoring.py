@@ -1,0 +1,121 @@
+"""Outputs of the modules of the built-in engine's decoder for single prompts, under names that other implementations share.
+
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp, layers.<i> (its output) | norm | log_probs
+
+The decoder itself is not changed: the calls by which it multiplies with a weight are intercepted.
+Shape letters: T = tokens of one prompt.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from actors.errors import UnsupportedModel
+from actors.serving.builtin import decoder
+from actors.serving.builtin.loading import load_from_directory
+from actors.serving.builtin.shape import ModelShape
+from actors.serving.builtin.slots import KVSlots
+from actors.serving.builtin.weights import Weights
+
+
+def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules whose names match, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+
+    One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1. Raises
+    UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
+    """
+    shape = weights.shape
+    found: dict[str, NDArray[np.float32]] = {}
+    for number, tokens in enumerate(prompts):
+        if len(tokens) > shape.max_positions or max(tokens) >= shape.vocab_size:
+            limits = f"at most {shape.max_positions} tokens, each below {shape.vocab_size}"
+            raise UnsupportedModel(f"prompt {number}", f"want {limits}, got {len(tokens)} tokens, the largest {max(tokens)}")
+        for name, value in _outputs(weights, tokens).items():
+            if fnmatchcase(name, names):
+                found[f"{number}.{name}"] = value.float().cpu().numpy()
+    return found
+
+
+def score_directory(
+    directory: Path, prompts: Sequence[Sequence[int]], names: str = "*", *, dtype: str = "float32", device: str = "cpu"
+) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs for a model directory. Raises UpdateRefused, UnsupportedModel."""
+    weights = Weights(ModelShape.read(directory), dtype=getattr(torch, dtype), device=torch.device(device))
+    load_from_directory(weights, directory)
+    return module_outputs(weights, prompts, names)
+
+
+@torch.inference_mode()
+def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
+    shape, length = weights.shape, len(tokens)
+    slots = KVSlots(
+        num_layers=shape.num_layers,
+        slots=1,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_length=shape.max_positions,
+        dtype=weights.dtype,
+        device=weights.device,
+    )
+    slots.reserve(length)
+    table = decoder.RopeTable(shape.rope, length, head_dim=shape.head_dim, dtype=weights.dtype, device=weights.device)
+    angles = table.at(torch.arange(length, device=weights.device)[None])
+    tokens_1T = torch.tensor([list(tokens)], device=weights.device)
+    with _Taking(weights) as taking:
+        x_1TE = decoder.forward(weights, tokens_1T, angles, slots.prefilling(0, torch.zeros(1, dtype=torch.int64, device=weights.device)))
+        logits_TV = decoder.logits(weights, x_1TE[0])
+    log_probs_TV = logits_TV[:-1].log_softmax(-1)
+    taking.found["log_probs"] = log_probs_TV.gather(-1, tokens_1T[0, 1:, None])
+    return taking.found
+
+
+class _Taking(TorchFunctionMode):
+    """Takes inputs and outputs of the products with known weights while entered."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+        self._weights = weights
+        self._residual: Tensor | None = None
+        self._products: dict[int, tuple[str, str]] = {}
+        """By the address of a weight: names of the input and the output of its product; empty = not taken."""
+        for index, layer in enumerate(weights.layers):
+            at = f"layers.{index}"
+            self._products[layer.qkv_QE.data_ptr()] = ("", f"{at}.attention.qkv")
+            self._products[layer.output.data_ptr()] = (f"{at}.attention.core", f"{at}.attention")
+            self._products[layer.down.data_ptr()] = ("", f"{at}.mlp")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call; take its operands if it is one of the products."""
+        result = func(*args, **(kwargs or {}))
+        if func is functional.embedding:
+            self._take("embedding", result)
+            self._residual = result
+        elif func is functional.rms_norm and (kwargs or {}).get("weight") is self._weights.norm:
+            self._take("norm", result)
+        elif func is functional.linear and (names := self._products.get(args[1].data_ptr())) is not None:
+            before, after = names
+            if before:
+                self._take(before, args[0])
+            self._take(after, result)
+            if not after.endswith(".qkv"):
+                self._add(after, result)
+        return result
+
+    def _add(self, name: str, output: Tensor) -> None:
+        """Add the output to the residual stream, as the decoder does; behind the MLP it is the output of the layer."""
+        assert self._residual is not None, "the embedding comes first"
+        self._residual = self._residual + output
+        if name.endswith(".mlp"):
+            self._take(name.removesuffix(".mlp"), self._residual)
+
+    def _take(self, name: str, value: Tensor) -> None:
+        self.found[name] = value.detach().reshape(-1, value.shape[-1]).clone()

@@ -1,0 +1,158 @@
+"""``tidemill debug``: comparisons of dumps, scores of prompts, and requests for a profile."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.settings.extras import require
+from learner.debug.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from learner.debug.comparison import Comparison
+    from learner.debug.train_file import Array
+
+SHOWN = 5
+"""Most differences that are printed, after the first one."""
+ANSWER_S = 120.0
+"""Seconds for an engine to score a prompt."""
+
+
+def run_debug(args: argparse.Namespace) -> int:
+    """Run one word. Returns 0, or 1 when something differs. Raises ValueError for wrong files and arguments."""
+    if args.word == "weights":
+        from launch.cli.debug_weights import compare_weights
+
+        return compare_weights(args)
+    return {"compare": _compare, "score": _score, "profile": _profile}[args.word](args)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from learner.debug.comparison import compare_modules, compare_train
+    from learner.debug.module_file import read_modules
+    from learner.debug.train_file import MODULES, read, read_train, record_path
+
+    theirs = args.theirs or record_path(args.ours)
+    kinds = [read(path)[0].get("kind") for path in (args.ours, theirs)]
+    if (kinds[0] == MODULES) != (kinds[1] == MODULES):
+        raise ValueError(f"want two dumps of modules, or two of training data, got kinds {kinds[0]} and {kinds[1]}")
+    if kinds[0] == MODULES:
+        found = compare_modules(read_modules(args.ours), read_modules(theirs), args.tolerance)
+    else:
+        found = compare_train(read_train(args.ours), read_train(theirs), args.tolerance)
+    _print(found, as_json=args.json)
+    return int(found.first is not None)
+
+
+def _print(found: "Comparison", *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    for note in found.notes:
+        print(note)
+    if found.first is None:
+        print(f"equal: {', '.join(found.compared)}")
+        return
+    before = found.compared[: found.compared.index(found.first.name)] if found.first.name in found.compared else found.compared
+    if before:
+        print(f"equal: {', '.join(before)}")
+    print(f"DIFFERS first in {found.first}")
+    for one in found.differences[1 : 1 + SHOWN]:
+        print(f"  then {one.name}: largest difference {one.largest:.3g}, relative {one.relative:.3g}")
+    if (more := len(found.differences) - 1 - SHOWN) > 0:
+        print(f"  and {more} more")
+
+
+def _score(args: argparse.Namespace) -> int:
+    prompts = read_prompts(args.prompts)
+    if args.engine:
+        outputs, dtype, source = _log_probs_of_engine(args.engine, prompts), "bfloat16", args.engine
+    else:
+        if not (args.model / "config.json").exists():
+            raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
+        require(args.by)
+        outputs, dtype, source = _outputs_of_directory(args, prompts), args.dtype, f"{args.by} {args.model}"
+    if args.out is not None:
+        from learner.debug.module_file import write_modules
+
+        write_modules(args.out, outputs, prompts=prompts, dtype=dtype, source=source)
+        print(f"{len(outputs)} outputs of {len(prompts)} prompts into {args.out}", file=sys.stderr)
+    _print_scores(outputs, prompts, as_json=args.json)
+    return 0
+
+
+def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int]], *, as_json: bool) -> None:
+    for number, tokens in enumerate(prompts):
+        log_probs = outputs.get(f"{number}.log_probs")
+        if log_probs is None:
+            continue
+        values = [float(value) for value in log_probs[:, 0]]
+        if as_json:
+            print(json.dumps({"prompt": number, "tokens": list(tokens), "log_probs": values}))
+        else:
+            print(f"prompt {number}: {len(tokens)} tokens, mean log-prob {sum(values) / len(values):.4f}, least {min(values):.4f}")
+
+
+def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
+    """Compute the outputs in this process."""
+    names = args.names
+    if args.by == "engine":
+        from actors.serving.builtin.scoring import score_directory
+
+        return score_directory(args.model, prompts, names, dtype=args.dtype)
+    from launch.run.learner_score import score_by_learner
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    return score_by_learner(args.model, prompts, names, dtype=args.dtype)
+
+
+def _log_probs_of_engine(url: str, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
+    """Ask an engine for the log-probs of the prompts' own tokens. Raises ValueError for one that does not return them."""
+    import urllib.error
+    import urllib.request
+
+    import numpy as np
+
+    found: dict[str, Array] = {}
+    for number, tokens in enumerate(prompts):
+        body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        data = json.dumps(body | {"return_logprob": True, "logprob_start_len": 0}).encode()
+        request = urllib.request.Request(f"{url.rstrip('/')}/generate", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                pairs = json.load(response)["meta_info"]["input_token_logprobs"]
+            values = [float(pair[0]) for pair in pairs[1:]]
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"--engine: want an engine that scores prompts (SGLang), got HTTP {error.code}: {_text(error)}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--engine: want an engine that scores prompts (SGLang) at {url}, got {error!r}") from None
+        if len(values) != len(tokens) - 1:
+            want = "score its weights with --model DIR"
+            raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}")
+        found[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
+    return found
+
+
+def _text(error: "object") -> str:
+    read = getattr(error, "read", None)
+    return str(read()[:200].decode(errors="replace")) if read is not None else str(error)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from launch.settings.run_config import CONFIG_FILE
+    from learner.debug.profile_request import DIRECTORY, ProfileRequest, write_request
+
+    root = Path(args.run_dir)
+    if not (root / CONFIG_FILE).exists():
+        raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {args.run_dir}")
+    try:
+        request = ProfileRequest(steps=args.steps, memory=args.memory)
+    except ValueError as bad:
+        raise ValueError(f"--{bad}") from None
+    write_request(root, request)
+    print(f"requested: rank 0 profiles its next {args.steps} steps, and writes {root / DIRECTORY}/profile_<first>_<last>.json.gz")
+    return 0

@@ -1,0 +1,198 @@
+"""``tidemill debug weights``: tensors that differ between model directories, engines, and the files of a run."""
+
+import argparse
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.settings.extras import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bus.streams.bus import Bus
+    from weightstore.format.checksums import ChecksumReport
+
+SHOWN = 5
+"""Most tensors that are printed of a comparison."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The comparison of two sets of weights."""
+
+    what: str
+    tensors: int
+    differs: Sequence[str]
+    """A line for each tensor that differs or is missing, by layer."""
+    failure: str = ""
+    """Why there is no comparison; empty if there is one."""
+
+
+def compare_weights(args: argparse.Namespace) -> int:
+    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError for wrong arguments."""
+    require("engine")
+    if args.run_dir:
+        if args.sides:
+            raise ValueError("want two of DIR|URL, or --run-dir, got both")
+        found = _of_run(args)
+    elif len(args.sides) == 2 and args.model is None:
+        found = [asyncio.run(_of_sides(*args.sides))]
+    else:
+        raise ValueError(f"want two of DIR|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides")
+    for one in found:
+        _print(one, as_json=args.json)
+    return int(any(one.differs or one.failure for one in found))
+
+
+def _print(one: Compared, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"what": one.what, "tensors": one.tensors, "differs": list(one.differs), "failure": one.failure}))
+        return
+    if one.failure:
+        print(f"{one.what}: not compared: {one.failure}")
+        return
+    if not one.differs:
+        print(f"{one.what}: {one.tensors} tensors, all equal")
+        return
+    print(f"{one.what}: DIFFERS in {len(one.differs)} of {one.tensors} tensors")
+    for line in one.differs[:SHOWN]:
+        print(f"  {line}")
+    if len(one.differs) > SHOWN:
+        print(f"  and {len(one.differs) - SHOWN} more")
+
+
+async def _of_sides(ours: str, theirs: str) -> Compared:
+    """Compare two directories, two engines, or one of each."""
+    import aiohttp
+
+    urls = [side for side in (ours, theirs) if side.startswith(("http://", "https://"))]
+    what = f"{ours} and {theirs}"
+    if not urls:
+        return between_tensors(what, tensors_of(Path(ours)), tensors_of(Path(theirs)))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        reports = [await _report(session, url) for url in urls]
+    if len(reports) == 2:
+        return between_reports(what, *reports)
+    return with_report(what, reports[0], tensors_of(Path(theirs if ours in urls else ours)))
+
+
+async def _report(session: "object", url: str) -> "ChecksumReport":
+    """Ask an engine for the checksums of the weights that it serves. Raises ValueError."""
+    import aiohttp
+
+    from weightstore.format.checksums import ChecksumReport
+
+    assert isinstance(session, aiohttp.ClientSession)
+    try:
+        async with session.post(f"{url.rstrip('/')}/weights_checksums", json={"of": "served"}) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise ValueError(f"{url}: want checksums, got HTTP {response.status}: {text[:200]}")
+        return ChecksumReport.parse(json.loads(text))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ValueError(f"{url}: want an engine, got {error!r}") from None
+
+
+def tensors_of(directory: Path) -> "dict[str, Tensor]":
+    """Return the tensors of a model directory by name. Raises ValueError for a directory without any."""
+    from actors.errors import UnsupportedModel
+    from actors.serving.builtin.weights import read_safetensors
+
+    try:
+        return dict(read_safetensors(directory))
+    except UnsupportedModel as error:
+        raise ValueError(str(error)) from None
+
+
+def between_tensors(what: str, ours: "Mapping[str, Tensor]", theirs: "Mapping[str, Tensor]") -> Compared:
+    """Compare two directories tensor by tensor."""
+    differs = []
+    for name in sorted(ours.keys() | theirs.keys(), key=_by_layer):
+        if name not in ours or name not in theirs:
+            differs.append(f"{name}: only in the {'first' if name in ours else 'second'}")
+            continue
+        a, b = ours[name], theirs[name]
+        if a.shape != b.shape:
+            differs.append(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        elif not bool((a == b.to(a.dtype)).all()):
+            gap = (a.double() - b.double()).abs()
+            differs.append(f"{name}: {int((gap > 0).sum())} of {gap.numel()} numbers, largest difference {float(gap.max()):.3g}")
+    return Compared(what=what, tensors=len(ours), differs=differs)
+
+
+def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tensor]") -> Compared:
+    """Compare an engine's checksums with the tensors of a directory, in the engine's dtype."""
+    from weightstore.format.checksums import differences, sum_of
+
+    there = {name for part in report.parts for name in part.names}
+    known = {name: tensor for name, tensor in tensors.items() if name in there or name != HEAD}  # a tied output projection
+    lines = differences(report, known, lambda part: sum_of(report.scheme, part, known))
+    return Compared(what=what, tensors=len(known), differs=sorted(lines, key=_by_layer))
+
+
+def between_reports(what: str, ours: "ChecksumReport", theirs: "ChecksumReport") -> Compared:
+    """Compare the checksums of two engines. Those of other formats cannot be compared."""
+    sums = [{(part.names, part.dtype, part.zeros): part.sum for part in report.parts} for report in (ours, theirs)]
+    if ours.scheme != theirs.scheme or sums[0].keys() != sums[1].keys():
+        return Compared(what=what, tensors=0, differs=(), failure="the engines keep weights in different formats; compare each to DIR")
+    names = [" + ".join(key[0]) for key in sums[0] if sums[0][key] != sums[1][key]]
+    return Compared(what=what, tensors=len(sums[0]), differs=sorted(names, key=_by_layer))
+
+
+def _by_layer(name: str) -> tuple[int, str]:
+    """Return a sort key: the number of the layer, then the name; what is in no layer comes first."""
+    numbers = [int(part) for part in name.partition(":")[0].split(".") if part.isdigit()]
+    return numbers[0] if numbers else -1, name
+
+
+def _of_run(args: argparse.Namespace) -> list[Compared]:
+    """Compare every engine of a running run with the files of the version that it serves."""
+    from launch.cli.find_run import find_run, on_bus
+    from launch.run.process import set_up_logging
+    from launch.settings.config_loader import load
+    from launch.settings.run_config import CONFIG_FILE
+
+    set_up_logging("debug", level=logging.ERROR)
+    url, run = find_run(args.run_dir, "", "")
+    root = Path(args.run_dir)
+    model = Path(load(root / CONFIG_FILE).config.model.path)
+    found: list[Compared] = []
+
+    async def look(bus: "Bus", _: argparse.Namespace) -> int:
+        """Compare the engines that are alive."""
+        found.extend(await _engines(bus, root, model, args.model))
+        return 0
+
+    asyncio.run(on_bus(url, run, argparse.Namespace(command="debug"), look))
+    if not found:
+        raise ValueError(f"{args.run_dir}: want a running engine, got none")
+    return found
+
+
+async def _engines(bus: "Bus", root: Path, model: Path, chosen: Path | None) -> list[Compared]:
+    import aiohttp
+
+    from bus.liveness.heartbeats import LiveView
+    from bus.liveness.keys import api_keys
+
+    found = []
+    rows = [row for row in await LiveView(bus).alive("engine") if row.address]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), headers=await api_keys(bus).headers()) as session:
+        for row in sorted(rows, key=lambda row: row.id):
+            directory = chosen or (model if row.version == 0 else root / "snapshots" / f"v{row.version}")
+            what = f"engine {row.id}, version {row.version}, and {directory}"
+            try:
+                if not directory.is_dir():
+                    cure = "compare with a directory of these weights: --model DIR (final/ for the last version of a run)"
+                    raise ValueError(f"no snapshot of version {row.version} is on this machine; {cure}")
+                tensors = await asyncio.to_thread(tensors_of, directory)
+                found.append(with_report(what, await _report(session, row.address), tensors))
+            except ValueError as error:
+                found.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))
+    return found

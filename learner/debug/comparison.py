@@ -1,0 +1,180 @@
+"""Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure; knows no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.debug.module_file import ModuleDump
+from learner.debug.train_file import RECORD, TRAIN, Step, TrainDump
+
+Array = NDArray[Any]
+MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Relative error of a module's output between two implementations that compute the same, by the coarser of their dtypes."""
+VALUE_TOLERANCE = 1e-6
+"""Largest difference between two values by token that count as equal."""
+IN_ORDER = (
+    *("unconcat_tokens", "response_lengths", "loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"),
+    *("advantages", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
+)
+"""Fields of a train dump, each after those that it is made of."""
+OF_RECORD = (("current_log_probs", "log_probs"), ("current_entropy", "entropy"))
+"""Fields of a train dump, and the fields of its record that must be equal to them in the first optimizer step."""
+HINTS = (
+    ("attention.qkv", "weights, order or biases of query, key and value, or the norm before them"),
+    ("attention.core", "rotary settings, norms of query and key, mask, or the attention kernel"),
+    ("attention", "weights or bias of the output projection"),
+    ("mlp", "weights of gate, up and down, or the norm before them"),
+    ("embedding", "the embedding, or its order of tokens"),
+    ("norm", "the last norm"),
+    ("log_probs", "the output weight, or the temperature"),
+)
+"""What to look at, by the end of a module's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that differs."""
+
+    name: str
+    largest: float
+    """Largest absolute difference; infinite for shapes that differ and for values that are not numbers."""
+    relative: float
+    """Norm of the difference / norm of the second."""
+    place: str = ""
+    """Where the largest difference is."""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: largest difference {self.largest:.3g}, relative {self.relative:.3g}"
+        return text + (f", at {self.place}" if self.place else "") + (f"; look at: {self.hint}" if self.hint else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result."""
+
+    compared: Sequence[str]
+    """Names of the things compared, in order."""
+    differences: Sequence[Difference]
+    """Those that differ, in order: the first one is the cause of the others, or nearest to it."""
+    notes: Sequence[str] = ()
+    """What could not be compared."""
+
+    @property
+    def first(self) -> Difference | None:
+        """The first thing that differs; None if nothing does."""
+        return self.differences[0] if self.differences else None
+
+
+def compare_modules(ours: ModuleDump, theirs: ModuleDump, tolerance: float | None = None) -> Comparison:
+    """Compare the outputs of modules for the same prompts. Raises ValueError for other prompts, or without a common module.
+
+    ``tolerance``: relative error of equal outputs; None = that of the coarser dtype of the two.
+    """
+    if list(map(list, ours.prompts)) != list(map(list, theirs.prompts)):
+        raise ValueError(f"prompts: want the same in both dumps, got {len(ours.prompts)} and {len(theirs.prompts)} that differ")
+    if tolerance is None:
+        tolerance = max(MODULE_TOLERANCE.get(one.dtype, MODULE_TOLERANCE["bfloat16"]) for one in (ours, theirs))
+    modules = list(dict.fromkeys(name.split(".", 1)[1] for name in ours.outputs))
+    there = {name.split(".", 1)[1] for name in theirs.outputs}
+    common = [name for name in modules if name in there]
+    if not common:
+        raise ValueError(f"modules: want some in both dumps, got {', '.join(modules[:4])} and {', '.join(sorted(there)[:4])}")
+    differences = [found for name in common if (found := _of_module(name, ours, theirs)).relative > tolerance or not found.relative >= 0]
+    alone = [name for name in (*modules, *sorted(there)) if name not in common]
+    return Comparison(compared=common, differences=differences, notes=[f"in one dump only: {', '.join(alone)}"] if alone else [])
+
+
+def _of_module(name: str, ours: ModuleDump, theirs: ModuleDump) -> Difference:
+    """Return the difference of one module over all prompts; the place is prompt and token."""
+    pairs = [(ours.outputs[f"{number}.{name}"], theirs.outputs[f"{number}.{name}"]) for number in range(len(ours.prompts))]
+    hint = next((hint for end, hint in HINTS if name == end or name.endswith("." + end)), "the parts of this layer above")
+    for number, (a, b) in enumerate(pairs):
+        if a.shape != b.shape:
+            return Difference(name=name, largest=np.inf, relative=np.inf, place=f"prompt {number}: shapes {a.shape}, {b.shape}", hint=hint)
+    gaps = [np.abs(a.astype(np.float64) - b) for a, b in pairs]
+    worst = max(range(len(gaps)), key=lambda number: float(np.nan_to_num(gaps[number].max(), nan=np.inf)))
+    token = int(np.unravel_index(np.nan_to_num(gaps[worst], nan=np.inf).argmax(), gaps[worst].shape)[0])
+    norm = np.sqrt(sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs))
+    error = np.sqrt(sum(float(np.square(gap).sum()) for gap in gaps))
+    relative = float(error / norm) if norm else float(error > 0)
+    return Difference(name=name, largest=float(gaps[worst].max()), relative=relative, place=f"prompt {worst}, token {token}", hint=hint)
+
+
+def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = None) -> Comparison:
+    """Compare two train dumps, two records, or a train dump with its record: the sequences that both have, field by field.
+
+    Raises ValueError for dumps of different steps, or without a common sequence.
+    """
+    if ours.step != theirs.step:
+        raise ValueError(f"step: want the same in both dumps, got {ours.step} and {theirs.step}")
+    limit = VALUE_TOLERANCE if tolerance is None else tolerance
+    if {ours.kind, theirs.kind} == {TRAIN, RECORD}:
+        train, record = (ours, theirs) if ours.kind == TRAIN else (theirs, ours)
+        return _of_steps([(train.steps[0], record.steps[0])], OF_RECORD, limit)
+    names = tuple((name, name) for name in (IN_ORDER if ours.kind == TRAIN else (*IN_ORDER, "log_probs", "entropy")))
+    found = _of_steps(list(zip(ours.steps, theirs.steps, strict=False)), names, limit)
+    notes = [*found.notes]
+    if ours.num_steps != theirs.num_steps:
+        notes.append(f"optimizer steps: {ours.num_steps} and {theirs.num_steps}; only the first are compared")
+    return Comparison(compared=found.compared, differences=[*found.differences, *_of_norms(ours, theirs, limit)], notes=notes)
+
+
+def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float) -> Comparison:
+    compared: dict[str, None] = {}
+    differences: list[Difference] = []
+    alone: dict[str, None] = {}
+    shared = 0
+    for ours, theirs in pairs:
+        matches = _matches(ours.debug_data, theirs.debug_data)
+        shared += len(matches)
+        for left, right in names:
+            if (left in ours.debug_data) != (right in theirs.debug_data):
+                alone[left] = None
+            if left not in ours.debug_data or right not in theirs.debug_data:
+                continue
+            compared[left] = None
+            found = _of_field(left, ours, matches, theirs.debug_data[right])
+            if not found.largest <= limit:
+                differences.append(found)
+    if not shared:
+        raise ValueError("sequences: want some in both dumps, got none: compare the files of one step, of all ranks in turn")
+    notes = [f"{shared} sequences compared"] + ([f"in one dump only: {', '.join(alone)}"] if alone else [])
+    return Comparison(compared=list(compared), differences=differences, notes=notes)
+
+
+def _matches(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Return (sequence, its index in ours, in theirs) of the sequences that both have."""
+    there = {int(one): index for index, one in enumerate(theirs.get("sequence_ids", ()))}
+    here = enumerate(ours.get("sequence_ids", ()))
+    return [(int(one), index, there[int(one)]) for index, one in here if int(one) in there]
+
+
+def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:
+    worst, place, squares, norms = 0.0, "", 0.0, 0.0
+    for sequence, index, other in matches:
+        a, b = (np.atleast_1d(np.asarray(one, np.float64)) for one in (ours.debug_data[name][index], theirs[other]))
+        if a.shape != b.shape:
+            where = f"optimizer step {ours.step_id}, sequence {sequence}: {a.size} and {b.size} values"
+            return Difference(name=name, largest=np.inf, relative=np.inf, place=where)
+        if not a.size:
+            continue
+        gap = np.nan_to_num(np.abs(a - b), nan=np.inf)
+        squares, norms = squares + float(np.square(gap).sum()), norms + float(np.square(b).sum())
+        if float(gap.max()) > worst:
+            worst, token = float(gap.max()), int(gap.argmax())
+            place = f"optimizer step {ours.step_id}, sequence {sequence}, token {token}: {a[token]:.6g} and {b[token]:.6g}"
+    return Difference(name=name, largest=worst, relative=float(np.sqrt(squares / norms)) if norms else float(squares > 0), place=place)
+
+
+def _of_norms(ours: TrainDump, theirs: TrainDump, limit: float) -> Iterator[Difference]:
+    """Yield differences of the gradient norms, which are of all ranks, where every earlier field may agree."""
+    for a, b in zip(ours.steps, theirs.steps, strict=False):
+        one, other = (np.nan if step.grad_norm is None else step.grad_norm for step in (a, b))
+        relative = abs(one - other) / max(abs(other), 1e-30)
+        if a.grad_norm != b.grad_norm and not relative <= max(limit, 1e-4):
+            place = f"optimizer step {a.step_id}: {one:.6g} and {other:.6g}"
+            yield Difference(name="grad_norm", largest=abs(one - other), relative=relative, place=place)

@@ -1,0 +1,132 @@
+"""The report on the first two steps of a run: what can be seen in their numbers, each line with a verdict. Pure; knows no torch.
+
+Source of the questions: "Aligning Precision" of slime's debugging page.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+OK, LOOK = "ok", "LOOK"
+UNLIKELY = 1.0
+"""Mean log-prob (nats, negated) of sampled tokens above which they are unlikely under the model that sampled them."""
+UNIFORM_SHARE = 0.7
+"""Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
+FINISHED_SHARE = 0.5
+DELTA = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Mean |log-prob of the learner - log-prob of the engine| on fresh samples, nats, by dtype of the learner."""
+KL_ZERO = 1e-7
+"""Mean k3 divergence that is 0 but for rounding."""
+GRAD_NORM = 10.0
+GROWTH = 1.2
+"""Memory after the second step over that after the first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts of a step that are not among its metrics."""
+
+    vocab_size: int
+    dtype: str
+    log_prob_mean: float | None
+    """Mean log-prob of the sampled tokens, as the engines reported them; None = no token is trainable."""
+    own_reference: bool
+    """True if the reference model has the weights that step 1 starts from."""
+    minibatches: int
+    memory: Mapping[str, float]
+    """Bytes by kind: ``host`` (resident), ``device`` (peak of the step)."""
+    before: Mapping[str, float] | None = None
+    """``memory`` of the step before; None for the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the report."""
+
+    subject: str
+    found: str
+    good: bool
+    look_at: str = ""
+    """What to look at if it is not good."""
+
+    def __str__(self) -> str:
+        return f"{OK if self.good else LOOK:<5}{self.subject}: {self.found}" + ("" if self.good else f"; look at: {self.look_at}")
+
+
+def report(step: int, metrics: Mapping[str, float], facts: Facts) -> list[Line]:
+    """Return the lines on step 1 or 2 of a run."""
+    lines = [] if step > 1 else [*_rollout(metrics, facts), *_reference(metrics, facts)]
+    lines += [*_agreement(metrics, facts), _gradient(metrics)]
+    return lines + ([] if facts.before is None else _memory(facts.before, facts.memory))
+
+
+def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
+    lines = []
+    if facts.log_prob_mean is not None:
+        look = (
+            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat template: text that does "
+            "not fit it is unlikely to the model"
+        )
+        found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}"
+        lines.append(Line(subject="rollout", found=found, good=-facts.log_prob_mean <= UNLIKELY, look_at=look))
+    if "train/entropy" in metrics:
+        uniform = math.log(facts.vocab_size)
+        found = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
+        look = "whether the weights were loaded: a model that knows nothing has nearly the entropy of a uniform distribution"
+        lines.append(Line(subject="entropy", found=found, good=metrics["train/entropy"] <= UNIFORM_SHARE * uniform, look_at=look))
+    if "train/truncated_share" in metrics:
+        finished = 1 - metrics["train/truncated_share"]
+        look = "sampling.max_new_tokens, the end tokens of the model, and whether the text is coherent (tidemill tail)"
+        lines.append(Line(subject="finished responses", found=f"{finished:.0%}", good=finished >= FINISHED_SHARE, look_at=look))
+    return lines
+
+
+def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
+    """Compare the learner's log-probs with the engines', on samples of the very weights that are trained."""
+    name = next((one for one in ("offpolicy/fresh_logprob_diff_abs", "offpolicy/logprob_diff_abs") if one in metrics), "")
+    if not name:
+        return []
+    stale = "" if "fresh" in name else ", of older weights: part of it is the change of the weights"
+    found = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
+    look = (
+        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); dtypes, temperature and rotary "
+        "settings of learner and engine"
+    )
+    limit = DELTA.get(facts.dtype, DELTA["bfloat16"])
+    return [Line(subject="log-probs, learner - engine", found=found, good=bool(stale) or metrics[name] <= limit, look_at=look)]
+
+
+def _reference(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
+    lines = []
+    if "train/kl_reference" in metrics and facts.own_reference:
+        kl = metrics["train/kl_reference"]
+        look = "kernels that are not deterministic (learner.deterministic, learner.attention): both passes have the same weights"
+        moved = facts.minibatches > 1
+        found = f"KL {kl:.3g}" + (", moved by earlier minibatches" if moved else "")
+        lines.append(Line(subject="log-probs, learner - reference", found=found, good=moved or abs(kl) <= KL_ZERO, look_at=look))
+    if facts.minibatches == 1 and "train/ppo_kl" in metrics:
+        look = "the same; and debug.save_train with tidemill debug compare of a dump and its record"
+        found = f"{metrics['train/ppo_kl']:.3g}"
+        lines.append(
+            Line(subject="change within the first update", found=found, good=abs(metrics["train/ppo_kl"]) <= KL_ZERO, look_at=look)
+        )
+    return lines
+
+
+def _gradient(metrics: Mapping[str, float]) -> Line:
+    norm = metrics.get("train/grad_norm_max", math.nan)
+    skipped = metrics.get("train/skipped_minibatches", 0.0)
+    found = f"norm {norm:.4g}" + (f", {skipped:.0f} optimizer steps skipped" if skipped else "")
+    good = math.isfinite(norm) and norm <= GRAD_NORM and not skipped
+    look = "the loss and advantages of each token (debug.save_train), the share of rejected tokens, and the dtype"
+    return Line(subject="gradient", found=found, good=good, look_at=look)
+
+
+def _memory(before: Mapping[str, float], now: Mapping[str, float]) -> list[Line]:
+    lines = []
+    for kind in sorted(before.keys() & now.keys()):
+        growth = now[kind] / before[kind] if before[kind] else 1.0
+        found = f"{now[kind] / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
+        look = "learner.max_tokens_per_micro_batch, and memory that stays after a step (tidemill debug profile --memory)"
+        lines.append(Line(subject=f"memory, {kind}", found=found, good=growth <= GROWTH, look_at=look))
+    return lines

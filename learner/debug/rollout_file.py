@@ -1,0 +1,136 @@
+"""The samples of one step in a file, as they were planned, and their distribution over the ranks of another layout.
+
+    file = msgpack objects, one after the other: a header | the plan | each sample   (plan and samples in the encoding of the bus)
+
+Knows no bus and no torch.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from bus.errors import WireError
+from bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
+from bus.wire.messages import Plan, Sample
+from learner.data.packing import assign
+from learner.data.plans import chain_of
+from learner.errors import DebugFileRefused
+
+KIND, SCHEMA = "tidemill.rollout", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One step's data."""
+
+    run: str
+    plan: Plan
+    """Groups, versions and gate of the step, and the layout that it was packed for."""
+    samples: Sequence[Sample]
+    """In the order of ``plan.seqs``."""
+    token_limits: Mapping[int, int]
+    """Sampled tokens that an episode of a task may have, by task; as for ``build_batches``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Layout of a learner."""
+
+    data_parallel: int
+    max_tokens: int
+    minibatches: int
+
+
+def save_rollout(path: Path, rollout: Rollout) -> None:
+    """Write the file, whole or not at all."""
+    header = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "run": rollout.run,
+        "step": rollout.plan.step,
+        "samples": len(rollout.samples),
+        "token_limits": {str(task): limit for task, limit in rollout.token_limits.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        for part in (header, encode_record(rollout.plan), *map(encode_sample, rollout.samples)):
+            file.write(msgpack.packb(part))
+    os.replace(aside, path)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return run, step and number of samples of a file. Raises DebugFileRefused for another file, or none."""
+    try:
+        with path.open("rb") as file:
+            return _header(path, msgpack.Unpacker(file, raw=False, max_buffer_size=0))
+    except OSError as error:
+        raise DebugFileRefused(str(path), "a file of debug.save_rollout", error.strerror or str(error)) from None
+
+
+def load_rollout(path: Path) -> Rollout:
+    """Read a file. Raises DebugFileRefused for one that is missing, cut off, or no rollout."""
+    try:
+        with path.open("rb") as file:
+            parts = msgpack.Unpacker(file, raw=False, max_buffer_size=0)
+            header = _header(path, parts)
+            plan, *samples = _decoded(path, parts, header["samples"])
+    except OSError as error:
+        raise DebugFileRefused(str(path), "a file of debug.save_rollout", error.strerror or str(error)) from None
+    limits = {int(task): int(limit) for task, limit in header["token_limits"].items()}
+    return Rollout(run=header["run"], plan=plan, samples=samples, token_limits=limits)
+
+
+def _header(path: Path, parts: Iterator[Any]) -> dict[str, Any]:
+    try:
+        header = next(parts)
+    except (StopIteration, ValueError, msgpack.exceptions.UnpackException):
+        header = None
+    if not isinstance(header, dict) or (header.get("kind"), header.get("schema")) != (KIND, SCHEMA):
+        raise DebugFileRefused(str(path), f"a file of debug.save_rollout, schema {SCHEMA}", "another file")
+    return header
+
+
+def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
+    """Return the plan and its samples."""
+    try:
+        found = [bytes(part) for part in parts]
+        record, samples = decode_record(found[0]), [decode_sample(part) for part in found[1:]]
+    except (WireError, IndexError, TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
+        raise DebugFileRefused(str(path), "a plan and its samples", f"{type(error).__name__}: {error}") from None
+    if not isinstance(record, Plan) or len(samples) != num_samples or len(record.seqs) != num_samples:
+        raise DebugFileRefused(str(path), f"a plan and its {num_samples} samples", f"{len(samples)} samples: the file was cut off")
+    return [record, *samples]
+
+
+def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) -> Plan:
+    """Return the plan of the same groups as step ``step``, packed for another layout. Lags and gate are the recorded ones."""
+    plan, samples = rollout.plan, rollout.samples
+    later = step - plan.step
+    rows = [len(sample.sizes) for sample in samples]
+    firsts = np.cumsum(plan.group_sizes) - plan.group_sizes
+    packed = assign(
+        [size.num_tokens for sample in samples for size in sample.sizes],
+        data_parallel=packing.data_parallel,
+        max_tokens=packing.max_tokens,
+        minibatches=packing.minibatches,
+        group_sizes=np.add.reduceat(rows, firsts).tolist(),
+    )
+    again = replace(
+        plan,
+        step=step,
+        ranks=packed.ranks,
+        micro_batches=packed.micro_batches,
+        version_steps={version: made + later for version, made in plan.version_steps.items()},
+        oldest_step=None if plan.oldest_step is None else plan.oldest_step + later,
+        data_parallel=packing.data_parallel,
+        num_micro_batches=packed.num_micro_batches,
+        num_minibatches=packed.num_minibatches,
+        chain="",
+    )
+    return replace(again, chain=chain_of(chain, again))

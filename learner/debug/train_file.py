@@ -1,0 +1,122 @@
+"""The training data of one step and rank in a file, and its reader. Knows numpy, no torch.
+
+    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, step, rank, role, parallel_info, metrics, steps}
+    tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or total_lengths
+
+``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs`` in place of the rest.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from learner.errors import DebugFileRefused
+
+Array = NDArray[Any]
+METADATA, TRAIN, RECORD, MODULES = "tidemill", "train", "record", "modules"
+BY_TOTAL = ("unconcat_tokens",)
+"""Fields with a value for each token of a sequence."""
+BY_RESPONSE = (
+    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "returns", "values"),
+    *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "log_probs", "entropy"),
+)
+"""Fields with a value for each token of a response."""
+BY_SEQUENCE = ("sequence_ids", "sample_ids", "response_lengths", "total_lengths")
+"""Fields with one number for each sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step on this rank's sequences."""
+
+    step_id: int
+    loss_dict: Mapping[str, float]
+    """Metrics of the optimizer step, over the tokens of this rank."""
+    grad_norm: float | None
+    """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
+    debug_data: Mapping[str, Any]
+    """By field: a list with an array for each sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_sample)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainDump:
+    """The content of a file."""
+
+    kind: str
+    step: int
+    rank: int
+    role: str
+    parallel_info: Mapping[str, int]
+    metrics: Mapping[str, float]
+    """Metrics of the whole step over all ranks; empty in a record."""
+    steps: Sequence[Step]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.steps)
+
+
+def record_path(path: Path) -> Path:
+    """Return the file of the forward pass that belongs to a train dump: ``name_record.suffix``."""
+    return path.with_name(f"{path.stem}_record{path.suffix}")
+
+
+def write(path: Path, header: Mapping[str, object], tensors: Mapping[str, Array]) -> None:
+    """Write the file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(whole, aside, metadata={METADATA: json.dumps(header)})
+    os.replace(aside, path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return header and tensors of a dump of any kind. Raises DebugFileRefused for another file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = json.loads((file.metadata() or {})[METADATA])
+            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise DebugFileRefused(str(path), "a file of debug.save_train, debug.dump_modules or tidemill debug score", error) from None
+
+
+def read_train(path: Path) -> TrainDump:
+    """Read a train dump or its record. Raises DebugFileRefused."""
+    header, tensors = read(path)
+    if header.get("kind") not in (TRAIN, RECORD):
+        raise DebugFileRefused(str(path), "a file of debug.save_train", f"one of kind {header.get('kind')!r}")
+    return train_dump(header, tensors)
+
+
+def train_dump(header: Mapping[str, Any], tensors: Mapping[str, Array]) -> TrainDump:
+    """Return the dump that header and tensors hold."""
+    by_step: dict[int, dict[str, Array]] = {}
+    for name, value in tensors.items():
+        _, number, field = name.split(".", 2)
+        by_step.setdefault(int(number), {})[field] = value
+    steps = [
+        Step(
+            step_id=one["step_id"], loss_dict=one["loss_dict"], grad_norm=one["grad_norm"], debug_data=_cut(by_step.get(one["step_id"], {}))
+        )
+        for one in header["steps"]
+    ]
+    names = ("kind", "step", "rank", "role", "parallel_info", "metrics")
+    return TrainDump(steps=steps, **{name: header[name] for name in names})
+
+
+def _cut(flat: Mapping[str, Array]) -> dict[str, Any]:
+    """Return the fields, those by token as a list with an array for each sequence."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        by = "total_lengths" if name in BY_TOTAL else "response_lengths" if name in BY_RESPONSE else ""
+        found[name] = np.split(value, np.cumsum(flat[by])[:-1]) if by else value
+    return found

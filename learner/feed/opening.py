@@ -1,0 +1,35 @@
+"""The two ends of a feeder: the server of the ranks and the connection to the bus, open while a feeder runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from bus import exit_codes
+from bus.streams.bus import Bus, connect
+from bus.system.coroutines import first_error
+from learner.config import LearnerConfig
+from learner.feed.feed_server import FeedServer
+from learner.feed.places import FeederPlaces
+
+
+@asynccontextmanager
+async def opened_ends(places: FeederPlaces, learner: LearnerConfig) -> AsyncIterator[tuple[FeedServer, Bus]]:
+    """Yield the server and the bus, with the streams of the run. The first error inside is sent to the ranks, and raised alone."""
+    server = FeedServer(
+        places.listen,
+        keys=places.keys,
+        world_size=learner.num_ranks,
+        data_parallel=learner.data_parallel,
+        rank_silence_s=places.rank_silence_s,
+    )
+    try:
+        async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
+            await connected.create_layout()
+            yield server, connected
+    except BaseException as error:
+        first = first_error(error)
+        ended = isinstance(first, asyncio.CancelledError)
+        await server.fail("it was told to end" if ended else exit_codes.message(first), exit_codes.of(first))
+        raise first from None
+    finally:
+        await server.close()

@@ -1,0 +1,181 @@
+"""Steps in files: written by a feeder as it plans them, and fed to the ranks in place of samples from the bus.
+
+    files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
+
+Consumes the files of each step and the reports of rank 0; produces batches and Done records. Waits for ranks that request steps. It ends
+when the last step is done, or when it is drained. It reads no samples from the bus and writes no checkpoint: a restart begins at step 1.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bus.client.retries import cancellable
+from bus.errors import BusUnavailable
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.streams.bus import Bus
+from bus.system.coroutines import first_of
+from bus.wire.messages import Done, LiveRow, Plan, Sample
+from learner.config import LearnerConfig
+from learner.data.batch import build_batches, encode
+from learner.data.plans import GENESIS
+from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
+from learner.errors import FeedError
+from learner.feed.beginning import own_epoch
+from learner.feed.feed_messages import Start
+from learner.feed.feed_server import FeedServer, Frames
+from learner.feed.feeder_row import BEAT_S
+from learner.feed.feeder_rules import FeederRules
+from learner.feed.opening import opened_ends
+from learner.feed.outcomes import facts_of
+from learner.feed.places import FeederPlaces
+from weightstore.store.registry import VersionRegistry
+
+log = logging.getLogger(__name__)
+
+END_S = 60.0
+"""Deadline for the ranks to request the step after the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSteps:
+    """Files to train on."""
+
+    files: str
+    """As ``debug.load_rollout``."""
+    steps: int
+    packing: Packing
+    pad_to: int
+    eos_ids: frozenset[int] = frozenset()
+
+    def load(self, step: int) -> Rollout:
+        """Return the rollout of a step. Raises DebugFileRefused."""
+        return load_rollout(Path(self.files.format(step=step)))
+
+
+async def save_step(rules: FeederRules, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]) -> None:
+    """Write the samples of a planned step, if the run saves them."""
+    if rules.save_rollout:
+        file = Path(rules.save_rollout.format(step=plan.step))
+        rollout = Rollout(run=rules.run, plan=plan, samples=samples, token_limits=token_limits)
+        await asyncio.to_thread(save_rollout, file, rollout)
+        log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
+
+
+async def run_recorded_feeder(
+    places: FeederPlaces, learner: LearnerConfig, draining: asyncio.Event, *, files: str, eos_ids: frozenset[int] = frozenset()
+) -> None:
+    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done. Raises as ``run_feeder``, and DebugFileRefused."""
+    steps = RecordedSteps(
+        files=files,
+        steps=learner.steps,
+        packing=Packing(
+            data_parallel=learner.data_parallel, max_tokens=learner.max_tokens_per_micro_batch, minibatches=learner.minibatches
+        ),
+        pad_to=learner.row_multiple,
+        eos_ids=eos_ids,
+    )
+    async with opened_ends(places, learner) as (server, bus):
+        await cancellable(RecordedFeeder(bus, steps, server, ahead=int(learner.prefetch)).run(draining, epoch=places.epoch))
+
+
+class RecordedFeeder:
+    """One start of a feeder that reads no samples."""
+
+    def __init__(self, bus: Bus, recorded: RecordedSteps, server: FeedServer, *, ahead: int) -> None:
+        self._bus, self._recorded, self._server, self._ahead = bus, recorded, server, ahead
+        self._epoch, self._step, self._done, self._chain = 0, 0, 0, GENESIS
+        self._facts: dict[int, dict[str, float]] = {}
+        self._finished = asyncio.Event()
+        self._text = "the bus"
+
+    async def run(self, draining: asyncio.Event, *, epoch: int = 0) -> None:
+        """Start, feed, end. ``epoch``: of this start, if it was raised already. Raises a group of errors."""
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(self._server.run(), name="ranks")]
+            self._epoch = await own_epoch(self._bus, epoch)
+            row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="working", epoch=self._epoch)
+            async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
+                await self._bus.plans.fence(self._epoch)
+                head = await VersionRegistry(self._bus).head()
+                version, step = (-1, -1) if head is None else (head.version, head.step)
+                start = Start(
+                    epoch=self._epoch,
+                    checkpoint=None,
+                    step=0,
+                    steps=self._recorded.steps,
+                    head_version=version,
+                    head_step=step,
+                    recorded_until=0,
+                )
+                await self._server.start(start)
+                for loop in (partial(self._beat, heartbeat), self._feed, self._report):
+                    loops.append(group.create_task(cancellable(loop())))
+                await self._over(draining)
+            for loop_task in loops:
+                loop_task.cancel()
+
+    async def _over(self, draining: asyncio.Event) -> None:
+        _, drained = await first_of(self._finished.wait(), draining.wait())
+        if drained.cancelled():
+            if not await self._server.end_run(self._recorded.steps, within_s=END_S):
+                log.warning("not every rank requested the end of the run within %.0f s", END_S)
+            return
+        self._text = "the ranks to leave"
+        await self._server.deserted.wait()
+        await self._server.outcomes.join()
+
+    async def _beat(self, heartbeat: HeartbeatPublisher) -> None:
+        while True:
+            await self._server.beat(self._text)
+            heartbeat.update(waits_for=self._text, load={"step": float(self._step)})
+            await asyncio.sleep(BEAT_S)
+
+    async def _feed(self) -> None:
+        while self._step < self._recorded.steps:
+            if self._step >= self._server.asked + self._ahead:
+                self._text = f"rank 0 to take step {self._server.asked}"
+                await self._server.waiter.wait(BEAT_S)
+                continue
+            self._text = f"the file of step {self._step + 1} to be read"
+            frames = await asyncio.to_thread(self._next)
+            await self._server.offer(self._step, frames)
+        self._text = f"rank 0 to finish step {self._step}"
+
+    def _next(self) -> list[Frames]:
+        """Read and pack the next step. Returns the frames of each data-parallel rank. Raises DebugFileRefused."""
+        step, recorded = self._step + 1, self._recorded
+        rollout = recorded.load(step)
+        plan = planned_again(rollout, step, recorded.packing, chain=self._chain)
+        batches = build_batches(plan, rollout.samples, pad_to=recorded.pad_to, eos_ids=recorded.eos_ids, token_limits=rollout.token_limits)
+        self._facts[step] = facts_of(plan, batches)
+        self._chain, self._step = plan.chain, step
+        log.info("loaded step=%d run=%s recorded_step=%d samples=%d", step, rollout.run, rollout.plan.step, len(rollout.samples))
+        return [encode(batch) for batch in batches]
+
+    async def _report(self) -> None:
+        """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no checkpoints."""
+        while True:
+            outcome = await self._server.outcomes.get()
+            if outcome.kind == "done":
+                await self._step_done(**outcome.values)
+            self._server.outcomes.task_done()
+
+    async def _step_done(self, step: int, metrics: dict[str, float], weights_digest: str | None) -> None:
+        if step != self._done + 1 or step not in self._facts:
+            raise FeedError("done", f"step {self._done + 1}", step)
+        self._done = step
+        numbers = {name: value for name, value in (metrics | self._facts.pop(step)).items() if math.isfinite(value)}
+        await self._bus.plans.append(Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest))
+        try:
+            await self._bus.announce("learner", {"step": step, "epoch": self._epoch, "metrics": numbers})
+        except BusUnavailable as error:
+            log.info("metrics unsent error=%s", error)
+        if step == self._recorded.steps:
+            self._finished.set()

@@ -1,0 +1,103 @@
+"""Common part of the families with a mixture of experts.
+
+Experts are Megatron's ``SequentialMLP``: one product per expert of the rank. They are spread over the expert-parallel ranks and never split
+by tensor parallelism. At every layout their gradients are reduced in buffers of their own, over the ranks that have the same experts: with
+experts in the dense buffers, tensor-parallel ranks would each keep the gradient of their own tokens.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from learner.megatron.bridges.layers import Router
+from learner.megatron.bridges.local_layers import LocalLayers
+from learner.megatron.sizes import sparse_layers
+
+EXPERTS = ".mlp.experts."
+"""Part of the name of every weight of a routed expert."""
+_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_NUMBERED = re.compile(r"weight(\d+)$")
+_DENSE_MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.linear_fc([12])\.weight")
+
+
+class Experts(LocalLayers):
+    """Mixin for mbridge's classes of mixtures of experts, to be the first base class."""
+
+    _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
+
+    def _arguments(self) -> dict[str, Any]:
+        # The balancing loss is off and the bias fixed unless settings say otherwise: both move the policy beside its objective.
+        mixture = self.mixture
+        return super()._arguments() | {
+            "moe_grouped_gemm": False,
+            "moe_shared_expert_overlap": False,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if mixture.aux_loss_coef else "none",
+            "moe_aux_loss_coeff": mixture.aux_loss_coef,
+            "moe_router_bias_update_rate": mixture.bias_update_rate,
+            "moe_enable_routing_replay": mixture.replay,
+            "moe_layer_freq": [int(sparse) for sparse in sparse_layers(self.hf_config.to_dict())],
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+        }
+
+    def _kernel_arguments(self) -> dict[str, Any]:
+        """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
+        found = super()._kernel_arguments()
+        if self.kernels.recompute == "selective":
+            found["recompute_modules"] = [*found["recompute_modules"], "moe"]
+        # The fused activation is one of dense layers; for the experts of a rank, each with another number of tokens, it would compile anew.
+        return found | {"bias_activation_fusion": False}
+
+    def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        """Return the stage's layers as ``LocalLayers`` does, with the experts marked for buffers of their own."""
+        model = super().build(pre_process, post_process, vp_stage)
+        for name, parameter in model.named_parameters():
+            if EXPERTS in name:
+                parameter.allreduce = False
+        return model
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        spec = super()._spec(vp_stage)
+        for layer in spec.layer_specs:
+            if hasattr(layer.submodules.mlp.submodules, "router"):
+                layer.submodules.mlp.submodules.router = Router
+        return spec
+
+    def _whole_name(self, chunk: GPTModel, name: str) -> str:
+        """Return the name with numbers of the whole model; an expert's is the one that mbridge has for grouped experts."""
+        first = self._experts_per_rank * self.mpu.ep_rank
+        return _LOCAL_EXPERT.sub(lambda found: f"experts.{found[2]}.weight{int(found[1]) + first}", super()._whole_name(chunk, name))
+
+    @property
+    def _experts_per_rank(self) -> int:
+        return int(self.config.num_moe_experts) // int(self.mpu.ep_size)
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if dense := _DENSE_MLP.fullmatch(name):
+            return [f"model.layers.{dense[1]}.mlp.{part}_proj.weight" for part in self._DENSE[dense[2]]]
+        return super()._weight_name_mapping_mcore_to_hf(name)
+
+    def _split(self, name: str) -> tuple[int, int]:
+        return (1, 0) if EXPERTS in name else super()._split(name)
+
+    def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if EXPERTS not in name:
+            yield from super()._gathered(name, weight)
+            return
+        if self.mpu.ep_size == 1:
+            yield name, weight.detach()
+            return
+        # The same expert of each rank, one round at a time: no rank has more than one such round beside its own weights.
+        parts = [torch.empty_like(weight) for _ in range(self.mpu.ep_size)]
+        dist.all_gather(parts, weight.detach().contiguous(), group=self.mpu.ep_group)
+        found = _NUMBERED.search(name)
+        assert found is not None
+        mine = int(found[1]) % self._experts_per_rank
+        for rank, part in enumerate(parts):
+            yield f"{name[: found.start()]}weight{rank * self._experts_per_rank + mine}", part

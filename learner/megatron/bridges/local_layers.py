@@ -1,0 +1,204 @@
+"""Common part of all families: configuration, layers, weights from Hugging Face files and back to Hugging Face names.
+
+``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers with attention and
+norms of our own, and maps the two norms of a layer that Transformer Engine would fuse into the linears. Every rank reads its own part from
+the files; an export is that of one pipeline stage.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from learner.errors import ConfigRefused
+from learner.megatron.attention import CORE_ATTENTION, PackedRotary
+from learner.megatron.bridges.files import ModelFiles
+from learner.megatron.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
+from learner.megatron.mixture import Mixture
+from learner.megatron.norms import Norm
+from learner.megatron.output_layer import OutputLayer
+from learner.megatron.sizes import rope_arguments
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_NORM_NAMES = ("q_layernorm", "k_layernorm", "kv_layernorm")
+
+
+class LocalLayers:
+    """Mixin for mbridge's classes, to be the first base class."""
+
+    _NORMS: ClassVar[Mapping[str, str]] = {
+        "input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    }
+    """Hugging Face names of a layer's norms, by the end of Megatron's."""
+    _FLASH_HEADS = True
+    """Whether keys and values have heads of one size, as torch's flash attention needs."""
+
+    _DIRECT_MAPPING: dict[str, str]
+    config: Any
+    hf_config: Any
+    mpu: Any
+
+    def __init__(
+        self, hf_config: Any, dtype: torch.dtype, wanted: Wanted, *, sequence_parallel: bool = False, mixture: Mixture | None = None
+    ) -> None:
+        self.mixture = mixture or Mixture()
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
+        if getattr(hf_config, "head_dim", 0) is None:  # mbridge divides by it
+            hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+        super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
+        self.set_extra_args(**self._arguments(), sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
+        if not self._FLASH_HEADS:
+            if wanted.attention == VARLEN:
+                want, got = "sdpa or auto", f"varlen: keys and values of {hf_config.model_type} have heads of different sizes"
+                raise ConfigRefused("learner.attention", want, got)
+            wanted = replace(wanted, attention=SDPA)
+        self.kernels: Kernels = chosen(wanted, dtype=dtype, head_size=self.config.kv_channels)
+        self.set_extra_args(**self._kernel_arguments())  # type: ignore[attr-defined]
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the fields of Megatron's TransformerConfig that are set for every model of the class."""
+        # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
+        # masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the embedding's backward pass is a kernel that
+        # is deterministic on CUDA; the rank has set torch's switch from ``learner.deterministic`` before.
+        return {
+            "use_cpu_initialization": not torch.cuda.is_available(),
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            "batch_p2p_sync": False,
+            "calculate_per_token_loss": True,
+            "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+            "attention_dropout": 0.0,
+        }
+
+    def _kernel_arguments(self) -> dict[str, Any]:
+        return self.kernels.arguments()
+
+    # ---- the model
+
+    def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        """Return the layers of this rank's pipeline stage, with random weights.
+
+        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer. ``vp_stage``: number of the chunk,
+        of a rank with several. The weights are initialised because Megatron marks the split ones while it does that.
+        """
+        model = GPTModel(
+            config=self.config,
+            transformer_layer_spec=self._spec(vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,
+            vp_stage=vp_stage,
+            **self._get_gptmodel_args(),
+        )
+        # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
+        if hasattr(model, "rotary_pos_emb"):
+            model.rotary_pos_emb.__class__ = PackedRotary
+        if post_process:
+            model.output_layer.__class__ = OutputLayer
+        return model
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        """Return Megatron's description of the stage's layers."""
+        spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        spec.layer_norm = Norm
+        for layer in spec.layer_specs:  # several layers share one object, so a change must bear repetition
+            parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            attention.core_attention = CORE_ATTENTION[self.kernels.attention]
+            if self.config.qk_layernorm:
+                for name in _NORM_NAMES:
+                    if hasattr(attention, name):
+                        setattr(attention, name, Norm)
+        return spec
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        hf_config = self.hf_config
+        return {
+            "vocab_size": hf_config.vocab_size,
+            "max_sequence_length": hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": hf_config.rope_theta,
+            **rope_arguments(getattr(hf_config, "rope_scaling", None)),
+        }
+
+    # ---- names
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        for suffix, hf_name in self._NORMS.items():
+            if name.startswith("decoder.layers.") and name.endswith("." + suffix):
+                return [hf_name.format(name.split(".")[2])]
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
+
+    def _names(self, chunk: GPTModel) -> Iterator[tuple[str, str]]:
+        """Yield (name in the chunk, name in the whole model) of every weight."""
+        for name in chunk.state_dict():
+            if "_extra_state" not in name:
+                yield name, self._whole_name(chunk, name)
+
+    def _whole_name(self, chunk: GPTModel, name: str) -> str:
+        return _LAYER.sub(lambda found: f"decoder.layers.{chunk.decoder.layers[int(found[1])].layer_number - 1}.", name)
+
+    # ---- weights in
+
+    @torch.no_grad()
+    def load(self, chunks: Sequence[GPTModel], directory: Path) -> None:
+        """Load this rank's part of the weights in a Hugging Face directory; no collective.
+
+        Raises ConfigRefused when a tensor is missing or has another shape.
+        """
+        files = ModelFiles(directory)
+        for chunk in chunks:
+            state = chunk.state_dict()
+            for local, name in self._names(chunk):
+                names = self._weight_name_mapping_mcore_to_hf(name)
+                whole = self._weight_to_mcore_format(name, [files.tensor(each) for each in names])  # type: ignore[attr-defined]
+                size, rank = self._split(name)
+                part = self._weight_split_across_tp(name, whole, state[local], size)[rank]  # type: ignore[attr-defined]
+                if part.shape != state[local].shape:
+                    raise ConfigRefused(f"{directory}: {', '.join(names)}", f"the shape {tuple(state[local].shape)}", tuple(part.shape))
+                state[local].copy_(part)
+
+    def _split(self, name: str) -> tuple[int, int]:
+        """Return the number of ranks over which a weight may be split, and this rank's place among them."""
+        return self.mpu.tp_size, self.mpu.tp_rank
+
+    # ---- weights out
+
+    @torch.no_grad()
+    def export(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole weights of this pipeline stage under their Hugging Face names, in a fixed order.
+
+        Collective over the tensor-parallel ranks, and with experts over the expert-parallel ones. Where nothing is split the tensors are
+        views on the live weights: copy those that must outlive the next step.
+        """
+        for chunk in chunks:
+            parameters = dict(chunk.named_parameters())
+            state = chunk.state_dict()
+            for local, name in self._names(chunk):
+                weight = parameters.get(local, state[local])
+                if getattr(weight, "shared", False):
+                    continue  # the last stage's copy of a tied embedding, which the first stage yields
+                for each, whole in self._gathered(name, weight):
+                    names, tensors = self._weight_to_hf_format(each, whole)  # type: ignore[attr-defined]
+                    yield from zip(names, tensors, strict=True)
+
+    def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensor of a weight that may be split."""
+        whole = weight.detach()
+        if self.mpu.tp_size > 1 and getattr(weight, "tensor_model_parallel", False):
+            parts = [torch.empty_like(whole) for _ in range(self.mpu.tp_size)]
+            dist.all_gather(parts, whole.contiguous(), group=self.mpu.tp_group)
+            whole = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
+        yield name, whole

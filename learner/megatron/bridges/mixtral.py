@@ -1,0 +1,14 @@
+"""Mixtral: routed experts in every layer."""
+
+from typing import Any
+
+from mbridge.models.mixtral import MixtralBridge
+
+from learner.megatron.bridges.experts import Experts
+
+
+class Mixtral(Experts, MixtralBridge):
+    """Bridge of ``model_type: mixtral``. Its softmax is over the chosen experts; mbridge takes it over all of them."""
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"moe_router_pre_softmax": False}

@@ -1,0 +1,26 @@
+"""The learner's settings about mixtures of experts. Knows no model."""
+
+from dataclasses import dataclass
+
+from learner.config import LearnerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """What a step does with the experts beside the objective."""
+
+    replay: bool = False
+    """Train with the experts that the pass for old log-probs has chosen (R2)."""
+    aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the experts' tokens; 0 = none."""
+    bias_update_rate: float = 0.0
+    """Step by which routers with a bias per expert move it towards experts with few tokens; 0 = it is fixed."""
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> "Mixture":
+        """Return those of a configuration."""
+        return cls(
+            replay=learner.routing_replay == "old",
+            aux_loss_coef=learner.moe_aux_loss_coef,
+            bias_update_rate=learner.moe_bias_update_rate,
+        )

@@ -1,0 +1,125 @@
+"""The one rank of a learner that trains nothing: it takes each step's batch, reports the figures of its samples, and makes it durable.
+
+    feeder -- batch --> figures --> done --> checkpoint (the position in the data, without weights)
+
+Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence. SIGTERM ends it
+between two steps. Loads no torch, so it needs no accelerator.
+"""
+
+import logging
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import numpy as np
+
+from bus import exit_codes
+from learner.checkpoints import disk
+from learner.data.batch import StepBatch
+from learner.errors import NoCheckpoint
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import End, Last
+from learner.feed.places import RankPlaces
+from learner.feed.progress import note_step
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+NO_WEIGHTS = "no_weights"
+"""File in a checkpoint that holds no weights."""
+
+
+class Draining(BaseException):
+    """SIGTERM arrived while this rank was waiting for a batch."""
+
+
+def main(places: RankPlaces) -> int:
+    """Take all steps of the run. Returns the exit code of the process, as that of a rank."""
+    try:
+        with FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed:
+            try:
+                _Consumer(places, feed).run()
+            except Exception as error:
+                feed.failed(exit_codes.message(error), exit_codes.of(error))
+                raise
+    except Draining:
+        return 0
+    except Exception as error:
+        return exit_codes.report(error, log)
+    return 0
+
+
+class _Consumer:
+    def __init__(self, places: RankPlaces, feed: FeedClient) -> None:
+        self._places, self._feed = places, feed
+        self._terminated = self._in_wait = False
+
+    def run(self) -> None:
+        """Take steps until the feeder ends the run, or SIGTERM. Raises as the feed, and Draining."""
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            start = self._waiting(self._feed.hello)
+            if start.checkpoint is not None and not (Path(start.checkpoint) / NO_WEIGHTS).exists():
+                reason = "want one of a run with debug.rollout_only, got one with weights"
+                raise NoCheckpoint(start.checkpoint, reason)
+            step = start.step + 1
+            while not self._terminated:
+                batch = self._waiting(partial(self._feed.next, step))
+                if isinstance(batch, End):
+                    return
+                if isinstance(batch, Last):
+                    self._checkpoint(batch.step, start.epoch, batch.state)
+                    continue
+                self._feed.done(batch.step, figures(batch))
+                note_step(self._places.progress)
+                log.info("step=%d reward=%.4f samples=%d", batch.step, float(batch.rewards_N.mean()), len(batch.rewards_N))
+                self._checkpoint(batch.step, start.epoch, batch.state)
+                step += 1
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _checkpoint(self, step: int, epoch: int, state: bytes) -> None:
+        if state:
+            staged = disk.staging(self._places.checkpoints, step=step, epoch=epoch)
+            (staged / NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
+            self._feed.checkpointed(step, str(disk.commit(staged, state)))
+
+    def _waiting(self, wait: Callable[[], T]) -> T:
+        """Return the result of a wait for the feeder; SIGTERM raises Draining inside it."""
+        self._in_wait = True
+        try:
+            if self._terminated:
+                raise Draining
+            return wait()
+        finally:
+            self._in_wait = False
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+        if self._in_wait:
+            self._in_wait = False
+            raise Draining
+
+
+def figures(batch: StepBatch) -> dict[str, float]:
+    """Return the metrics of a step's samples, under the names that a training rank reports them by."""
+    rewards_N, lengths_N = batch.rewards_N.astype(np.float64), batch.response_lengths_N
+    log_probs = np.concatenate([row.rollout_log_probs_T[row.loss_mask_T] for row in batch.micro_batches])
+    groups = [rewards_N[batch.groups_N == group] for group in np.unique(batch.groups_N)]
+    found = {
+        "train/reward_mean": rewards_N.mean(),
+        "train/reward_std": rewards_N.std(),
+        "train/groups": len(groups),
+        "train/zero_variance_group_share": np.mean([np.ptp(group) == 0 for group in groups]),
+        "train/response_length_mean": lengths_N.mean(),
+        "train/response_length_max": lengths_N.max(),
+        "train/truncated_share": batch.truncated_N.mean(),
+        "train/unended_share": batch.unended_N.mean(),
+        "train/tokens": batch.num_tokens,
+    }
+    if len(log_probs):
+        found["data/logprob_mean"] = log_probs.mean(dtype=np.float64)
+    return {name: float(value) for name, value in found.items()}

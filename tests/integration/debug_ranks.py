@@ -1,0 +1,52 @@
+"""Body of one rank of a world of two, which trains a recorded step with data parallelism, then with tensor parallelism. Run by the test."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig
+from learner.data.batch import StepBatch, build_batches
+from learner.data.plans import GENESIS
+from learner.debug.collector import Collector, Target
+from learner.debug.rollout_file import Packing, load_rollout, planned_again
+from learner.megatron import parallel
+from learner.megatron.activations import parallel_info
+from learner.megatron.model import build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.integration.megatron_ranks import OPTIMIZER
+
+CPU = torch.device("cpu")
+
+
+def packed(file: Path, *, data_parallel: int, max_tokens: int, pad_to: int = 1) -> tuple[StepBatch, ...]:
+    """Return the batches of a recorded step for a layout."""
+    data = load_rollout(file)
+    plan = planned_again(data, data.plan.step, Packing(data_parallel=data_parallel, max_tokens=max_tokens, minibatches=1), chain=GENESIS)
+    return build_batches(plan, data.samples, pad_to=pad_to, token_limits=data.token_limits)
+
+
+def main(model_dir: Path, file: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    _train(model_dir, file, out, "dp2", parallel.join(tensor_parallel_size=1, device=CPU, seed=0))
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])
+        here = parallel.join(tensor_parallel_size=2, device=CPU, seed=0)
+    _train(model_dir, file, out, "tp2", here)
+    parallel.leave()
+    (out / f"rank-{os.environ['RANK']}.json").write_text("{}")
+
+
+def _train(model_dir: Path, file: Path, out: Path, name: str, here: parallel.Parallel) -> None:
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    config, info = AlgorithmConfig(), parallel_info(here)
+    path = f"{out}/{name}_{{step}}_{{rank}}.safetensors"
+    target = Target(path=path, rank=here.rank, parallel_info=info, writes=info["tp_rank"] == 0, anchor=str(config.anchor))
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, collector=Collector(target))
+    trainer.train(packed(file, data_parallel=here.dp_size, max_tokens=80, pad_to=here.tp_size)[here.dp_rank])

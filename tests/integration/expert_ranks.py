@@ -1,0 +1,188 @@
+"""Body of one rank of a world of two: trains a mixture of experts in several layouts, saves it in one and goes on in another.
+
+Run by the test. The layouts take turns in the processes, because starting those is most of the cost.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bus.server.ports import KeptPort
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
+from learner.megatron import parallel, state
+from learner.megatron.kernels import Wanted
+from learner.megatron.mixture import Mixture
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Replicas
+from learner.megatron.trainer import Trainer
+from tests.learner_steps import make_batches, make_samples
+from tests.tiny_models import EXPERTS
+
+VOCAB = 300
+STEPS = (3, 4, 5)
+SAVED = 4
+"""Step after which a checkpoint is written."""
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.01)
+"""With a smaller eps Adam steps by the sign of gradients that are rounding noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Settings of a run beside its layout."""
+
+    replicas: Replicas = field(default_factory=Replicas)
+    mixture: Mixture = field(default_factory=Mixture)
+    recompute: str = "none"
+    minibatches: int = 1
+    lr: float = 1e-3
+    even_rows: bool = False
+    """Every sequence in a row of its own and an even number of tokens, for every layout: a balancing loss is one of rows."""
+
+
+REPLAYED = Mixture(replay=True)
+WAYS = {
+    "plain": Way(),
+    "distributed": Way(replicas=Replicas(distributed_optimizer=True)),
+    "moved": Way(minibatches=3, lr=1e-2),
+    "replayed": Way(mixture=REPLAYED, minibatches=3, lr=1e-2),
+    "replayed, full": Way(mixture=REPLAYED, minibatches=3, lr=1e-2, recompute="full"),
+    "replayed, selective": Way(mixture=REPLAYED, minibatches=3, lr=1e-2, recompute="selective"),
+    "even": Way(even_rows=True),
+    "balanced": Way(even_rows=True, mixture=Mixture(aux_loss_coef=0.1)),
+    "biased": Way(mixture=Mixture(bias_update_rate=0.01)),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"expert_parallel_size": 2},
+    "DP2": {},
+    "TP2": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "TP2 EP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2},
+    "PP2": {"pipeline_parallel_size": 2},
+    "CP2": {"context_parallel_size": 2},
+    "CP2 EP2": {"context_parallel_size": 2, "expert_parallel_size": 2},
+}
+ONE = [
+    *((family, "plain") for family in EXPERTS),
+    *(("qwen3_moe", way) for way in ("moved", "replayed", "even", "balanced")),
+    ("glm4_moe", "biased"),
+    ("glm4_moe", "moved"),
+    ("glm4_moe", "replayed"),
+]
+"""Runs of one process."""
+RUNS = [
+    *((family, layout, "plain") for layout in ("EP2", "DP2", "TP2", "PP2") for family in EXPERTS),
+    *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "DP2", "TP2")),
+    *(("qwen3_moe", layout, "plain") for layout in ("TP2 EP2", "CP2", "CP2 EP2")),
+    ("deepseek_v3", "CP2", "plain"),
+    *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
+    *(("qwen3_moe", layout, "replayed, full") for layout in ("TP2", "PP2")),
+    ("qwen3_moe", "EP2", "replayed, selective"),
+    ("glm4_moe", "TP2", "replayed"),
+    *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "PP2", "CP2")),
+    *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2", "PP2")),
+]
+"""(family, layout, way)"""
+
+
+def same_run(way: str) -> str:
+    """Return the way of one process that has the same numbers: recomputation and the kind of optimizer change none."""
+    return "plain" if way == "distributed" else way.split(",")[0]
+
+
+RESUMES = [
+    *(
+        (f"{layout} {way}", other, way_of_other)
+        for layout, way in (("1", "plain"), ("EP2", "plain"), ("EP2", "distributed"))
+        for other, way_of_other in (
+            ("EP2", "plain"),
+            ("EP2", "distributed"),
+            ("DP2", "plain"),
+            ("DP2", "distributed"),
+            ("TP2", "plain"),
+            ("PP2", "plain"),
+        )
+    )
+]
+"""(layout and optimizer that saved, layout that goes on, its optimizer)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A policy with its optimizer and its trainer."""
+
+    policy: Policy
+    optimizer: PolicyOptimizer
+    trainer: Trainer
+    proximal: WeightBackup
+
+
+def learner(model_dir: Path, here: parallel.Parallel, way: Way) -> Learner:
+    kernels = Wanted(recompute=way.recompute)
+    policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas, kernels=kernels, mixture=way.mixture)
+    optimizer = PolicyOptimizer(policy, replace(OPTIMIZER, lr=way.lr), steps=10)
+    proximal = WeightBackup(policy)
+    return Learner(
+        policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=proximal), proximal
+    )
+
+
+def take(made: Learner, steps: tuple[int, ...], here: parallel.Parallel, way: Way) -> list[dict[str, float]]:
+    """Train these steps. Returns their metrics."""
+    found = []
+    for step in steps:
+        batches = make_batches(
+            make_samples(vocab=VOCAB, step=step, groups=6),
+            step=step,
+            data_parallel=here.dp_size,
+            max_tokens=1 if way.even_rows else 90,
+            minibatches=way.minibatches,
+            pad_to=2 if way.even_rows else here.tp_size * here.cp_size,
+        )
+        found.append(made.trainer.train(batches[here.dp_rank]))
+    return found
+
+
+def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str) -> dict[str, Any]:
+    """Train all steps, with a checkpoint in between."""
+    made = learner(model_dir, here, WAYS[way])
+    began = made.policy.digest()
+    metrics = take(made, tuple(step for step in STEPS if step <= SAVED), here, WAYS[way])
+    if here.rank == 0:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    state.save(directory, step=SAVED, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+    return {"began": began, "metrics": metrics + take(made, tuple(step for step in STEPS if step > SAVED), here, WAYS[way])}
+
+
+def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str) -> dict[str, Any]:
+    """Go on from a checkpoint."""
+    made = learner(model_dir, here, WAYS[way])
+    step, _ = state.load(directory, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+    return {"metrics": take(made, tuple(each for each in STEPS if each > step), here, WAYS[way])}
+
+
+def main(model_dirs: dict[str, Path], of_one: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    results: dict[str, Any] = {}
+    for layout, sizes in LAYOUTS.items():
+        here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+        for family, of, way in RUNS:
+            if of == layout:
+                directory = out / f"{family} {layout} {way}"
+                results[directory.name] = unbroken(model_dirs[family], here, directory, way)
+        for source, of, way in RESUMES:
+            if of == layout:
+                directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"
+                results[f"{source} > {layout} {way}"] = resumed(model_dirs["qwen3_moe"], here, directory, way)
+        with KeptPort() as kept:
+            port = [kept.number]
+            torch.distributed.broadcast_object_list(port)
+            parallel.leave()
+            os.environ["MASTER_PORT"] = str(port[0])
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -1,0 +1,201 @@
+"""Feeders of the debugging modes on a real bus: recorded steps for any layout, and steps that no rank trains."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.config import BusConfig
+from bus.server.nats_server import EmbeddedServer
+from bus.server.ports import KeptPort
+from bus.streams.bus import connect
+from bus.wire.messages import Done
+from learner.checkpoints import disk
+from learner.config import LearnerConfig, StalenessConfig
+from learner.data.batch import StepBatch
+from learner.debug.config import DebugConfig
+from learner.debug.rollout_file import load_rollout, save_rollout
+from learner.errors import DebugFileRefused, FeederFailed
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import End
+from learner.feed.feeder import ModelFacts
+from learner.feed.places import FeederPlaces, RankPlaces
+from learner.feed.recorded_steps import run_recorded_feeder
+from learner.feed.restart import CHECKPOINT_KEY
+from learner.ranks import rollout_only
+from tests.debug_kit import rollout
+from tests.feeder_kit import KEYS, World
+from tests.forked import Forked
+
+STEPS = 3
+
+
+@pytest.fixture
+def opened(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> AbstractAsyncContextManager[World]:
+    return world_of(nats_server.url, run_id, tmp_path)
+
+
+@asynccontextmanager
+async def world_of(url: str, run_id: str, tmp_path: Path) -> AsyncIterator[World]:
+    async with connect(url, run_id, BusConfig(), name="test", wait_s=10) as bus:
+        await bus.create_layout()
+        (tmp_path / "checkpoints").mkdir()
+        learner = LearnerConfig(steps=STEPS, groups_per_step=2, group_size=2, checkpoint_every=2, data_parallel=2)
+        yield World(
+            url=url,
+            run=run_id,
+            bus=bus,
+            root=tmp_path / "checkpoints",
+            learner=learner,
+            staleness=StalenessConfig(max_lag=1),
+            config=BusConfig(),
+        )
+
+
+@asynccontextmanager
+async def recorded_feeder(
+    world: World, files: str, draining: asyncio.Event | None = None
+) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
+    with KeptPort() as port:
+        url = f"tcp://127.0.0.1:{port.number}"
+        places = FeederPlaces(run=world.run, bus_url=world.url, bus=world.config, listen=url, keys=KEYS, checkpoints=world.root)
+        feeding = asyncio.create_task(run_recorded_feeder(places, world.learner, draining or asyncio.Event(), files=files))
+        try:
+            yield url, feeding
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+
+def taken(url: str, rank: int, last: int = STEPS) -> list[StepBatch]:
+    """Act as a rank that trains nothing, up to a step; return its batches."""
+    found = []
+    with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, silence_s=20) as client:
+        start = client.hello()
+        assert (start.step, start.steps, start.checkpoint, start.recorded_until) == (0, STEPS, None, 0)
+        for step in range(1, last + 1):
+            batch = client.next(step)
+            assert isinstance(batch, StepBatch)
+            found.append(batch)
+            if rank == 0:
+                client.done(step, {"train/loss": 0.5 * step})
+        if last == STEPS:
+            assert isinstance(client.next(STEPS + 1), End)
+    return found
+
+
+async def test_recorded_steps_are_fed_to_every_rank(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    async with opened as world:
+        for step in range(1, STEPS + 1):
+            save_rollout(tmp_path / f"{step}.msgpack", rollout(step + 1))
+        async with recorded_feeder(world, f"{tmp_path}/{{step}}.msgpack") as (url, feeding):
+            ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank) for rank in (0, 1)])
+            await feeding
+        for step in range(1, STEPS + 1):
+            mine = [batches[step - 1] for batches in ranks]
+            want = load_rollout(tmp_path / f"{step}.msgpack").samples
+            assert [batch.step for batch in mine] == [step, step] and not mine[0].recorded and not mine[0].state
+            tokens = sum(int(part.loss_mask_T.sum()) for batch in mine for part in batch.micro_batches)
+            assert tokens == sum(sample.response_length for sample in want) == mine[0].num_tokens
+            assert all(part.loss_mask_T.any() for batch in mine for part in batch.micro_batches)
+        done = [record for record in await world.records() if isinstance(record, Done)]
+        assert [(one.step, one.metrics["train/loss"], one.metrics["data/samples"]) for one in done] == [(n, n / 2, 16.0) for n in (1, 2, 3)]
+
+
+async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    async with opened as world:
+        save_rollout(tmp_path / "1.msgpack", rollout(2))
+        (tmp_path / "2.msgpack").write_bytes((tmp_path / "1.msgpack").read_bytes()[:-9])
+        async with recorded_feeder(world, f"{tmp_path}/{{step}}.msgpack") as (url, feeding):
+            ended = await asyncio.gather(*[asyncio.to_thread(taken, url, rank) for rank in (0, 1)], return_exceptions=True)
+            with pytest.raises(DebugFileRefused, match=r"2\.msgpack: want a plan and its"):
+                await feeding
+        assert any(isinstance(one, FeederFailed) and "2.msgpack" in str(one) for one in ended)
+
+
+async def test_a_drained_feeder_of_recorded_steps_ends_with_its_ranks(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    async with opened as world:
+        save_rollout(tmp_path / "one.msgpack", rollout(4))
+        draining = asyncio.Event()
+        async with recorded_feeder(world, f"{tmp_path}/one.msgpack", draining) as (url, feeding):
+            ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank, 2) for rank in (0, 1)])
+            draining.set()
+            await feeding
+        assert [batch.rewards_N.tolist() for batch in ranks[0]] == [ranks[0][0].rewards_N.tolist()] * 2  # one file for every step
+        assert [record.step for record in await world.records() if isinstance(record, Done)] == [1, 2]
+
+
+@asynccontextmanager
+async def consumer(world: World, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Forked, "asyncio.Task[None]"]]:
+    """Run actors, the feeder of a run that trains nothing, and its one rank in a process."""
+    world.learner = LearnerConfig(steps=STEPS, groups_per_step=2, group_size=2, checkpoint_every=2)
+    debug = DebugConfig(rollout_only=True, save_rollout=f"{tmp_path}/saved_{{step}}.msgpack")
+    model = ModelFacts(vocab_size=256, directory=str(tmp_path))
+    async with world.actors(), world.feeder(debug=debug, model=model, **settings) as (url, feeding):
+        places = RankPlaces(
+            run=world.run,
+            bus_url=world.url,
+            feeder_url=url,
+            feeder_keys=KEYS,
+            model_dir=tmp_path,
+            checkpoints=world.root,
+            snapshots=tmp_path / "snapshots",
+            final_dir=tmp_path / "final",
+        )
+        child = await asyncio.to_thread(Forked, rollout_only.main, (places,), {}, tmp_path / "rank.log")
+        try:
+            yield child, feeding
+        finally:
+            child.kill()
+
+
+async def until_done(world: World, step: int) -> None:
+    async with asyncio.timeout(60):
+        async for _, record in world.bus.plans.follow():
+            if isinstance(record, Done) and record.step >= step:
+                return
+
+
+async def test_steps_that_no_rank_trains_are_saved_and_resumed(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    """All samples are of version 0, and none is too old at max_lag 1; a second start goes on behind the checkpoint of step 2."""
+    async with opened as world:
+        async with consumer(world, tmp_path) as (child, feeding):
+            await until_done(world, 2)
+            async with asyncio.timeout(60):
+                async for row in world.bus.rows("run").watch(CHECKPOINT_KEY):
+                    if row is not None:
+                        break
+            child.send_signal(signal.SIGKILL)
+            await child.ended()
+            feeding.cancel()
+        first = {step: load_rollout(tmp_path / f"saved_{step}.msgpack") for step in (1, 2)}
+        async with consumer(world, tmp_path) as (child, feeding):
+            assert await child.ended() == 0, child.output.read_text()
+            await feeding
+        assert "step=1 " not in child.output.read_text()
+        for step in range(1, STEPS + 1):
+            saved = load_rollout(tmp_path / f"saved_{step}.msgpack")
+            assert saved.plan.step == step and saved.plan.version_steps == {0: 0} and len(saved.samples) == 4
+            assert saved.plan.data_parallel == 1 and (saved.plan.oldest_step or 0) <= 0
+            if step in first:
+                assert saved.plan.seqs.tolist() == first[step].plan.seqs.tolist()
+        newest = max(disk.listed(world.root))
+        assert newest.step == STEPS and (newest.path / rollout_only.NO_WEIGHTS).exists()
+        done = {record.step: record.metrics for record in await world.records() if isinstance(record, Done)}
+        assert {"train/reward_mean", "train/truncated_share", "data/logprob_mean", "data/reward_mean"} <= done[STEPS].keys()
+
+
+async def test_the_rank_that_trains_nothing_drains(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    async with opened as world:
+        draining = asyncio.Event()
+        world.learner = LearnerConfig(steps=10_000, groups_per_step=2, group_size=2)
+        async with consumer(world, tmp_path, draining=draining, learner=world.learner) as (child, feeding):
+            await until_done(world, 1)
+            draining.set()
+            child.send_signal(signal.SIGTERM)
+            assert await child.ended() == 0
+            await feeding

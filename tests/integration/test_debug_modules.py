@@ -1,0 +1,163 @@
+"""Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the layer."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.serving.builtin.scoring import score_directory
+from launch.cli.debug_weights import between_tensors, tensors_of
+from launch.cli.main import main
+from learner.debug.comparison import Comparison, compare_modules
+from learner.debug.module_file import ModuleDump, write_modules
+from learner.megatron import parallel
+from learner.megatron.activations import module_outputs
+from learner.megatron.model import build_policy
+from tests.engine_serving import serving
+from tests.megatron_world import one_rank
+from tests.tiny_models import FAMILIES, write_tiny_model
+
+PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
+LAYER = "model.layers.1.self_attn"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[parallel.Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+def dump(outputs: dict[str, np.ndarray], source: str) -> ModuleDump:
+    return ModuleDump(source=source, dtype="float32", prompts=PROMPTS, outputs=outputs)
+
+
+def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison:
+    """Compare the learner with the model of one directory and the engine with that of another."""
+    policy = build_policy(learner, dtype="float32", parallel=here)
+    return compare_modules(dump(module_outputs(policy, PROMPTS), "learner"), dump(score_directory(engine, PROMPTS), "engine"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str) -> None:
+    model = write_tiny_model(tmp_path, family)
+    found = compared(here, model, model)
+    assert found.first is None
+    assert found.notes == []
+    parts = ("attention.qkv", "attention.core", "attention", "mlp")
+    layers = [name for layer in (0, 1) for name in (*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}")]
+    assert list(found.compared) == ["embedding", *layers, "norm", "log_probs"]
+
+
+def permuted(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Exchange the first two heads of the queries of layer 1."""
+    weight = tensors[f"{LAYER}.q_proj.weight"]
+    size = len(weight) // 4
+    weight[: 2 * size] = weight[: 2 * size].roll(size, 0)
+
+
+def without_bias(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    tensors[f"{LAYER}.k_proj.bias"].zero_()
+
+
+def rotary(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    assert config["rope_theta"] != 500.0
+    file.write_text(json.dumps(config | {"rope_theta": 500.0}))
+
+
+def stale(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Give the MLP of layer 1 the weights of another version."""
+    for name in tensors:
+        if name.startswith("model.layers.1.mlp"):
+            tensors[name] += 0.01 * torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(1))
+
+
+def untied_head(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    tensors["lm_head.weight"][40:60] *= 1.5
+
+
+FAULTS: list[tuple[Callable[..., None], str, list[str]]] = [
+    (permuted, "layers.1.attention.qkv", [f"{LAYER}.q_proj.weight"]),
+    (without_bias, "layers.1.attention.qkv", [f"{LAYER}.k_proj.bias"]),
+    (rotary, "layers.0.attention.core", []),
+    (stale, "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "gate", "up")]),
+    (untied_head, "log_probs", ["lm_head.weight"]),
+]
+
+
+@pytest.mark.parametrize(("plant", "module", "names"), FAULTS, ids=[one[0].__name__ for one in FAULTS])
+def test_a_planted_fault_is_found_with_its_layer(
+    here: parallel.Parallel, tmp_path: Path, plant: Callable[..., None], module: str, names: list[str]
+) -> None:
+    sound, faulty = write_tiny_model(tmp_path / "sound", "qwen2"), tmp_path / "faulty"
+    shutil.copytree(sound, faulty)
+    tensors = load_file(faulty / "model.safetensors")
+    plant(tensors, faulty)
+    save_file(tensors, faulty / "model.safetensors", metadata={"format": "pt"})
+    found = compared(here, sound, faulty)
+    assert found.first is not None
+    assert found.first.name == module
+    differs = between_tensors("", tensors_of(sound), tensors_of(faulty)).differs
+    assert [line.partition(":")[0] for line in differs] == names
+
+
+def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parallel, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path)
+    policy = build_policy(model, dtype="float32", parallel=here)
+    want = {f"{n}.layers.1{part}" for n in (0, 1) for part in ("", ".mlp", ".attention", ".attention.qkv", ".attention.core")}
+    for outputs in (module_outputs(policy, PROMPTS, "layers.1*"), score_directory(model, PROMPTS, "layers.1*")):
+        assert outputs.keys() == want
+    with pytest.raises(ValueError, match="prompt 0: want at most 256 tokens"):
+        score_directory(model, [[1] * 300])
+    for module in policy.module.modules():
+        assert not module._forward_hooks  # none stays in the model
+
+
+def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``debug score`` of an engine's weights against a dump of the learner: equal, and not after a fault."""
+    sound, prompts = write_tiny_model(tmp_path / "sound"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
+    ours = tmp_path / "learner.safetensors"
+    outputs = module_outputs(build_policy(sound, dtype="float32", parallel=here), PROMPTS)
+    write_modules(ours, outputs, prompts=PROMPTS, dtype="float32", source="learner")
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    results = {}
+    for model in (sound, other):
+        out = tmp_path / f"{model.name}.safetensors"
+        assert main(["debug", "score", "--model", str(model), "--prompts", str(prompts), "--out", str(out), "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [len(line["log_probs"]) for line in lines] == [6, 2]
+        results[model.name] = lines[0]["log_probs"]
+        assert main(["debug", "compare", str(ours), str(out)]) == int(model is other)
+        assert ("DIFFERS first in embedding" if model is other else "equal: embedding") in capsys.readouterr().out
+    np.testing.assert_allclose(results["sound"], outputs["0.log_probs"][:, 0], atol=1e-5)
+    assert main(["debug", "score", "--model", str(tmp_path / "none"), "--prompts", str(prompts)]) == 2
+    assert "--model: want a directory with a Hugging Face model" in capsys.readouterr().err
+
+
+async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over HTTP, by checksums: a flipped bit is found with its tensor. The engine does not score prompts, which is stated."""
+    import asyncio
+
+    model = write_tiny_model(tmp_path / "model", tied=True)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[3, 4, 5]\n")
+    name = "model.layers.1.mlp.up_proj.weight"
+    async with serving(model, version=4) as served:
+        url = served.engine.url
+        assert await asyncio.to_thread(main, ["debug", "weights", url, str(model)]) == 0
+        assert "all equal" in capsys.readouterr().out
+        served.engine.updates._served.named[name].view(-1).view(torch.uint8)[7] ^= 16
+        assert await asyncio.to_thread(main, ["debug", "weights", str(model), url]) == 1
+        shown = capsys.readouterr().out
+        assert "DIFFERS in 1 of 24 tensors" in shown and f"  {name} (float32): want sum64" in shown
+        assert await asyncio.to_thread(main, ["debug", "score", "--engine", url, "--prompts", str(prompts)]) == 2
+        assert "--engine: want an engine that scores prompts (SGLang), got HTTP 400: " in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["debug", "weights", str(model)]) == 2
+    assert "want two of DIR|URL" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""The training data of a step in files: fields, equality with the numbers of the step, layouts, and memory; with real Megatron."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.debug.collector import LOGITS_POSITIONS, Collector, Target
+from learner.debug.comparison import compare_train
+from learner.debug.rollout_file import save_rollout
+from learner.debug.train_file import TrainDump, read_train, record_path
+from learner.megatron import parallel
+from learner.megatron.activations import parallel_info
+from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.bus_kit import make_episode
+from tests.debug_kit import VOCAB, rollout
+from tests.integration.debug_ranks import main as two_ranks
+from tests.integration.debug_ranks import packed
+from tests.integration.megatron_ranks import OPTIMIZER
+from tests.learner_steps import make_batches, make_samples, run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+FILES = "t_{step}_{rank}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[parallel.Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+@pytest.fixture
+def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
+    """Return a function that makes a trainer, with a collector that writes below ``tmp_path``."""
+
+    def build(*, saves: bool = True, reference: bool = False, path: str = FILES, **algorithm: Any) -> tuple[Trainer, Any]:
+        policy = build_policy(model_dir, dtype="float32", parallel=here)
+        config = AlgorithmConfig(**algorithm)
+        anchor = str(config.anchor)
+        target = Target(path=str(tmp_path / path), rank=0, parallel_info=parallel_info(here), writes=True, anchor=anchor)
+        trainer = Trainer(
+            policy,
+            PolicyOptimizer(policy, OPTIMIZER, steps=400),
+            config,
+            max_lag=2,
+            reference=WeightBackup(policy) if reference else None,
+            collector=Collector(target) if saves else None,
+        )
+        return trainer, policy
+
+    return build
+
+
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "second" not in name}
+
+
+def of(dump: TrainDump, name: str, step: int = 0) -> list[Any]:
+    return list(dump.steps[step].debug_data[name])
+
+
+def test_a_dump_has_every_field_and_the_step_the_same_numbers(make: Any, tmp_path: Path) -> None:
+    samples = make_samples(vocab=VOCAB)
+    batch = make_batches(samples, max_tokens=60, minibatches=2)[0]
+    plain, _ = make(saves=False, correction="decoupled")
+    trainer, policy = make(correction="decoupled")
+    digest = policy.digest()
+    metrics = trainer.train(batch)
+    assert numbers(metrics) == numbers(plain.train(batch))
+    assert policy.digest() != digest
+    dump = read_train(tmp_path / "t_3_0.safetensors")
+    assert (dump.kind, dump.step, dump.rank, dump.role, dump.num_steps) == ("train", 3, 0, "actor", 2)
+    assert dump.parallel_info == {f"{axis}_{what}": int(what == "size") for axis in ("dp", "tp", "pp", "cp") for what in ("rank", "size")}
+    assert {name: dump.metrics[name] for name in dump.metrics} == {name: metrics[name] for name in dump.metrics}
+    assert np.mean([one.grad_norm for one in dump.steps]) == pytest.approx(metrics["train/grad_norm"])
+    assert sum(one.loss_dict["loss"] for one in dump.steps) / 2 == pytest.approx(metrics["train/loss"])
+    seen = set()
+    for number in range(2):
+        ids = dump.steps[number].debug_data["sequence_ids"].tolist()
+        seen |= set(ids)
+        for place, sequence in enumerate(ids):
+            sample = samples[sequence]
+            length = sample.response_length
+            assert of(dump, "unconcat_tokens", number)[place].tolist() == sample.tokens.tolist()
+            assert (of(dump, "response_lengths", number)[place], of(dump, "total_lengths", number)[place]) == (length, len(sample.tokens))
+            np.testing.assert_array_equal(of(dump, "rollout_log_probs", number)[place], sample.rollout_log_probs)
+            assert of(dump, "loss_masks", number)[place].tolist() == [1] * length
+            assert len(set(of(dump, "advantages", number)[place].tolist())) == 1
+            current, old = (of(dump, name, number)[place] for name in ("current_log_probs", "old_log_probs"))
+            np.testing.assert_allclose(of(dump, "policy_importance_ratio", number)[place], np.exp(current - old), rtol=1e-6)
+            assert (of(dump, "tis_importance_weights", number)[place] > 0).all()
+    assert seen == set(range(len(samples)))
+    data = dump.steps[0].debug_data
+    assert data["logits_sample"].shape[1] == VOCAB and len(data["logits_sample"]) <= LOGITS_POSITIONS * len(batch.micro_batches)
+
+
+def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) -> None:
+    """The saved log-probs of every response are those of the trainer's own pass; a row of logits gives its token's log-prob."""
+    samples = make_samples(vocab=VOCAB, temperature=0.7)
+    batch = make_batches(samples, max_tokens=60)[0]
+    trainer, _ = make(reference=True, kl=KLConfig(coef=0.01))
+    want = trainer.log_probs(batch)
+    trainer.train(batch)
+    dump, record = read_train(tmp_path / "t_3_0.safetensors"), read_train(record_path(tmp_path / "t_3_0.safetensors"))
+    by_sequence = {}
+    for row, values_T in zip(batch.micro_batches, want, strict=True):
+        for sequence in np.unique(row.sequence_T[row.sequence_T >= 0]):
+            by_sequence[int(sequence)] = values_T[torch.from_numpy((row.sequence_T == sequence) & row.loss_mask_T)].numpy()
+    for name, one in (("current_log_probs", dump), ("ref_log_probs", dump), ("log_probs", record)):
+        for sequence, values in zip(one.steps[0].debug_data["sequence_ids"].tolist(), of(one, name), strict=True):
+            np.testing.assert_array_equal(values, by_sequence[sequence])
+    assert compare_train(dump, record, 0.0).first is None
+    assert "tis_importance_weights" not in record.steps[0].debug_data and record.steps[0].grad_norm is None
+    first = dump.steps[0].debug_data
+    logits = torch.from_numpy(first["logits_sample"][0]).log_softmax(-1)
+    token = int(first["unconcat_tokens"][0][first["total_lengths"][0] - first["response_lengths"][0]])
+    assert float(logits[token]) == pytest.approx(float(first["current_log_probs"][0][0]), abs=1e-5)
+
+
+def test_sequences_of_one_episode_are_apart(make: Any, tmp_path: Path) -> None:
+    """Two episodes of two sequences each: responses of 6 tokens, two of them of a tool, and of 2."""
+    samples = [make_episode(index=index, group_size=2, reward=float(index)) for index in range(2)]
+    make()[0].train(make_batches(samples, step=8)[0])
+    data = read_train(tmp_path / "t_8_0.safetensors").steps[0].debug_data
+    assert sorted(data["sequence_ids"].tolist()) == [0, 1, 2, 3]
+    order = np.argsort(data["sequence_ids"])
+    assert data["sample_ids"][order].tolist() == [0, 0, 1, 1]
+    assert data["total_lengths"][order].tolist() == [10, 6, 10, 6]
+    assert data["response_lengths"][order].tolist() == [6, 2, 6, 2]
+    assert data["loss_masks"][order[0]].tolist() == [1, 1, 0, 0, 1, 1]
+    np.testing.assert_array_equal(data["rollout_log_probs"][order[1]], np.array([-0.1, -0.4], np.float32))
+    assert data["unconcat_tokens"][order[1]].tolist() == [1, 2, 8, 9, 54, 55]
+
+
+def losses(dumps: list[TrainDump]) -> dict[str, float]:
+    names = ("train/loss", "train/grad_norm", "train/kl_reference", "offpolicy/logprob_diff_abs", "train/entropy")
+    return {name: dumps[0].metrics[name] for name in names if name in dumps[0].metrics}
+
+
+def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_dir: Path, tmp_path: Path) -> None:
+    """One rank, one rank with many micro-batches, two replicas, two tensor-parallel ranks: from one file."""
+    file = tmp_path / "rollout_3.msgpack"
+    save_rollout(file, rollout())
+    found = {}
+    for name, max_tokens in (("whole", 1 << 20), ("split", 40)):
+        make(path=f"{name}_{{step}}_{{rank}}.safetensors")[0].train(packed(file, data_parallel=1, max_tokens=max_tokens)[0])
+        found[name] = [read_train(tmp_path / f"{name}_3_0.safetensors")]
+    run_ranks(two_ranks, (model_dir, file), world=2, out=tmp_path)
+    found["dp2"] = [read_train(tmp_path / f"dp2_3_{rank}.safetensors") for rank in (0, 1)]
+    found["tp2"] = [read_train(tmp_path / "tp2_3_0.safetensors")]
+    assert not (tmp_path / "tp2_3_1.safetensors").exists()  # the same values as rank 0
+    want = found["whole"][0]
+    assert want.metrics["train/grad_norm"] > 0
+    covered: set[int] = set()
+    for name, dumps in found.items():
+        assert losses(dumps) == pytest.approx(losses([want]), rel=1e-5, abs=1e-6), name
+        for dump in dumps:
+            assert compare_train(dump, want, 1e-4).first is None, name
+            covered |= set(dump.steps[0].debug_data["sequence_ids"].tolist()) if name == "dp2" else set()
+    assert covered == set(range(16))
+    assert [dump.parallel_info["dp_rank"] for dump in found["dp2"]] == [0, 1]
+    assert found["tp2"][0].parallel_info["tp_size"] == 2
+
+
+def test_memory_does_not_grow_over_200_steps(make: Any) -> None:
+    """Each step's copies are freed when its files are written: to keep them would take 120 MB here, and the growth is 8 MB."""
+    trainer, _ = make(path="same_{step}_{rank}.safetensors")
+    batch = make_batches(make_samples(vocab=VOCAB, groups=24, group_size=8))[0]
+    process, after = psutil.Process(), {}
+    for number in range(1, 201):
+        trainer.train(batch)
+        if number in (20, 200):
+            after[number] = process.memory_info().rss
+    assert after[200] - after[20] < 40e6

@@ -1,0 +1,87 @@
+"""Mixtures of experts in a world of two, in every layout and with both optimizers: they train what one process trains."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration import expert_ranks
+from tests.integration.expert_ranks import ONE, RESUMES, RUNS, STEPS, VOCAB, resumed, same_run, unbroken
+from tests.learner_steps import run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import EXPERTS, write_tiny_model
+
+TIMES = {"train/step_seconds", "train/tokens_per_second"}
+LOOSER = {"train/ppo_kl": 5e-5, "offpolicy/sequence_chi2": 5e-5, "offpolicy/entropy_gap": 5e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
+"""Means of squares, small means of larger numbers, and those by their standard error: all of them magnify the rounding."""
+
+
+class World:
+    """Results of one process and of the two ranks."""
+
+    def __init__(self, root: Path) -> None:
+        self.out, self.of_one = root / "out", root / "of-one"
+        self.out.mkdir()
+        self.model_dirs = {family: write_tiny_model(root / family, family, vocab_size=VOCAB) for family in EXPERTS}
+        with one_rank() as here:
+            self.one = {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in ONE}
+        self.ranks = run_ranks(
+            expert_ranks.main, (self.model_dirs, self.of_one / "qwen3_moe" / "plain"), world=2, out=self.out, timeout_s=400
+        )
+
+    def last_of_one(self) -> dict[str, float]:
+        metrics: dict[str, float] = self.one["qwen3_moe", "plain"]["metrics"][-1]
+        return metrics
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def assert_same(ours: dict[str, float], wanted: dict[str, float]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name in ours.keys() - TIMES:
+        assert ours[name] == pytest.approx(wanted[name], rel=LOOSER.get(name, 1e-5), abs=1e-6), name
+
+
+@pytest.mark.parametrize(("family", "layout", "way"), RUNS)
+def test_the_numbers_of_one_process(world: World, family: str, layout: str, way: str) -> None:
+    """Loss, gradient norm and all metrics of three steps; the weights that the engines would get are those of the file at the start."""
+    for rank in world.ranks:
+        ours = rank[f"{family} {layout} {way}"]
+        one = world.one[family, same_run(way)]
+        assert ours["began"] == one["began"]
+        assert len(ours["metrics"]) == len(STEPS)
+        for step, wanted in zip(ours["metrics"], one["metrics"], strict=True):
+            assert_same(step, wanted)
+
+
+@pytest.mark.parametrize(("source", "layout", "way"), RESUMES)
+def test_a_layout_goes_on_from_the_checkpoint_of_another(world: World, source: str, layout: str, way: str) -> None:
+    for rank in world.ranks:
+        [step] = rank[f"{source} > {layout} {way}"]["metrics"]
+        assert_same(step, world.last_of_one())
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"), [(layout, way) for family, layout, way in RUNS if family == "qwen3_moe" and same_run(way) == "plain"]
+)
+def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: str, way: str) -> None:
+    with one_rank() as here:
+        [step] = resumed(world.model_dirs["qwen3_moe"], here, world.out / f"qwen3_moe {layout} {way}", "plain")["metrics"]
+    assert_same(step, world.last_of_one())
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "other"),
+    [
+        ("qwen3_moe", "moved", "replayed"),
+        ("glm4_moe", "moved", "replayed"),
+        ("qwen3_moe", "even", "balanced"),
+        ("glm4_moe", "plain", "biased"),
+    ],
+)
+def test_the_settings_change_the_numbers(world: World, family: str, one: str, other: str) -> None:
+    """Replay, a balancing loss and moving biases are not without effect."""
+    ours, wanted = world.one[family, other]["metrics"], world.one[family, one]["metrics"]
+    assert abs(ours[-1]["train/loss"] - wanted[-1]["train/loss"]) > 1e-4 * abs(wanted[-1]["train/loss"])

@@ -1,0 +1,119 @@
+"""Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
+from learner.megatron import parallel
+from learner.megatron.model import OtherWeights, build_policy, reference_weights
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import one_rank
+from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in DENSE | EXPERTS},
+    "qwen3-tied": ("qwen3", {"tied": True}),
+    "llama-tied": ("llama", {"tied": True}),
+    "mistral, window of the whole context": ("mistral", {"sliding_window": 256}),
+    "qwen3_moe-tied": ("qwen3_moe", {"tied": True}),
+    "qwen3_moe, scores of all experts": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, dense layers between": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "qwen2_moe, normalised scores": ("qwen2_moe", {"norm_topk_prob": True}),
+    "glm4_moe, two shared experts": ("glm4_moe", {"n_shared_experts": 2, "n_group": 2, "attention_bias": False}),
+    "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_scaling": YARN}),
+}
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[parallel.Parallel]:
+    """Yield a world of one in this process."""
+    with one_rank() as joined:
+        yield joined
+
+
+def log_probs_of(model: Any, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return the log-prob of each token but the first, [T - 1]."""
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0] / temperature
+    return logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
+def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Packed rows of many lengths give the log-probs of each sequence alone; export has every tensor of the files, bit for bit."""
+    directory = write_tiny_model(tmp_path, family, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    policy = build_policy(directory, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
+    batch = make_batches(samples, max_tokens=100)[0]
+    assert len(batch.micro_batches) > 1
+    for row, ours_T in zip(batch.micro_batches, trainer.log_probs(batch), strict=True):
+        for sample in np.unique(row.sample_T[row.sample_T >= 0]):
+            at = np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)
+            wanted = log_probs_of(reference, torch.from_numpy(samples[sample].tokens).long(), temperature=0.7)[-len(at) :]
+            torch.testing.assert_close(ours_T[at], wanted, atol=2e-5, rtol=0)
+    exported, there = dict(policy.export()), load_file(directory / "model.safetensors")
+    assert exported.keys() == there.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, there[name]), name
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_another_models_weights_come_with_the_biases_of_its_routers(here: Any, tmp_path: Path, family: str) -> None:
+    """A reference model scores as transformers does, and afterwards the policy has its own biases again."""
+    directory, other = write_tiny_model(tmp_path / "a", family), write_tiny_model(tmp_path / "b", family, seed=1)
+    policy = build_policy(directory, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    backup = reference_weights(policy, directory, other)
+    batch = make_batches(make_samples(vocab=299))[0]
+    wanted = Trainer(
+        (twin := build_policy(other, dtype="float32", parallel=here)),
+        PolicyOptimizer(twin, OptimizerConfig(), steps=10),
+        AlgorithmConfig(),
+        max_lag=2,
+    ).log_probs(batch)
+    own = trainer.log_probs(batch)
+    with OtherWeights(policy) as others:
+        others.take(backup)
+        there = trainer.log_probs(batch)
+    for here_T, there_T, wanted_T, again_T in zip(own, there, wanted, trainer.log_probs(batch), strict=True):
+        assert torch.equal(there_T, wanted_T) and torch.equal(here_T, again_T) and not torch.equal(here_T, there_T)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Path, family: str) -> None:
+    """A step runs; export has the weights rounded, and the biases bit for bit."""
+    directory = write_tiny_model(tmp_path, family)
+    policy = build_policy(directory, dtype="bfloat16", parallel=here)
+    there = load_file(directory / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in policy.export()}
+    assert exported.keys() == there.keys()
+    for name, tensor in exported.items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, there[name] if kept else there[name].bfloat16()), name
+    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+    assert trainer.train(make_batches(make_samples(vocab=299))[0])["train/skipped_minibatches"] == 0
+    after = dict(policy.export())
+    assert any(not torch.equal(after[name], exported[name]) for name in after)
+    assert all(torch.equal(after[name], exported[name]) for name in after if name.endswith("e_score_correction_bias"))

@@ -1,0 +1,188 @@
+"""Models that the learner would compute differently, and settings about experts without effect, are refused before the start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.checks.run import Purpose, check
+from launch.settings.config_loader import load
+from learner.config import LearnerConfig
+from learner.megatron.flops import StepFlops
+from learner.megatron.sizes import FAMILIES, refusals, sparse_layers
+from tests.check_kit import write_run
+from tests.tiny_models import DENSE, EXPERTS, tiny_config
+
+YARN = {"rope_type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def refused(family: str, changes: dict[str, Any], **sizes: int) -> list[str]:
+    """Return the refused keys of a tiny model with ``changes`` to its config.json."""
+    values = {**tiny_config(family, vocab_size=300).to_dict(), **changes}
+    return [error.field.removeprefix("m: ") for error in refusals(values, where="m", **({"tensor_parallel": 1} | sizes))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_usual_model_of_each_family_is_taken(family: str) -> None:
+    assert sorted(DENSE | EXPERTS) == sorted(FAMILIES)
+    assert refused(family, {}) == []
+    assert refused(family, {}, tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, context_parallel=2) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("qwen3", {"model_type": "gemma2"}, "model_type"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3", {"layer_types": True}, "layer_types"),
+        ("mistral", {"sliding_window": 128}, "sliding_window"),
+        ("mixtral", {"sliding_window": 255}, "sliding_window"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "rope_scaling"),
+        ("glm4", {"rope_scaling": YARN}, "rope_scaling"),
+        ("deepseek_v3", {"rope_scaling": {name: YARN[name] for name in YARN if name != "mscale"}}, "rope_scaling"),
+        ("deepseek_v3", {"rope_scaling": LLAMA3}, "rope_scaling"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts"),
+    ],
+)
+def test_a_value_that_would_be_computed_differently_is_refused(family: str, changes: dict[str, Any], named: str) -> None:
+    assert refused(family, changes) == [named]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 256}),
+        ("qwen2", {"sliding_window": 16}),  # without use_sliding_window
+        ("llama", {"rope_scaling": LLAMA3}),
+        ("deepseek_v3", {"rope_scaling": YARN}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("glm4_moe", {"num_nextn_predict_layers": 0}),
+    ],
+)
+def test_values_that_only_look_alike_are_taken(family: str, changes: dict[str, Any]) -> None:
+    assert refused(family, changes) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes", "named"),
+    [
+        ("qwen3", {}, {"expert_parallel": 2}, "model_type"),
+        ("qwen3_moe", {}, {"expert_parallel": 3}, "num_experts"),
+        ("mixtral", {}, {"expert_parallel": 8}, "num_local_experts"),
+        ("qwen3_moe", {}, {"tensor_parallel": 2}, "learner.sequence_parallel"),
+        ("glm4_moe", {"moe_intermediate_size": 33}, {"tensor_parallel": 2, "sequence_parallel": True}, "moe_intermediate_size"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 33},
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "shared_expert_intermediate_size",
+        ),
+        ("deepseek_v3", {"q_lora_rank": 25}, {"tensor_parallel": 2, "sequence_parallel": True}, "q_lora_rank"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict[str, Any], sizes: dict[str, int], named: str) -> None:
+    assert refused(family, changes, **sizes) == [named]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"expert_parallel": 2}, r"expert_parallel: want a divisor of data x tensor x context parallel = 1, got 2"),
+        ({"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2}, r"expert_parallel: want a divisor of .* = 2, got 4"),
+        ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
+        ({"routing_replay": "rollout"}, r"routing_replay: want none or old, got 'rollout': samples do not have the experts"),
+        ({"routing_replay": "all"}, r"routing_replay: want none or old, got 'all'"),
+        ({"routing_replay": "old", "pipeline_parallel": 2, "virtual_pipeline": 2}, r"routing_replay: want none with virtual_pipeline > 1"),
+        ({"moe_aux_loss_coef": -0.1}, r"moe_aux_loss_coef: want >= 0"),
+        ({"moe_bias_update_rate": -1.0}, r"moe_bias_update_rate: want >= 0"),
+    ],
+)
+def test_settings_of_experts_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(**settings)
+
+
+def test_layers_with_experts() -> None:
+    values: dict[str, Any] = {"num_hidden_layers": 6, "num_experts": 4, "model_type": "qwen3_moe"}
+    assert sparse_layers(values | {"model_type": "qwen3"}) == [False] * 6
+    assert sparse_layers(values) == [True] * 6
+    assert sparse_layers(values | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}) == [False, True, False, False, False, True]
+    late = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_hidden_layers": 4, "first_k_dense_replace": 3}
+    assert sparse_layers(late) == [False, False, False, True]
+
+
+def test_operations_of_a_token_with_experts() -> None:
+    """Qwen3-30B-A3B and DeepSeek-V3 by hand: the router, eight experts of a token, the shared one, and the latents of attention."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
+    qwen = sizes | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    layer = 2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 2048 * 128 + 8 * 3 * 2048 * 768
+    found = StepFlops.of(qwen | {"moe_intermediate_size": 768})
+    assert (found.per_token, found.per_pair) == (6 * (48 * layer + 2048 * 151936), 6 * 48 * 2 * 32 * 128)
+    deepseek = {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+    }
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    experts = 7168 * 256 + 9 * 3 * 7168 * 2048
+    found = StepFlops.of(deepseek)
+    assert found.per_token == 6 * (61 * attention + 3 * 3 * 7168 * 18432 + 58 * experts + 7168 * 129280)
+    assert found.per_pair == 6 * 61 * 128 * (192 + 128)
+
+
+def model_errors(directory: Path, *settings: str) -> list[str]:
+    """Return the errors about a GLM-4 model, which the built-in engine does not decode."""
+    file = write_run(directory)
+    values = tiny_config("glm4", vocab_size=128).to_dict()
+    (directory / "model/config.json").write_text(json.dumps(values))
+    return [error.text for error in check(load(file, settings), Purpose()).errors if error.topic == "model"]
+
+
+def test_a_family_that_only_sglang_serves_needs_sglang(tmp_path: Path) -> None:
+    [found] = model_errors(tmp_path / "a")
+    assert "model_type" in found and "the built-in engine decodes" in found and "engine.kind: sglang" in found
+    assert model_errors(tmp_path / "b", "engine.kind=sglang") == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("learner.routing_replay=old", "has no experts"),
+        ("learner.moe_aux_loss_coef=0.1", "has no experts"),
+        ("learner.moe_bias_update_rate=0.1", "has no bias per expert"),
+    ],
+)
+def test_settings_of_experts_for_a_dense_model_are_refused(tmp_path: Path, setting: str, message: str) -> None:
+    [found] = model_errors(tmp_path, "engine.kind=sglang", setting)
+    assert setting.split("=")[0] in found and message in found and "remove the setting" in found

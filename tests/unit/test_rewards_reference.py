@@ -1,0 +1,55 @@
+"""Rewards against the code whose names they have: slime's math, deepscaler, f1 and gpqa, verl's gsm8k and dapo.
+
+``reference`` is what slime 624b824a8 or verl b178a3cd5 returned for an input of ours (gsm8k: its flexible and its strict method). Where
+our result is another one, the row has it as ``ours``, with the reason.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.wire.messages import Status
+from rewards.dapo import dapo
+from rewards.deepscaler import deepscaler, math
+from rewards.gpqa import gpqa
+from rewards.gsm8k import gsm8k
+from rewards.port import RewardRequest
+from rewards.token_f1 import f1
+
+ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
+REWARDS: dict[str, Any] = {
+    "math": math,
+    "deepscaler": deepscaler,
+    "f1": f1,
+    "gpqa": gpqa,
+    "gsm8k": gsm8k,
+    "gsm8k_strict": lambda request: gsm8k(request, strict=True),
+    "dapo": lambda request: dapo(request)["score"],
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_results_are_those_of_the_reference_or_differ_for_a_reason(name: str) -> None:
+    rows = [row for row in ROWS if row["reward"] == name]
+    assert len(rows) >= 60
+    wrong = []
+    for row in rows:
+        asked = RewardRequest(
+            prompt="", response=row["response"], label=row["label"], status=Status.COMPLETED, metadata=row.get("metadata", {})
+        )
+        got = REWARDS[name](asked)
+        if got != pytest.approx(row.get("ours", row["reference"]), abs=1e-9):
+            wrong.append((row, got))
+    assert not wrong, wrong
+
+
+def test_every_difference_has_a_reason() -> None:
+    for row in ROWS:
+        assert ("ours" in row) == ("why" in row), row
+        assert row.get("ours") != row["reference"], row
+    results = Counter((row["reward"], row["reference"]) for row in ROWS)
+    assert min(results[name, 1.0] for name in REWARDS) > 5, "each set has right answers, and wrong ones"
+    assert all(sum(count for (reward, _), count in results.items() if reward == name) - results[name, 1.0] >= 15 for name in REWARDS)

@@ -1,0 +1,59 @@
+"""`tidemill up` with a filter that drops 99 of 100 groups, with its actor killed in the middle: full steps, and nothing unaccounted."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from bus.streams.bus import Bus
+from bus.wire.messages import Done, Plan, Settle
+from launch.run.audit import audit
+from learner.data.selection import is_filtered
+from tests.whole.running import SMOKE, assert_books_balance, kill, live, up
+
+STEPS, GROUPS, SIZE, ONE_OF = 3, 2, 2, 100
+READ_EVERY = 60
+"""Dropped groups between two readings of the accounting."""
+
+
+async def test_steps_are_full_though_99_of_100_groups_are_dropped(tmp_path: Path) -> None:
+    config = tmp_path / "rare.yaml"
+    rare = {"use": "tests.child_filters:rare", "options": {"one_of": ONE_OF}, "workers": 1, "timeout_s": 60.0}
+    settings = {
+        "data": {"filters": {"rare": rare}},
+        "staleness": {"max_refill": 1000.0, "over_sampling": 10.0},
+        "sampling": {"max_new_tokens": 2},
+        "learner": {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "checkpoint_every": 0},
+        "actor": {"join_requests": True},
+    }
+    config.write_text(json.dumps(settings))
+    with up(tmp_path, "bus.lease_s=3", "run=smoke", config=[SMOKE, config]) as run:
+        async with run.bus() as bus:
+            readings = await follow(bus)
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    assert readings >= STEPS * GROUPS * (ONE_OF - 1) // READ_EVERY
+    assert_books_balance(run.summary, max_lag=2)
+    assert (run.summary["steps"], run.summary["samples_trained"]) == (STEPS, STEPS * GROUPS * SIZE)
+    assert run.summary["books_balance"] and run.summary["restarts"] == {"actor-0": 1}, run.summary
+    assert {step["data/groups"] for step in run.metrics} == {GROUPS}
+    dropped = run.summary["samples_dropped"]
+    assert set(dropped) == {"filtered:rare"} and dropped["filtered:rare"] >= (STEPS * GROUPS - 1) * (ONE_OF - 1) * SIZE, dropped
+
+
+async def follow(bus: Bus) -> int:
+    """Read the accounting while the run goes on, kill its actor between two steps, and return the number of readings."""
+    drops, readings, killed = 0, 0, False
+    async for _, record in bus.plans.follow():
+        if isinstance(record, Plan):
+            assert len(record.seqs) == GROUPS * SIZE, "a full step"
+        elif isinstance(record, Settle):
+            drops += sum(1 for _ in record.tasks) if is_filtered(record.reason) else 0
+        if isinstance(record, Done) or drops // READ_EVERY > readings:
+            readings += 1
+            accounting, _ = await audit(bus)
+            assert accounting.balance() and not (accounting.lost or accounting.trained_twice), accounting
+        if drops > ONE_OF * GROUPS * 3 // 2 and not killed:
+            kill((await live(bus, "actor")).pid)
+            killed = True
+        if isinstance(record, Done) and record.step == STEPS:
+            return readings
+    raise AssertionError("the log ended")
