@@ -188,7 +188,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Data, tensor, sequence, pipeline and context parallel, and each from the checkpoint of one rank: every metric to 1e-5."""
+    """Data, tensor, sequence, pipeline, context and expert parallel, and from the checkpoint of one rank: every metric to 1e-5."""
     one = build(model_dir, here, kl=MOVING)
     metrics = []
     (tmp_path / "checkpoint").mkdir()
@@ -196,10 +196,14 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
         metrics.append(one.train(step, here))
         if step == STEPS[0]:
             one.save(tmp_path / "checkpoint", step)
-    halves = critic_ranks.trained(model_dir, here, minibatches=2)["metrics"]
-    for result in run_ranks(critic_ranks.main, (model_dir, tmp_path / "checkpoint"), world=2, out=tmp_path):
+    experts_dir = write_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=VOCAB)
+    others = {
+        "minibatches": critic_ranks.trained(model_dir, here, minibatches=2)["metrics"],
+        "experts": critic_ranks.trained(experts_dir, here)["metrics"],
+    }
+    for result in run_ranks(critic_ranks.main, (model_dir, experts_dir, tmp_path / "checkpoint"), world=2, out=tmp_path, timeout_s=400):
         for name, ours in result.items():
-            wanted: Any = halves if name.endswith("minibatches") else metrics
+            wanted: Any = others.get(name.split()[-1], metrics)
             for each, other in zip(ours["metrics"], wanted[-len(ours["metrics"]) :], strict=True):
                 try:
                     same(each, other)
