@@ -45,7 +45,7 @@ class CheckedModel:
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = the critic starts from the policy's model, or there is none."""
+    """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks."""
     num_trained: int | None = None
     """Parameters that the learner trains; None = all."""
 
@@ -273,16 +273,19 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
     cure = "fix the path, or leave it empty: the policy's model"
     try:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        there = ModelShape.of(values, where=str(path))
+        vocabulary, positions = (int(values[name]) for name in NEEDED[:2])
         tensors_in(path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)
         return None
-    if there.vocab_size < vocab_size or there.max_positions < max_positions:
+    if vocabulary < vocab_size or positions < max_positions:
         want = f"a vocabulary of at least {vocab_size} tokens and a context of at least {max_positions}, the policy's"
-        got = f"{there.vocab_size} tokens, context {there.max_positions} in {path}"
+        got = f"{vocabulary} tokens, context {positions} in {path}"
         report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
         return None
     for refused in refusals(values, where=f"{path}/config.json", **{name: getattr(learner, name) for name in SPLITS}):
         report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
-    return there
+    try:
+        return ModelShape.of(values, where=str(path))
+    except UnsupportedModel:  # no engine will serve it
+        return None

@@ -122,7 +122,8 @@ class Critic:
 def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
-    It starts from ``learner.critic.path``, or from ``model_dir``, with a value head of zeros. Raises ConfigRefused as ``build_policy``.
+    It starts from ``learner.critic.path``, or from ``model_dir``, with a value head of zeros. Its routers, if it has any, choose anew in
+    every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
     """
     if not learner.algorithm.by_critic:
         return None

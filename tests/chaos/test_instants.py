@@ -25,6 +25,12 @@ SETTINGS = (
 """Settings without trimming, so that every step can be trained again."""
 
 
+CRITIC = (
+    "learner.algorithm.advantage=gae",
+    "learner.critic.optimizer.lr=1e-3",
+    "learner.algorithm.kl.coef=0.1",
+    "learner.algorithm.kl.reference_ema=0.9",
+)
 TELLING = ("stepped", "committed")
 """Instants between step and report, and between the commit of a checkpoint and the trimming behind it."""
 
@@ -38,8 +44,14 @@ def test_killed_at_every_instant(tmp_path: Path) -> None:
     _killed_at(tmp_path, tuple(INSTANTS))
 
 
-def _killed_at(tmp_path: Path, instants: tuple[str, ...]) -> None:
-    with parts(tmp_path, *SETTINGS) as run:
+@pytest.mark.slow
+def test_killed_with_a_critic_and_a_moving_reference(tmp_path: Path) -> None:
+    """Both are part of the state after a step, and of the checkpoint."""
+    _killed_at(tmp_path, TELLING, *CRITIC)
+
+
+def _killed_at(tmp_path: Path, instants: tuple[str, ...], *settings: str) -> None:
+    with parts(tmp_path, *SETTINGS, *settings) as run:
         asyncio.run(_killed_and_resumed(run, instants))
         disturbed = asyncio.run(_judged(run))
         assert disturbed.steps_taken_again > 0 and not disturbed.steps_without_digest, disturbed

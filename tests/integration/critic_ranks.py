@@ -69,7 +69,7 @@ class Built:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the critic's own weights on this rank."""
-        return {name: parameter.detach().clone() for name, parameter in self.critic.model.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self.critic.model.named_weights()}
 
 
 def build(
@@ -105,7 +105,7 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
     return {"metrics": metrics, "digest": built.policy.digest()}
 
 
-def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
+def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with joined() as here:
@@ -119,6 +119,12 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
         with joined(**sizes) as here:
             results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none")
             results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
+    for name, sizes in {
+        "ep2 of experts": {"expert_parallel_size": 2},
+        "tp2 of experts": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    }.items():
+        with joined(**sizes) as here:
+            results[name] = trained(experts_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

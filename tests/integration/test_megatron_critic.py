@@ -136,6 +136,22 @@ def test_policy_and_critic_have_the_numbers_of_each_alone(here: parallel.Paralle
     assert all(torch.equal(tensor, waiting.weights()[name]) for name, tensor in taught.weights().items())
 
 
+def test_the_policy_waits_for_the_last_step_of_the_warm_up(here: parallel.Parallel, model_dir: Path) -> None:
+    learner = LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=replace(CRITIC, warmup_steps=4), algorithm=AlgorithmConfig(**GAE))
+    built = build(model_dir, here, learner=learner)
+    assert [built.train(step, here)["train/lr"] > 0 for step in STEPS] == [False, False, True]
+
+
+def test_the_clip_holds_values_back(here: parallel.Parallel, model_dir: Path) -> None:
+    """From the second minibatch on, values have moved."""
+
+    def clipped(value_clip: float) -> float:
+        learner = LearnerConfig(steps=10, critic=replace(CRITIC, value_clip=value_clip), algorithm=AlgorithmConfig(**GAE))
+        return build(model_dir, here, learner=learner).train(STEPS[0], here, minibatches=2)["critic/clip_fraction"]
+
+    assert clipped(1e-4) > clipped(0.0) == 0
+
+
 def test_values_come_to_predict_the_reward(here: parallel.Parallel, model_dir: Path) -> None:
     """Trained on one batch again and again, the critic explains its returns, which are the rewards at gamma = lam = 1."""
     quick = CriticConfig(warmup_steps=99, value_clip=0.0, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
@@ -172,7 +188,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Data, tensor, sequence, pipeline and context parallel, and each from the checkpoint of one rank: every metric to 1e-5."""
+    """Data, tensor, sequence, pipeline, context and expert parallel, and from the checkpoint of one rank: every metric to 1e-5."""
     one = build(model_dir, here, kl=MOVING)
     metrics = []
     (tmp_path / "checkpoint").mkdir()
@@ -180,10 +196,14 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
         metrics.append(one.train(step, here))
         if step == STEPS[0]:
             one.save(tmp_path / "checkpoint", step)
-    halves = critic_ranks.trained(model_dir, here, minibatches=2)["metrics"]
-    for result in run_ranks(critic_ranks.main, (model_dir, tmp_path / "checkpoint"), world=2, out=tmp_path):
+    experts_dir = write_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=VOCAB)
+    others = {
+        "minibatches": critic_ranks.trained(model_dir, here, minibatches=2)["metrics"],
+        "experts": critic_ranks.trained(experts_dir, here)["metrics"],
+    }
+    for result in run_ranks(critic_ranks.main, (model_dir, experts_dir, tmp_path / "checkpoint"), world=2, out=tmp_path, timeout_s=400):
         for name, ours in result.items():
-            wanted: Any = halves if name.endswith("minibatches") else metrics
+            wanted: Any = others.get(name.split()[-1], metrics)
             for each, other in zip(ours["metrics"], wanted[-len(ours["metrics"]) :], strict=True):
                 try:
                     same(each, other)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -134,6 +135,24 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
 def test_what_cannot_work_is_an_error(tmp_path: Path, settings: list[str], complaint: str) -> None:
     (error,) = texts(checked(tmp_path, *settings).errors)
     assert complaint in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, ""),
+        ({"num_hidden_layers": 1, "vocab_size": 2 * VALUES["vocab_size"]}, ""),
+        ({"vocab_size": VALUES["vocab_size"] // 2}, "learner.critic.path: want a vocabulary of at least"),
+        ({"max_position_embeddings": 8}, "and a context of at least"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling"),
+    ],
+)
+def test_a_critic_reads_the_tokens_of_the_policy(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    path = tmp_path / "critic"
+    write_model(path)
+    (path / "config.json").write_text(json.dumps(VALUES | changes))
+    found = texts(checked(tmp_path, f"learner.critic.path={path}", "learner.algorithm.advantage=gae").errors)
+    assert [complaint in error for error in found] == [True] * bool(complaint)
 
 
 @pytest.mark.parametrize(("release", "supported"), [("0.5.20", False), ("0.5.21", True), ("0.6.0.post1", True), ("", True)])
