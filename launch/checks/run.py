@@ -53,8 +53,9 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)
     engines = config.up.engines if starts_workers else 0
-    check_memory(report, config, model, engines=engines, trains=purpose.trains)
-    check_devices(report, config, model, engines=engines, learner=purpose.trains)
+    has_ranks = purpose.trains and not config.debug.rollout_only
+    check_memory(report, config, model, engines=engines, trains=has_ranks)
+    check_devices(report, config, model, engines=engines, learner=has_ranks)
     if purpose.resumes:
         from launch.checks.resume import check_resume
 

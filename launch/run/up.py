@@ -273,7 +273,7 @@ class Up:
                 desired.LiveHost(HOST),
                 arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
                 drain_s=self._config.up.drain_s,
-                devices=EngineDevices(bus, self._config),
+                devices=EngineDevices(bus, None if self._config.debug.rollout_only else self._config),
             )
             await self._want(bus)
             enough = asyncio.Event()

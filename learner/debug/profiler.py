@@ -27,7 +27,7 @@ class Profiler:
         self._root, self._on_cuda = root, on_cuda
         self._running: profile | None = None
         self._request: ProfileRequest | None = None
-        self._first = 0
+        self._first = self._last = 0
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -35,8 +35,14 @@ class Profiler:
         if self._running is None:
             self._begin(step)
         yield
+        self._last = step
         if self._request is not None and step - self._first + 1 >= self._request.steps:
             self._end(step)
+
+    def close(self) -> None:
+        """End a profile whose steps did not all come, and keep what it has: a process must not end with a running profiler."""
+        if self._running is not None:
+            self._end(max(self._first, self._last))
 
     def _begin(self, step: int) -> None:
         try:

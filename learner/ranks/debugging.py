@@ -62,6 +62,11 @@ class RankDebug:
             write_modules(path, outputs, prompts=prompts, dtype=self._policy.dtype, source=f"learner, step {step}")
             log.info("activations saved step=%d modules=%d path=%s", step, len(outputs), path)
 
+    def close(self) -> None:
+        """End a profile that has not ended."""
+        if self._profiler is not None:
+            self._profiler.close()
+
     def after(self, batch: StepBatch, metrics: dict[str, float]) -> None:
         """Log the report after the first two steps of a run."""
         if not self._config.report or self._policy.parallel.rank != 0 or batch.step > REPORTED_STEPS:

@@ -109,6 +109,7 @@ def main(
                     mixture=Mixture.of(learner),
                 )
                 tools = RankDebug(debug or DebugConfig(), learner, policy, places.final_dir.parent)
+                stack.callback(tools.close)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
                 # trims streams behind a checkpoint.

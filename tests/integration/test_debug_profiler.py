@@ -35,6 +35,18 @@ def test_requested_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "aten::mm" in (tmp_path / "debug" / "profile_2_3_memory.txt").read_text()
 
 
+def test_a_profile_that_is_cut_short_is_saved(tmp_path: Path) -> None:
+    """The run ends, or the rank is drained, before the last of the steps."""
+    profiler = Profiler(tmp_path, on_cuda=False)
+    write_request(tmp_path, ProfileRequest(steps=50))
+    step(profiler, 7)
+    step(profiler, 8)
+    profiler.close()
+    profiler.close()
+    assert [path.name for path in (tmp_path / "debug").iterdir()] == ["profile_7_8.json.gz"]
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
 def test_wrong_requests_do_not_end_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     profiler = Profiler(tmp_path, on_cuda=False)
     for text in ("", "[]", '{"steps": 0}', '{"steps": 1, "more": 2}'):

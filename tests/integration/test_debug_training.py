@@ -130,6 +130,15 @@ def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) 
     assert float(logits[token]) == pytest.approx(float(first["current_log_probs"][0][0]), abs=1e-5)
 
 
+@pytest.mark.parametrize(("correction", "compared"), [("bypass", "rollout_log_probs"), ("decoupled", "current_log_probs")])
+def test_the_ratio_is_against_the_policy_that_the_loss_compares_with(make: Any, tmp_path: Path, correction: str, compared: str) -> None:
+    make(correction=correction)[0].train(make_batches(make_samples(vocab=VOCAB))[0])
+    data = read_train(tmp_path / "t_3_0.safetensors").steps[0].debug_data
+    for ratio, current, anchor in zip(data["policy_importance_ratio"], data["current_log_probs"], data[compared], strict=True):
+        np.testing.assert_allclose(ratio, np.exp(current - anchor), rtol=1e-5)
+    assert "old_log_probs" not in data  # with one minibatch, none are computed before the step
+
+
 def test_sequences_of_one_episode_are_apart(make: Any, tmp_path: Path) -> None:
     """Two episodes of two sequences each: responses of 6 tokens, two of them of a tool, and of 2."""
     samples = [make_episode(index=index, group_size=2, reward=float(index)) for index in range(2)]

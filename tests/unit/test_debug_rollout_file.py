@@ -67,6 +67,8 @@ def test_another_layout_trains_the_same_tokens() -> None:
     split = batches(data, 3, Packing(data_parallel=2, max_tokens=40, minibatches=2))
     assert trained(split) == want
     assert len(split) == 2 and split[0].num_minibatches == 2 and len(split[0].micro_batches) > 2
+    assert max(len(row.tokens_T) for batch in split for row in batch.micro_batches) <= 40
+    assert split[0].minibatches_N.tolist() == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4  # whole groups in turn
 
 
 @pytest.mark.parametrize("step", [1, 3, 40])
