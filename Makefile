@@ -11,7 +11,7 @@ OPENENV ?= .venv-openenv
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k tools warm-start sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run gsm8k tools sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -27,6 +27,7 @@ tools: setup
 	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
 
 # A model begins with written answers (no engine, no reward), and goes on by RL from there.
+.PHONY: warm-start
 warm-start: setup
 	$(BIN)/tidemill up launch/configs/sft.yaml --fresh $(ARGS)
 	$(BIN)/tidemill up launch/configs/warm_rl.yaml --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
