@@ -26,15 +26,15 @@ gsm8k: setup
 tools: setup
 	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
 
+# The main job with a real SGLang server, on CPUs, in an environment of its own.
+sglang: setup $(SGLANG)/.ready
+	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
+
 # A model begins with written answers (no engine, no reward), and goes on by RL from there.
 .PHONY: warm-start
 warm-start: setup
 	$(BIN)/tidemill up launch/configs/sft.yaml --fresh $(ARGS)
 	$(BIN)/tidemill up launch/configs/warm_rl.yaml --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
-
-# The main job with a real SGLang server, on CPUs, in an environment of its own.
-sglang: setup $(SGLANG)/.ready
-	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
