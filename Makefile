@@ -39,6 +39,12 @@ walk: setup
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
+# A model begins with written answers (no engine, no reward), and goes on by RL from there.
+.PHONY: warm-start
+warm-start: setup
+	$(BIN)/tidemill up launch/configs/sft.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up launch/configs/warm_rl.yaml --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
+
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)

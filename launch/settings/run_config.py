@@ -178,6 +178,8 @@ class RunConfig:
         for name in ("distributed_optimizer", "num_epochs"):  # so the digests of former runs stay
             if not parts["learner"][name]:
                 del parts["learner"][name]
+        if not parts["learner"]["algorithm"]["sft_coef"]:
+            del parts["learner"]["algorithm"]["sft_coef"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         for name in (
@@ -187,6 +189,7 @@ class RunConfig:
             "tools_key",
             "rollout",
             "rollout_key",
+            "responses_key",
             "filters",
         ):  # so the digests of former runs stay
             if not parts["data"][name]:

@@ -28,6 +28,10 @@ def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat
     assert tokenize is not None and not report.errors
     for prompt in PROMPTS:
         assert list(tokenize(prompt)) == list(theirs(prompt)), prompt
+        assert list(tokenize(prompt, whole=True)) == list(theirs(prompt, whole=True)), (
+            "a conversation to its end, or the text of a response"
+        )
+    assert list(theirs(PROMPTS[2], whole=True)) != list(theirs(PROMPTS[2])), "without a generation prompt"
 
 
 def test_tools_are_rendered_as_by_the_learner_with_text_and_with_messages(tmp_path: Path) -> None:

@@ -127,6 +127,17 @@ def test_a_step_of_demonstrations_alone_in_a_mixed_run(make: Any, correction: st
     assert metrics["train/skipped_minibatches"] == 0
 
 
+def test_minibatches_without_demonstrations_have_the_other_term_alone(make: Any) -> None:
+    sampled, shown = make_samples(vocab=VOCAB, groups=4, seed=SEED), demonstrations(task=100, groups=1)
+    (batch,) = make_batches([*sampled, *shown], minibatches=4)
+    with_demonstrations = {int(one) for one in batch.minibatches_N[batch.demonstration_N]}
+    assert len(with_demonstrations) == 1 and batch.num_minibatches == 4
+    metrics = make(sft_coef=0.5).train(batch)
+    assert metrics["train/skipped_minibatches"] == 0
+    assert metrics["train/sft_tokens"] == sum(int(one.loss_mask.sum()) for one in shown)
+    assert np.isfinite(metrics["train/loss"])
+
+
 def test_with_loss_sft_all_tokens_have_one_mean(make: Any, model_dir: Path) -> None:
     known, shown = make_samples(vocab=VOCAB, groups=2, seed=SEED), demonstrations(task=100)
     total, count, _ = cross_entropy(model_dir, [*known, *shown])

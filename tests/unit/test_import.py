@@ -121,11 +121,9 @@ def test_bad_lines_are_refused_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["import", "x.jsonl"], "want -o FILE.jsonl"),
         (["import", "x.tide", "-o", "rows.jsonl"], "want a recording"),
         (["import", "x.tide", "-o", "rows.parquet"], "--out: want a file that ends in .jsonl"),
         (["import", "empty", "-o", "rows.jsonl"], "empty: want recordings"),
-        (["check", "x.jsonl", "-o", "rows.jsonl"], "--out: is for data import"),
     ],
 )
 def test_wrong_use_is_refused(

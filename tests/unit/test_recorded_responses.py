@@ -324,3 +324,12 @@ def test_actors_neither_run_nor_refuse_recorded_rollouts() -> None:
     programs = RolloutPrograms(rollouts={"answers": recorded, "tools": program}, model="m")
     assert programs.programs == {"tools": program}
     refuse_foreign({"rollouts": {"answers": {"use": "dataset"}}}, "actor", (), where="row")
+
+
+def test_the_digest_of_a_run_depends_on_what_is_recorded_and_how_it_is_trained(tmp_path: Path) -> None:
+    sft = loaded(tmp_path, *SFT).config.digest()
+    assert loaded(tmp_path, *SFT[:3], "learner.algorithm.correction=tis").config.digest() != sft
+    sources = _two_sources(tmp_path)
+    mixed = [loaded(tmp_path, ROLLOUTS, *sources, f"learner.algorithm.sft_coef={coef}").config.digest() for coef in (0.1, 0.2)]
+    assert len({sft, *mixed}) == 3
+    assert loaded(tmp_path, *SFT[:2], "data.responses_key=prompt", SFT[3]).config.digest() != sft
