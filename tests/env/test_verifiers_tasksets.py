@@ -1,5 +1,6 @@
 """Tasksets of verifiers, unmodified, in an interpreter that has nothing of ours, on a real engine: tokens, rewards, refusals."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -71,6 +72,11 @@ def rows(python: str, tmp_path: Path, taskset: str, *more: str) -> list[dict[str
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+async def written(python: str, tmp_path: Path, taskset: str, *more: str) -> list[dict[str, Any]]:
+    """Return the rows of a prompt file: its writer starts a process, and waits for it."""
+    return await asyncio.to_thread(rows, python, tmp_path, taskset, *more)
+
+
 def asking(row: dict[str, Any], **options: Any) -> Any:
     """Return the task of a row."""
     return replace(task(**options), prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
@@ -95,12 +101,12 @@ async def assert_log_probs(sample: Sample, model_dir: Path) -> None:
 @pytest.mark.parametrize("renderer", [None, "default"])
 async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path, tmp_path: Path, renderer: str | None) -> None:
     options = {"taskset": {"count": 3}}
-    written = rows(python, tmp_path, "verifiers_sums", "--options", json.dumps(options))
-    assert [(row["prompt"], row["label"]) for row in written] == [("0+1=", "1"), ("1+2=", "3"), ("2+3=", "5")]
+    made_of = await written(python, tmp_path, "verifiers_sums", "--options", json.dumps(options))
+    assert [(row["prompt"], row["label"]) for row in made_of] == [("0+1=", "1"), ("1+2=", "3"), ("2+3=", "5")]
     more = {} if renderer is None else {"renderer": renderer}
     async with playing(python, model_dir, "verifiers_sums", **options, **more) as (rollout, scene):
-        made = await rollout.sample(asking(written[1]), 2, "n0")
-        again = await rollout.sample(asking(written[2]), 0, "n0")
+        made = await rollout.sample(asking(made_of[1]), 2, "n0")
+        again = await rollout.sample(asking(made_of[2]), 0, "n0")
         for metadata, got in (({}, "None"), ({"verifiers": {"taskset": "other"}}, "'other'")):
             with pytest.raises(GenerationFailed, match=f"want a task of verifiers_sums, got {got}"):
                 await rollout.sample(asking({"prompt": "x", "label": None, "metadata": metadata}), 0, "n0")
@@ -123,7 +129,7 @@ async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path,
 
 @pytest.mark.parametrize("renderer", [None, "default"])
 async def test_a_taskset_of_several_turns_makes_samples(python: str, model_dir: Path, tmp_path: Path, renderer: str | None) -> None:
-    (row,) = rows(python, tmp_path, "verifiers_talk", "--count", "1")
+    (row,) = await written(python, tmp_path, "verifiers_talk", "--count", "1")
     more = {} if renderer is None else {"renderer": renderer}
     async with playing(python, model_dir, "verifiers_talk", **more) as (rollout, _):
         sample = (await rollout.sample(asking(row), 1, "n0")).sample
@@ -141,7 +147,7 @@ async def test_a_taskset_of_several_turns_makes_samples(python: str, model_dir: 
 async def test_agents_that_are_not_trained_are_context_and_two_trained_ones_are_refused(
     python: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    (row,) = rows(python, tmp_path, "verifiers_talk", "--count", "1")
+    (row,) = await written(python, tmp_path, "verifiers_talk", "--count", "1")
     async with playing(python, model_dir, "verifiers_talk", env={"judged": "context"}) as (rollout, _):
         sample = (await rollout.sample(asking(row), 1, "n0")).sample
     assert sample.turns is not None and len(sample.turns.at) == 3 and set(sample.turns.agent) == {"player"}
@@ -151,7 +157,7 @@ async def test_agents_that_are_not_trained_are_context_and_two_trained_ones_are_
 
 
 async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> None:
-    (row,) = rows(python, tmp_path, "verifiers_ask")
+    (row,) = await written(python, tmp_path, "verifiers_ask")
     asked: list[Any] = []
     calls = [call("clock_time_in", '{"city": "Rome"}'), call("clock_time_in", "[1]"), call("clock_date", "{}")]
 
