@@ -260,6 +260,12 @@ class ResponseBuilder:
         finish = self._finish(answer, bool(reply.calls))
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
 
+    def shown(self, answer: JsonMapping) -> str:
+        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
+        place = answer.get("index", 0)
+        shown = _text(answer)[: self._shown.get(place, 0)]
+        return "" if self._called.get(place) or self._reply(shown, finished=False).content != shown else shown
+
     def last(self) -> Iterator[JsonObject]:
         """Yield the chunks that follow when all responses have ended."""
         if self._request.usage:

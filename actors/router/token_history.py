@@ -12,14 +12,14 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
 from actors.errors import BadRequest, EngineError
-from actors.events import DONE, data_of, event
-from actors.http_api import json_map
+from actors.events import data_of
 from actors.openai import openai_api
 from actors.router.config import RouterConfig
 from actors.router.exchange import Answer, Handler, Request
@@ -96,7 +96,7 @@ class TokenHistory:
     # -- /generate ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
-        body = json_map(request.body)
+        body = request.json()
         text = body.pop("text", None)
         if text is None:
             return await handler(request)
@@ -112,11 +112,25 @@ class TokenHistory:
         async with answer:
             if answer.status != 200:
                 return answer.with_(answer.chunks)
+            if answer.states is not None:
+                return answer.with_states(self._noted(answer.states, owners, request.session))
             if answer.streamed:
                 return answer.with_(self._remember_stream(answer.chunks, owners, request.session))
-            raw = await answer.read()
-            self._note(json.loads(raw), owners, request.session)
-            return answer.with_(raw)
+            found = await answer.json()
+            self._note(found, owners, request.session)
+            return answer.with_content(found)
+
+    async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
+        """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
+        sent = _Sent(self, owners, session)
+        try:
+            async with aclosing(states):
+                async for state in states:
+                    sent.take(state)
+                    yield state
+                    sent.seen(state, str(state.get("text") or ""))
+        finally:
+            sent.note_cut()
 
     async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
@@ -175,7 +189,7 @@ class TokenHistory:
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         try:
-            parsed = openai_api.parse(json_map(request.body), chat=request.path == "/v1/chat/completions")
+            parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 prompts = [self.pieces(self._chat_text(parsed), request.session, add_special=False)]
             else:
@@ -200,14 +214,15 @@ class TokenHistory:
             if answer.status != 200:
                 return await _refused(answer)
             if answer.streamed:
-                return answer.with_(self._openai_events(answer.chunks, builder, owners, request.session))
-            read = json.loads(await answer.read())
+                states = answer.states if answer.states is not None else _states(answer.chunks)
+                return answer.with_states(self._openai_events(states, builder, owners, request.session))
+            read = await answer.json()
             answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
                 self._note_calls({**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
-            return answer.with_(json.dumps(whole).encode())
+            return answer.with_content(whole)
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
@@ -230,24 +245,24 @@ class TokenHistory:
         return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
     async def _openai_events(
-        self, chunks: AsyncIterator[bytes], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
-    ) -> AsyncIterator[bytes]:
-        rest = b""
-        async for chunk in chunks:
-            *events, rest = (rest + chunk).split(b"\n\n")
-            for each in events:
-                if (state := _state(each)) is None:
-                    if b'"error"' in each:
-                        yield each + b"\n\n"
-                    continue
-                if state["meta_info"].get("finish_reason") is not None:
-                    self._note_one(state.get("index", 0), state, owners, session)
-                    self._note_calls(state, builder)
-                for part in builder.parts(state):
-                    yield event(part)
+        self, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
+    ) -> AsyncGenerator[JsonMapping, None]:
+        sent = _Sent(self, owners, session)
+        try:
+            async with aclosing(states):
+                async for state in states:
+                    if "error" in state:
+                        yield state
+                        continue
+                    if sent.take(state):
+                        self._note_calls(state, builder)
+                    for part in builder.parts(state):
+                        yield part
+                        sent.seen(state, builder.shown(state))
+        finally:
+            sent.note_cut()
         for part in builder.last():
-            yield event(part)
-        yield DONE
+            yield part
 
     def _chat_text(self, parsed: openai_api.ParsedRequest) -> str:
         return openai_api.chat_text(replace(parsed, messages=self._call_cache.with_original_text(parsed.messages)), self._template)
@@ -259,7 +274,7 @@ class TokenHistory:
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
-        body = json_map(request.body)
+        body = request.json()
         text, add_special = body.get("text"), True
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
@@ -299,6 +314,48 @@ class _Owners:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
+
+
+class _Sent:
+    """The states of a stream that its client was sent, for ``remember``."""
+
+    def __init__(self, history: TokenHistory, owners: _Owners, session: str) -> None:
+        self._history, self._owners, self._session = history, owners, session
+        self._open: dict[int, JsonMapping] = {}
+        """Newest state that was sent of each unfinished response, with its text as it was sent."""
+
+    def take(self, state: JsonMapping) -> bool:
+        """Return whether a state is the last one of its response, which is then remembered."""
+        place = state.get("index", 0)
+        if state["meta_info"].get("finish_reason") is None:
+            return False
+        self._open.pop(place, None)
+        self._history._note_one(place, state, self._owners, self._session)
+        return True
+
+    def seen(self, state: JsonMapping, text: str) -> None:
+        """Note that the client was sent an unfinished state, as this text."""
+        if state["meta_info"].get("finish_reason") is None:
+            self._open[state.get("index", 0)] = {**state, "text": text}
+
+    def note_cut(self) -> None:
+        """Remember the responses that the client has cut: those of which it has seen the text of every token."""
+        for place, state in self._open.items():
+            if state["text"] and self._history._text.decode(list(state["output_ids"])) == state["text"]:
+                self._history._note_one(place, state, self._owners, self._session)
+        self._open.clear()
+
+
+async def _states(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
+    """Yield the states and the errors of a stream."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for each in events:
+            if (state := _state(each)) is not None:
+                yield state
+            elif b'"error"' in each and (data := data_of(each)) is not None:
+                yield json.loads(data)
 
 
 def _state(line: bytes) -> JsonObject | None:
