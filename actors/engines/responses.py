@@ -139,8 +139,8 @@ class Responses:
 
         A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
         are away, full or not serving. ``accept`` raises WireError for an answer that is no valid response: it counts as broken off, and
-        begins anew. ``waiting`` is entered while an engine is waited for. ``grown`` is called with the response so far, each time longer than before
-        and accepted; one that it has been called with does not begin anew. Raises BadRequest, GenerationFailed, Interrupted.
+        begins anew. ``waiting`` is entered while an engine is waited for. ``grown`` is called with the accepted response so far,
+        each time longer than before; such a response does not begin anew. Raises BadRequest, GenerationFailed, Interrupted.
         """
         tries = _Tries(begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s, grown=grown)
         while not self._cutting_short:
@@ -217,9 +217,7 @@ class Responses:
             _require(accept, response, tries)
             return response
 
-    async def _ask(
-        self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None]
-    ) -> Generation | None:
+    async def _ask(self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None]) -> Generation | None:
         """Return the engine's answer, complete or broken off; None when it was cut short without one."""
         if self._cutting_short:
             return None

@@ -30,6 +30,7 @@ from actors.errors import BadRequest
 from actors.events import DATA
 from actors.http_api import json_map
 from actors.openai import openai_api
+from actors.router.dialects import DIALECTS
 from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
@@ -49,7 +50,7 @@ HISTORY_TEXT = 1 << 24
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat some errors by themselves, unless an answer says no."""
-_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {path: one.id for path, one in DIALECTS.items()}
 """Beginning of an answer's id by path."""
 
 
@@ -176,7 +177,7 @@ class Gateway:
             refusal = _refused(open.episode, error)
             if not response.prepared:
                 return refusal
-            await response.write(DATA + bytes(refusal.body or b"") + b"\n\n")  # type: ignore[arg-type]
+            await response.write((b"event: error\n" if path in DIALECTS else b"") + DATA + bytes(refusal.body or b"") + b"\n\n")  # type: ignore[arg-type]
         finally:
             if calls.stream is not None:
                 await calls.stream.end()
@@ -321,7 +322,7 @@ def _key(given: web.Request) -> tuple[str, str]:
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:
-    content = openai_api.error(message, int(status))
+    content = {"type": "error", **openai_api.error(message, int(status))}  # the type is Anthropic's
     if code is not None:
         content["error"]["code"] = code
     return web.json_response(content, status=int(status), headers=_NO_RETRY)

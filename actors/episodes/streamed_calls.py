@@ -1,8 +1,8 @@
 """The model calls of a streamed request: states as the engines make them, and turns that are what was sent of them.
 
-    engines -> newest state of each response -> states -> client       states in between are skipped while the client is slower
-                          the whole response -> recorded, then its last state is sent
-                                  client gone -> recorded up to the last token sent, finish: cut
+engines -> newest state of each response -> states -> client       states in between are skipped while the client is slower
+                      the whole response -> recorded, then its last state is sent
+                              client gone -> recorded up to the last token sent, finish: cut
 """
 
 import asyncio

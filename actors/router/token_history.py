@@ -19,15 +19,16 @@ from http import HTTPStatus
 from pathlib import Path
 
 from actors.errors import BadRequest, EngineError
-from actors.events import data_of
 from actors.openai import openai_api
 from actors.router.config import RouterConfig
+from actors.router.dialects import DIALECTS
 from actors.router.exchange import Answer, Handler, Request
+from actors.router.state_streams import SentStates, state_in, states_in
 from actors.router.tool_call_cache import ToolCallCache
 from actors.router.tree import Piece, TokenTree, columns
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
-from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""
@@ -75,6 +76,7 @@ class TokenHistory:
             "/generate": self._generate,
             "/v1/chat/completions": self._openai,
             "/v1/completions": self._openai,
+            **dict.fromkeys(DIALECTS, self._translated),
             "/retrieve_from_text": self._retrieve,
         }
         answering = paths.get(request.path)
@@ -122,7 +124,7 @@ class TokenHistory:
 
     async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
         """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
-        sent = _Sent(self, owners, session)
+        sent = self._sent(owners, session)
         try:
             async with aclosing(states):
                 async for state in states:
@@ -132,12 +134,15 @@ class TokenHistory:
         finally:
             sent.note_cut()
 
+    def _sent(self, owners: "_Owners", session: str) -> SentStates:
+        return SentStates(lambda place, state: self._note_one(place, state, owners, session), self._text.decode)
+
     async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
         rest = b""
         async for chunk in chunks:
             *events, rest = (rest + chunk).split(b"\n\n")
-            for state in map(_state, events):
+            for state in map(state_in, events):
                 if state is not None and state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
             yield chunk
@@ -214,7 +219,7 @@ class TokenHistory:
             if answer.status != 200:
                 return await _refused(answer)
             if answer.streamed:
-                states = answer.states if answer.states is not None else _states(answer.chunks)
+                states = answer.states if answer.states is not None else states_in(answer.chunks)
                 return answer.with_states(self._openai_events(states, builder, owners, request.session))
             read = await answer.json()
             answers = read if isinstance(read, list) else [read]
@@ -223,6 +228,20 @@ class TokenHistory:
                 self._note_calls({**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
             return answer.with_content(whole)
+
+    async def _translated(self, request: Request, handler: Handler) -> Answer:
+        """Answer a request of another API by a chat completion."""
+        dialect, body = DIALECTS[request.path], request.json()
+        try:
+            chat = dialect.chat_of(body)
+        except BadRequest as error:
+            return Answer.of(400, dialect.error(openai_api.error(str(error), 400)))
+        answer = await self._openai(request.with_body(chat, "/v1/chat/completions"), handler)
+        async with answer:
+            if answer.states is not None:
+                return answer.with_(dialect.stream(answer.states, body))
+            found = await answer.json()
+            return answer.with_content(dialect.whole_of(found, body) if answer.status == 200 else dialect.error(found))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
@@ -247,7 +266,7 @@ class TokenHistory:
     async def _openai_events(
         self, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
     ) -> AsyncGenerator[JsonMapping, None]:
-        sent = _Sent(self, owners, session)
+        sent = self._sent(owners, session)
         try:
             async with aclosing(states):
                 async for state in states:
@@ -314,56 +333,6 @@ class _Owners:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
-
-
-class _Sent:
-    """The states of a stream that its client was sent, for ``remember``."""
-
-    def __init__(self, history: TokenHistory, owners: _Owners, session: str) -> None:
-        self._history, self._owners, self._session = history, owners, session
-        self._open: dict[int, JsonMapping] = {}
-        """Newest state that was sent of each unfinished response, with its text as it was sent."""
-
-    def take(self, state: JsonMapping) -> bool:
-        """Return whether a state is the last one of its response, which is then remembered."""
-        place = state.get("index", 0)
-        if state["meta_info"].get("finish_reason") is None:
-            return False
-        self._open.pop(place, None)
-        self._history._note_one(place, state, self._owners, self._session)
-        return True
-
-    def seen(self, state: JsonMapping, text: str) -> None:
-        """Note that the client was sent an unfinished state, as this text."""
-        if state["meta_info"].get("finish_reason") is None:
-            self._open[state.get("index", 0)] = {**state, "text": text}
-
-    def note_cut(self) -> None:
-        """Remember the responses that the client has cut: those of which it has seen the text of every token."""
-        for place, state in self._open.items():
-            if state["text"] and self._history._text.decode(list(state["output_ids"])) == state["text"]:
-                self._history._note_one(place, state, self._owners, self._session)
-        self._open.clear()
-
-
-async def _states(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
-    """Yield the states and the errors of a stream."""
-    rest = b""
-    async for chunk in chunks:
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for each in events:
-            if (state := _state(each)) is not None:
-                yield state
-            elif b'"error"' in each and (data := data_of(each)) is not None:
-                yield json.loads(data)
-
-
-def _state(line: bytes) -> JsonObject | None:
-    """Return the response state in an event; None for an event without one ([DONE], an error)."""
-    if (data := data_of(line)) is None or not data.startswith(b"{"):
-        return None
-    state = json.loads(data)
-    return state if "meta_info" in state else None
 
 
 def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:

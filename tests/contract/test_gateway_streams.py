@@ -1,5 +1,7 @@
 """Streams of the gateway: sent token by token, and recorded as they were sent."""
 
+# ruff: noqa: ASYNC110 - what is waited for is inside the gateway
+
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
