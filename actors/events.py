@@ -20,6 +20,11 @@ def event(content: Mapping[str, object]) -> bytes:
     return DATA + json.dumps(content).encode() + b"\n\n"
 
 
+def named_event(content: Mapping[str, object]) -> bytes:
+    """Return one event that is named by its ``type``, encoded."""
+    return f"event: {content['type']}\n".encode() + event(content)
+
+
 def data_of(line: bytes) -> bytes | None:
     """Return the data of one line of a stream, JSON or END; None for a line without data."""
     return line.removeprefix(DATA) if line.startswith(DATA) else None

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,9 +94,15 @@ class _Tries:
     broken: int = 0
     """Number of requests that an engine accepted and did not finish."""
     last: str = ""
+    grown: "Callable[[Response], None] | None" = None
+    """Called with the response so far; None = it is not streamed."""
+    shown: bool = False
+    """Whether ``grown`` has been called: the response can be continued, but not begin anew."""
 
-    def restart(self) -> None:
-        """Discard the unfinished response."""
+    def restart(self, reason: str) -> None:
+        """Discard the unfinished response. Raises GenerationFailed for one that has been streamed."""
+        if self.shown:
+            raise GenerationFailed(f"a part of the response has been streamed, and it cannot begin anew: {reason}")
         self.begun, self.generating_s = None, 0.0
 
     def interrupted(self, reason: str) -> Interrupted:
@@ -126,14 +133,16 @@ class Responses:
         prompt: Prompt,
         accept: Callable[[Response], None] = _anything,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        grown: Callable[[Response], None] | None = None,
     ) -> Response:
         """Return a complete response.
 
         A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
         are away, full or not serving. ``accept`` raises WireError for an answer that is no valid response: it counts as broken off, and
-        begins anew. ``waiting`` is entered while an engine is waited for. Raises BadRequest, GenerationFailed, Interrupted.
+        begins anew. ``waiting`` is entered while an engine is waited for. ``grown`` is called with the accepted response so far,
+        each time longer than before; such a response does not begin anew. Raises BadRequest, GenerationFailed, Interrupted.
         """
-        tries = _Tries(begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s)
+        tries = _Tries(begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s, grown=grown)
         while not self._cutting_short:
             try:
                 if (response := await self._try(prompt, tries, accept, waiting)) is not None:
@@ -189,10 +198,15 @@ class Responses:
             tries.avoid = name
             asked = time.monotonic()
             tries.queued_s += asked - begin
-            answer = await self._ask(name, engine, prompt, tries)
+            spent_s, begun = tries.generating_s, tries.begun
+            try:
+                answer = await self._ask(name, engine, prompt, tries, accept)
+            finally:
+                if tries.begun is not None and tries.begun is not begun:  # a stream that broke off is continued
+                    tries.generating_s = spent_s + time.monotonic() - asked
             if answer is None:
                 return None
-            generating_s = tries.generating_s + time.monotonic() - asked
+            generating_s = spent_s + time.monotonic() - asked
             if answer.finish not in FINISHED:
                 tries.begun, tries.generating_s = answer, generating_s
                 if self._cutting_short:
@@ -200,41 +214,81 @@ class Responses:
                 raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
             timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
             response = Response(generation=answer, engine=name, timings=timings)
-            try:
-                accept(response)
-            except WireError as error:
-                tries.restart()
-                raise EngineFailed(name, f"its answer is not a valid sample: {error}") from error
+            _require(accept, response, tries)
             return response
 
-    async def _ask(self, name: str, engine: Engine, prompt: Prompt, tries: _Tries) -> Generation | None:
+    async def _ask(self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None]) -> Generation | None:
         """Return the engine's answer, complete or broken off; None when it was cut short without one."""
         if self._cutting_short:
             return None
         now = time.monotonic()
         # The time keeps it unique: an attempt that finds its engine unavailable does not count as broken.
         id = f"{prompt.name}.{tries.broken}-{now:.6f}"
+        begun = tries.begun
+        generate = engine.generate if tries.grown is None else _Streamed(name, engine, tries, accept).generate
         try:
             async with asyncio.timeout(None) as limit:  # ``cut_short`` sets the limit
                 self._in_flight[id] = (engine, limit)
                 with self._activity:
-                    return await engine.generate(
+                    return await generate(
                         prompt.tokens,
                         prompt.sampling,
                         id=id,
                         min_version=prompt.min_version,
                         timeout_s=max(tries.began_s + self._timeout_s - now, 0.001),
-                        begun=tries.begun,
+                        begun=begun,
                     )
         except TimeoutError:
             return None
         except (BadRequest, EngineFailed) as error:
-            if tries.begun is None:
+            if begun is None:
                 raise
-            tries.restart()  # the continued response may be the reason
+            tries.restart(str(error))  # the continued response may be the reason
             raise EngineFailed(name, f"could not continue a response: {error}") from error
         finally:
             del self._in_flight[id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Streamed:
+    """One streamed request to an engine."""
+
+    name: str
+    engine: Engine
+    tries: _Tries
+    accept: Callable[[Response], None]
+
+    async def generate(self, tokens: NDArray[np.int32], sampling: Sampling, **more: Any) -> Generation:
+        """Return the whole response, as ``Engine.generate``; ``tries.grown`` is called with it as it grows."""
+        tries, last, begin = self.tries, None, time.monotonic()
+        stream = self.engine.stream(tokens, sampling, **more)
+        async with aclosing(stream):  # type: ignore[type-var]  # generators, by all adapters
+            async for last in stream:
+                if last.finish is None and _covered(last) > len(tries.begun.tokens if tries.begun is not None else ()):
+                    timings = Timings(queued_s=tries.queued_s, generating_s=tries.generating_s + time.monotonic() - begin)
+                    response = Response(generation=last, engine=self.name, timings=timings)
+                    _require(self.accept, response, tries)
+                    tries.begun, tries.shown = last, True
+                    assert tries.grown is not None, "else it is not streamed"
+                    tries.grown(response)
+        if last is None or last.finish is None:
+            raise EngineGone(self.name, "the stream ended before the response")
+        return last
+
+
+def _covered(generation: Generation) -> int:
+    """Return the number of tokens; 0 where the versions that made them are not known yet."""
+    count = len(generation.tokens)
+    return count if sum(span.num_tokens for span in generation.spans) == count else 0
+
+
+def _require(accept: Callable[[Response], None], response: Response, tries: _Tries) -> None:
+    """Raise EngineFailed unless a response is accepted; the next attempt begins anew."""
+    try:
+        accept(response)
+    except WireError as error:
+        tries.restart(str(error))
+        raise EngineFailed(response.engine, f"its answer is not a valid sample: {error}") from error
 
 
 async def _abort(engine: Engine, id: str) -> None:

@@ -3,7 +3,8 @@
     http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, as x-api-key,
                                                                or as the user: http://KEY@127.0.0.1:PORT/...
 
-A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next identical request.
+A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next identical request;
+of a stream that a client has cut the tokens that were sent are a turn.
 """
 
 import asyncio
@@ -11,22 +12,26 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import BasicAuth, web
 
 from actors.engines.responses import GenerationFailed, Interrupted, Responses
 from actors.episodes import inference_api
+from actors.episodes.calls import Called, answer_of
 from actors.episodes.episode import Episode, Spent
-from actors.episodes.model_calls import Called, ModelCalls, answer_of
+from actors.episodes.model_calls import ModelCalls
 from actors.episodes.transcript import messages_of
 from actors.errors import BadRequest
+from actors.events import DATA
 from actors.http_api import json_map
 from actors.openai import openai_api
-from actors.router.exchange import SESSION_HEADERS, Request
+from actors.router.dialects import DIALECTS
+from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
 from bus.streams.turns import Superseded
@@ -45,7 +50,7 @@ HISTORY_TEXT = 1 << 24
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat some errors by themselves, unless an answer says no."""
-_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {path: one.id for path, one in DIALECTS.items()}
 """Beginning of an answer's id by path."""
 
 
@@ -69,6 +74,7 @@ class _Open:
     running: set[asyncio.Task[_Made]] = field(default_factory=set)
     left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
     """Answers whose clients have gone, by request."""
+    streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
 
 class Gateway:
@@ -90,9 +96,9 @@ class Gateway:
         """Stop listening."""
         await self._listener.close()
 
-    @contextmanager
-    def opened(self, episode: Episode, *, max_calls_in_flight: int) -> Iterator[str]:
-        """Yield the key of an episode. Behind the block its calls are ended, and the key is refused."""
+    @asynccontextmanager
+    async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
+        """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is refused."""
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT)
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
@@ -108,6 +114,9 @@ class Gateway:
                 self._ended.popitem(last=False)
             for call in open.running:
                 call.cancel()
+            for stream in open.streams:
+                _cut(stream)
+            await asyncio.gather(*open.streams, return_exceptions=True)
 
     async def _handle(self, given: web.Request) -> web.StreamResponse:
         key, path = _key(given)
@@ -123,28 +132,59 @@ class Gateway:
                 return self._reward(open.episode, await given.read())
             if path == "/state":
                 return await self._state(open.episode, await given.read())
-            made = await self._made(open, given, path, await given.read())
+            body = await given.read()
+            if _streams(open.episode, path, body):
+                return await self._stream(open, given, path, body)
+            made = await self._made(open, given, path, body)
             if made.status == HTTPStatus.OK:  # to the end, also when the client goes: what is stored must be recorded
-                await asyncio.shield(_deliver(open.episode, made, await given.read(), path))
+                await asyncio.shield(_deliver(open.episode, made, body, path))
             else:
                 open.episode.refused = made.content[:500].decode(errors="replace")
-        except BadRequest as error:
-            open.episode.refused = str(error)
-            spent = isinstance(error, Spent) or "context length" in str(error)
-            if spent:
-                open.episode.spent = open.episode.spent or "context"
-            return _error(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded" if spent else None)
-        except Interrupted as error:
-            open.episode.stop(handed_back=error.reason)
-            return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
-        except GenerationFailed as error:
-            open.episode.stop(failed=str(error))
-            return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-        except Superseded:
-            open.episode.stop(superseded=True)
-            return _error("another actor makes this sample now", HTTPStatus.GONE)
+        except _ENDS as error:
+            return _refused(open.episode, error)
         made.calls.held.close()
         return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
+
+    async def _stream(self, open: _Open, given: web.Request, path: str, body: bytes) -> web.StreamResponse:
+        """Answer with a stream, which is cut when its client hangs up or the episode ends."""
+        streaming = asyncio.get_running_loop().create_task(self._streaming(open, given, path, body))
+        open.streams.add(streaming)
+        streaming.add_done_callback(open.streams.discard)
+        streaming.add_done_callback(_seen)
+        try:
+            return await asyncio.shield(streaming)
+        except asyncio.CancelledError:
+            _cut(streaming)
+            raise
+
+    async def _streaming(self, open: _Open, given: web.Request, path: str, body: bytes) -> web.StreamResponse:
+        """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are events."""
+        response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
+        request, calls = self._asked(open, given, path, body)
+        try:
+            async with open.slots, await open.history(request, calls) as answer:
+                if calls.stream is None:
+                    content = await answer.read()
+                    if answer.status != HTTPStatus.OK:
+                        open.episode.refused = content[:500].decode(errors="replace")
+                    return web.Response(body=content, status=answer.status, headers={"Content-Type": JSON, **_NO_RETRY})
+                open.episode.refused = ""
+                await response.prepare(given)
+                async for chunk in answer.chunks:
+                    await response.write(chunk)
+                    calls.stream.sent()
+        except _ENDS as error:
+            refusal = _refused(open.episode, error)
+            if not response.prepared:
+                return refusal
+            await response.write((b"event: error\n" if path in DIALECTS else b"") + DATA + bytes(refusal.body or b"") + b"\n\n")  # type: ignore[arg-type]
+        finally:
+            if calls.stream is not None:
+                await calls.stream.end()
+                if calls.stream.recorded:
+                    open.episode.transcript = messages_of(body, path, open.episode.text)
+            calls.held.close()
+        return response
 
     async def _made(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
         """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
@@ -170,17 +210,7 @@ class Gateway:
 
     async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
         """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
-        id = secrets.token_hex(12)
-        calls = ModelCalls(
-            open.episode,
-            self._responses,
-            max_context=self._model.max_context,
-            name=_PREFIX.get(path, "") + id,
-            model=self._model.name,
-            agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
-            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0",
-        )
-        request = Request(method=given.method, path=path, headers={}, body=body, id=id)
+        request, calls = self._asked(open, given, path, body)
         try:
             async with open.slots:
                 if path == inference_api.PATH:
@@ -193,6 +223,20 @@ class Gateway:
             calls.held.close()
             raise
 
+    def _asked(self, open: _Open, given: web.Request, path: str, body: bytes) -> tuple[Request, ModelCalls]:
+        """Return a request with the handler of its model calls."""
+        id = secrets.token_hex(12)
+        calls = ModelCalls(
+            open.episode,
+            self._responses,
+            max_context=self._model.max_context,
+            name=_PREFIX.get(path, "") + id,
+            model=self._model.name,
+            agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
+            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0",
+        )
+        return Request(method=given.method, path=path, headers={}, body=body, id=id), calls
+
     def _reward(self, episode: Episode, body: bytes) -> web.Response:
         given = json_map(body)
         episode.reward_turn(given.get("turn"), given.get("reward"))
@@ -204,6 +248,43 @@ class Gateway:
             raise BadRequest('want a map with "state"')
         await episode.save(given["state"])
         return web.json_response({"success": True})
+
+
+_ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded)
+"""Errors of model calls."""
+
+
+def _refused(episode: Episode, error: Exception) -> web.Response:
+    """Return the answer to a call that has failed; what ends the episode ends it."""
+    match error:
+        case BadRequest():
+            episode.refused = str(error)
+            spent = isinstance(error, Spent) or "context length" in str(error)
+            if spent:
+                episode.spent = episode.spent or "context"
+            return _error(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded" if spent else None)
+        case Interrupted():
+            episode.stop(handed_back=error.reason)
+            return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+        case GenerationFailed():
+            episode.stop(failed=str(error))
+            return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        case _:
+            episode.stop(superseded=True)
+            return _error("another actor makes this sample now", HTTPStatus.GONE)
+
+
+def _streams(episode: Episode, path: str, body: bytes) -> bool:
+    """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be stored before."""
+    if b'"stream"' not in body or path == inference_api.PATH or episode.log.stores or episode.log.pending:
+        return False
+    return json_map(body).get("stream") is True
+
+
+def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
+    """End a stream, once: a second cancellation would end the recording of what was sent."""
+    if not streaming.cancelling():
+        streaming.cancel()
 
 
 async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
@@ -241,13 +322,13 @@ def _key(given: web.Request) -> tuple[str, str]:
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:
-    content = openai_api.error(message, int(status))
+    content = {"type": "error", **openai_api.error(message, int(status))}  # the type is Anthropic's
     if code is not None:
         content["error"]["code"] = code
     return web.json_response(content, status=int(status), headers=_NO_RETRY)
 
 
-def _seen(call: asyncio.Task[_Made]) -> None:
+def _seen(call: asyncio.Task[Any]) -> None:
     """Take note of the error of a call whose client has gone, of which nobody else is told."""
     if not call.cancelled() and (error := call.exception()) is not None:
         logger.debug("model call ended error=%s", error)

@@ -8,9 +8,10 @@ no task has (grammars, biases) is refused, because the recorded log-probs would 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -18,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.responses import Prompt, Response, Responses
+from actors.episodes.calls import Called, answer_of
 from actors.episodes.episode import Call, Episode
 from actors.episodes.recorder import Output
-from actors.episodes.turn_log import StoredTurn
+from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from actors.errors import BadRequest
-from actors.events import DONE, event
-from actors.http_api import json_map
 from actors.router.exchange import Answer, Request
 from bus.errors import WireError
 from bus.system.coroutines import first_error
@@ -43,18 +43,6 @@ REFUSED = ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "logi
 """Parameters that change the distribution, or when a response ends by the model's own word, in a way that no task has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A model call with its answer. P = tokens of its prompt."""
-
-    prompt: NDArray[np.int32]
-    """[P]."""
-    output: Output
-    response: Response
-    stored: StoredTurn | None
-    """The answer of an earlier attempt that it was given; None = it is new."""
-
-
 class ModelCalls:
     """The calls of one request: a ``Handler``. Leave ``held`` when the outputs are recorded, or will never be."""
 
@@ -66,7 +54,9 @@ class ModelCalls:
         self._name, self._model, self._agent, self._trained = name, model, agent, trained
         self.held = ExitStack()
         self.outputs: list[Called] = []
-        """Each call, by place."""
+        """Each call, by place; none of a stream."""
+        self.stream: StreamedCalls | None = None
+        """The calls of a request that is streamed; they record their turns themselves."""
 
     async def __call__(self, request: Request) -> Answer:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
@@ -74,22 +64,23 @@ class ModelCalls:
             return Answer.of(HTTPStatus.OK, self._models())
         if request.path != "/generate":
             raise BadRequest(f"{request.path}: not a path of this gateway")
-        body = json_map(request.body)
+        body = request.json()
         prompts, params, many = _read(body)
+        asked = [*zip(prompts, params, strict=True)]
         streamed = body.get("stream") is True
+        if streamed and not self._episode.log.stores and not self._episode.log.pending:
+            self.stream = StreamedCalls([partial(self._grown, *each) for each in asked], self._record, request.id)
+            await self.stream.begin()
+            return Answer.of_states(HTTPStatus.OK, self.stream.states())
         try:
             async with asyncio.TaskGroup() as group:
-                calls = [
-                    group.create_task(self._call(prompt, given, place))
-                    for place, (prompt, given) in enumerate(zip(prompts, params, strict=True))
-                ]
+                calls = [group.create_task(self._call(*each, place)) for place, each in enumerate(asked)]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        answered = [call.result() for call in calls]
-        self.outputs = answered
-        answers = [answer_of(each, request.id, place) for place, each in enumerate(answered)]
+        self.outputs = [call.result() for call in calls]
+        answers = [answer_of(each, request.id, place) for place, each in enumerate(self.outputs)]
         if streamed:
-            return Answer(HTTPStatus.OK, {"Content-Type": "text/event-stream"}, _events(answers))
+            return Answer.of_states(HTTPStatus.OK, _whole(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
 
     def _models(self) -> JsonObject:
@@ -100,22 +91,33 @@ class ModelCalls:
 
     async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> Called:
         episode = self._episode
-        sampling = _sampling(episode.sampling, given, self._own if self._trained else None)
-        call = self.held.enter_context(episode.call(prompt, sampling.max_new_tokens))
+        call, sampling = self._begun(prompt, given, self.held)
         stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
         if stored is not None:
-            response = stored.response()
-            output = stored.output(self._id(place))
+            called = Called(prompt, stored.output(self._id(place)), stored.response(), stored)
         else:
-            response = await self._generated(call, prompt, sampling, place)
-            output = self._output(call, response, place)
-        if call.limit and response.generation.finish == "length":
-            episode.spent = episode.spent or call.limit
-        return Called(prompt, output, response, stored)
+            called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
+        self._note_spent(call, called)
+        return called
 
-    async def _generated(self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int) -> Response:
+    async def _grown(self, prompt: NDArray[np.int32], given: JsonMapping, turn: StreamedTurn) -> Called:
+        """Make the call of a streamed turn."""
+        call, sampling = self._begun(prompt, given, turn.room)
+        turn.cut = partial(self._cut, call, prompt, turn.place)
+        called = self._called(call, prompt, turn.place, await self._generated(call, prompt, sampling, turn.place, turn.grow))
+        self._note_spent(call, called)
+        return called
+
+    def _begun(self, prompt: NDArray[np.int32], given: JsonMapping, room: ExitStack) -> tuple[Call, Sampling]:
+        """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
+        sampling = _sampling(self._episode.sampling, given, self._own if self._trained else None)
+        call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens))
+        return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
+
+    async def _generated(
+        self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
+    ) -> Response:
         episode = self._episode
-        sampling = replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
         asked = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
             tokens=prompt,
@@ -123,7 +125,19 @@ class ModelCalls:
             min_version=episode.task.min_version,
             prefer=episode.engine,
         )
-        return await self._responses.generate(asked, _accept, episode.clock.stopped)
+        return await self._responses.generate(asked, _accept, episode.clock.stopped, grown)
+
+    def _note_spent(self, call: Call, called: Called) -> None:
+        """Note a budget that has cut a response short."""
+        if call.limit and called.response.generation.finish == "length":
+            self._episode.spent = self._episode.spent or call.limit
+
+    async def _record(self, called: Called) -> None:
+        await self._episode.record(called.prompt, called.output, called.response)
+
+    def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response) -> Called:
+        """Return an unfinished response as a turn."""
+        return self._called(call, prompt, place, response, finish=CUT)
 
     def _id(self, place: int) -> str:
         """Return the name of a turn."""
@@ -133,19 +147,26 @@ class ModelCalls:
         """Count a parameter that is overridden."""
         self._episode.overridden[name] += 1
 
-    def _output(self, call: Call, response: Response, place: int) -> Output:
+    def _called(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, finish: str = "") -> Called:
         made = response.generation
-        return Output(
+        output = Output(
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
             id=self._id(place),
-            finish=made.finish or "",
+            finish=finish or made.finish or "",
             agent=self._agent,
             begin_s=call.begin_s,
             seconds=response.timings.queued_s + response.timings.generating_s,
             trained=self._trained,
         )
+        return Called(prompt, output, response, None)
+
+
+async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]:
+    """Yield the states of a stream that is sent when it is whole."""
+    for answer in answers:
+        yield answer
 
 
 def _accept(response: Response) -> None:
@@ -240,35 +261,3 @@ def _ids(given: object, default: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 2**31 for each in given):
         raise BadRequest(f"sampling_params.stop_token_ids: want token ids, got {given!r}")
     return tuple(given)
-
-
-def answer_of(called: Called, id: str, place: int = 0) -> JsonObject:
-    """Return SGLang's JSON of a response."""
-    made = called.response.generation
-    ends = np.cumsum([span.num_tokens for span in made.spans]).tolist()
-    versions = [
-        {"version": str(span.version), "start": end - span.num_tokens, "end": end} for span, end in zip(made.spans, ends, strict=True)
-    ]
-    tokens = made.tokens.tolist()
-    return {
-        "index": place,
-        "text": made.text,
-        "output_ids": tokens,
-        "meta_info": {
-            "id": id,
-            "turn": called.output.id,
-            "finish_reason": {"type": made.finish, "matched": made.matched},
-            "prompt_tokens": len(called.prompt),
-            "completion_tokens": len(tokens),
-            "cached_tokens": made.cached_tokens,
-            "weight_version": str(made.version),
-            "weight_versions": versions,
-            "output_token_logprobs": [[value, token, None] for value, token in zip(made.log_probs.tolist(), tokens, strict=True)],
-        },
-    }
-
-
-async def _events(answers: list[JsonObject]) -> AsyncIterator[bytes]:
-    for answer in answers:
-        yield event(answer)
-    yield DONE

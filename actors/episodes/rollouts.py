@@ -51,7 +51,7 @@ class ProgramRollout:
         self._open.add(episode)
         continued = bool(episode.log.pending or episode.log.restored)
         try:
-            with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
+            async with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
                 result = await self._run(episode, key)
             made = _made(episode, result)
         except GenerationFailed:

@@ -11,9 +11,11 @@ MAX_BYTES = 256_000
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
     """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
     given = json.loads(body) if body else {}
-    messages = given.get("messages") if path.endswith("/chat/completions") else None
+    messages = given.get("messages") if path.endswith(("/chat/completions", "/messages")) else None
+    if path.endswith("/responses") and isinstance(given.get("input"), list):
+        messages = given["input"]
     if not isinstance(messages, list):
-        prompt = next((given[name] for name in ("prompt", "text") if isinstance(given.get(name), str)), None)
+        prompt = next((given[name] for name in ("prompt", "text", "input") if isinstance(given.get(name), str)), None)
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]
     return bounded([*messages, {"role": "assistant", "content": answer}])
 

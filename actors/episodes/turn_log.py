@@ -91,6 +91,11 @@ class TurnLog:
         self._read(records)
 
     @property
+    def stores(self) -> bool:
+        """Whether turns are stored before they are delivered."""
+        return self._log is not None and self._keeps and self._log.kept
+
+    @property
     def pending(self) -> int:
         """Number of stored answers that are not given out yet."""
         return sum(len(turns) for turns in self._pending.values())
@@ -134,7 +139,7 @@ class TurnLog:
 
     async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: Output, response: Response) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded."""
-        if self._log is None or not self._keeps or not self._log.kept:
+        if self._log is None or not self.stores:
             return
         generation = response.generation
         await self._log.append(

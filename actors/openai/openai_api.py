@@ -225,7 +225,7 @@ class ResponseBuilder:
             choice: JsonObject = {"index": place}
             choice |= {"message": self.message(answer)} if self._request.chat else {"text": _text(answer)}
             finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
-            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **self._extras(answer, 0)}
+            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **_matched(answer), **self._extras(answer, 0)}
             choices.append(choice)
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
 
@@ -258,7 +258,14 @@ class ResponseBuilder:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
-        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
+        more = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
+        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **more}, finish)
+
+    def shown(self, answer: JsonMapping) -> str:
+        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
+        place = answer.get("index", 0)
+        shown = _text(answer)[: self._shown.get(place, 0)]
+        return "" if self._called.get(place) or self._reply(shown, finished=False).content != shown else shown
 
     def last(self) -> Iterator[JsonObject]:
         """Yield the chunks that follow when all responses have ended."""
@@ -328,6 +335,12 @@ def _text(answer: JsonMapping) -> str:
 def _finish(answer: JsonMapping) -> str | None:
     finish = answer["meta_info"].get("finish_reason")
     return None if finish is None else str(finish["type"])
+
+
+def _matched(answer: JsonMapping) -> JsonObject:
+    """Return the stop string or token id that ended a response, by SGLang's name for it; nothing where there is none."""
+    matched = (answer["meta_info"].get("finish_reason") or {}).get("matched")
+    return {} if matched is None else {"matched_stop": matched}
 
 
 def _bytes(piece: str) -> list[int] | None:

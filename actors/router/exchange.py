@@ -5,16 +5,19 @@ or return one of its own. The receiver of an Answer must leave it by ``async wit
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from actors.errors import BadRequest
+from actors.events import DONE, event
 from actors.http_api import json_map
-from bus.wire.json_object import JsonObject
+from bus.wire.json_object import JsonMapping, JsonObject
 
+JSON, EVENTS = "application/json", "text/event-stream"
+"""Types of content."""
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 """Headers with a session id; the first that is set counts. (The second is that of SGLang's own gateway.)"""
 SESSION_FIELD = "session_id"
@@ -38,6 +41,12 @@ class Request:
     """Session id. Requests of one session go to one engine, as long as it serves; empty = none."""
     id: str = ""
     """Id for the answer; empty = one is made."""
+    value: JsonMapping | None = None
+    """The body as a map, where it was made in this process; None = only ``body`` is known."""
+
+    def json(self) -> JsonObject:
+        """Return a copy of the body's map. Raises BadRequest unless it is a JSON map that can be encoded again."""
+        return json_map(self.body) if self.value is None else dict(self.value)
 
     @property
     def map(self) -> JsonObject:
@@ -55,35 +64,69 @@ class Request:
 
     def with_body(self, body: Mapping[str, object], path: str | None = None) -> "Request":
         """Return the same request with another body, and another path if given."""
-        return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)
+        return replace(self, body=json.dumps(body).encode(), value=body, path=self.path if path is None else path)
 
 
 class Answer:
-    """Status, headers, and chunks that can be read once."""
+    """Status, headers, and chunks that can be read once. One that was made in this process has its content as a value, too."""
 
     def __init__(self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None) -> None:
         """``held`` has the resources, closed with the error, if there was one, when the answer is left."""
         self.status, self.headers, self.chunks = status, headers, chunks
+        self.states: AsyncGenerator[JsonMapping, None] | None = None
+        """The events of ``chunks`` as values, read instead of them; None = only the chunks are known."""
+        self._content: object = None
         self._held = held or AsyncExitStack()
 
     @classmethod
     def of(cls, status: int, content: object) -> "Answer":
         """Return an answer with a JSON body."""
-        return cls(status, {"Content-Type": "application/json"}, _once(json.dumps(content).encode()))
+        return cls(status, {"Content-Type": JSON}, _encoded(content))._of(content)
+
+    @classmethod
+    def of_states(cls, status: int, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
+        """Return a stream of these events, with [DONE] at its end. Leaving it closes ``states``."""
+        held = AsyncExitStack()
+        held.push_async_callback(states.aclose)
+        answer = cls(status, {"Content-Type": EVENTS}, _events(states), held)
+        answer.states = states
+        return answer
+
+    def _of(self, content: object) -> "Answer":
+        self._content = content
+        return self
 
     @property
     def streamed(self) -> bool:
         """True when the content is a stream of server-sent events."""
-        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+        return self.headers.get("Content-Type", "").startswith(EVENTS)
 
     async def read(self) -> bytes:
         """Return the whole content."""
         return b"".join([chunk async for chunk in self.chunks])
 
+    async def json(self) -> Any:
+        """Return the content as a value. Raises ValueError if it is no JSON."""
+        return self._content if self._content is not None else json.loads(await self.read())
+
     def with_(self, chunks: AsyncIterator[bytes] | bytes) -> "Answer":
         """Return the same answer with other content. It takes over the resources: leaving it releases the engine."""
         headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
-        return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, self._held.pop_all())
+        held = self._held.pop_all()
+        if isinstance(chunks, AsyncGenerator):
+            held.push_async_callback(chunks.aclose)  # before what it reads from is released
+        return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, held)
+
+    def with_content(self, content: object) -> "Answer":
+        """Return the same answer with another JSON body. It takes over the resources."""
+        return self.with_(_encoded(content))._of(content)
+
+    def with_states(self, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
+        """Return the same answer as a stream of other events. It takes over the resources, and leaving it closes ``states``."""
+        answer = self.with_(_events(states))
+        answer._held.push_async_callback(states.aclose)
+        answer.states = states
+        return answer
 
     async def __aenter__(self) -> Self:
         return self
@@ -120,3 +163,13 @@ def refusal(status: int, message: str, kind: str) -> Answer:
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:
     yield content
+
+
+async def _encoded(content: object) -> AsyncIterator[bytes]:
+    yield json.dumps(content).encode()
+
+
+async def _events(states: AsyncIterator[JsonMapping]) -> AsyncGenerator[bytes, None]:
+    async for state in states:
+        yield event(state)
+    yield DONE

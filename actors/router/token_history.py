@@ -12,22 +12,23 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
 from actors.errors import BadRequest, EngineError
-from actors.events import DONE, data_of, event
-from actors.http_api import json_map
 from actors.openai import openai_api
 from actors.router.config import RouterConfig
+from actors.router.dialects import DIALECTS
 from actors.router.exchange import Answer, Handler, Request
+from actors.router.state_streams import SentStates, state_in, states_in
 from actors.router.tool_call_cache import ToolCallCache
 from actors.router.tree import Piece, TokenTree, columns
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
-from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""
@@ -75,6 +76,7 @@ class TokenHistory:
             "/generate": self._generate,
             "/v1/chat/completions": self._openai,
             "/v1/completions": self._openai,
+            **dict.fromkeys(DIALECTS, self._translated),
             "/retrieve_from_text": self._retrieve,
         }
         answering = paths.get(request.path)
@@ -96,7 +98,7 @@ class TokenHistory:
     # -- /generate ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
-        body = json_map(request.body)
+        body = request.json()
         text = body.pop("text", None)
         if text is None:
             return await handler(request)
@@ -112,18 +114,35 @@ class TokenHistory:
         async with answer:
             if answer.status != 200:
                 return answer.with_(answer.chunks)
+            if answer.states is not None:
+                return answer.with_states(self._noted(answer.states, owners, request.session))
             if answer.streamed:
                 return answer.with_(self._remember_stream(answer.chunks, owners, request.session))
-            raw = await answer.read()
-            self._note(json.loads(raw), owners, request.session)
-            return answer.with_(raw)
+            found = await answer.json()
+            self._note(found, owners, request.session)
+            return answer.with_content(found)
+
+    async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
+        """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
+        sent = self._sent(owners, session)
+        try:
+            async with aclosing(states):
+                async for state in states:
+                    sent.take(state)
+                    yield state
+                    sent.seen(state, str(state.get("text") or ""))
+        finally:
+            sent.note_cut()
+
+    def _sent(self, owners: "_Owners", session: str) -> SentStates:
+        return SentStates(lambda place, state: self._note_one(place, state, owners, session), self._text.decode)
 
     async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
         rest = b""
         async for chunk in chunks:
             *events, rest = (rest + chunk).split(b"\n\n")
-            for state in map(_state, events):
+            for state in map(state_in, events):
                 if state is not None and state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
             yield chunk
@@ -175,7 +194,7 @@ class TokenHistory:
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         try:
-            parsed = openai_api.parse(json_map(request.body), chat=request.path == "/v1/chat/completions")
+            parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 prompts = [self.pieces(self._chat_text(parsed), request.session, add_special=False)]
             else:
@@ -200,14 +219,29 @@ class TokenHistory:
             if answer.status != 200:
                 return await _refused(answer)
             if answer.streamed:
-                return answer.with_(self._openai_events(answer.chunks, builder, owners, request.session))
-            read = json.loads(await answer.read())
+                states = answer.states if answer.states is not None else states_in(answer.chunks)
+                return answer.with_states(self._openai_events(states, builder, owners, request.session))
+            read = await answer.json()
             answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
                 self._note_calls({**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
-            return answer.with_(json.dumps(whole).encode())
+            return answer.with_content(whole)
+
+    async def _translated(self, request: Request, handler: Handler) -> Answer:
+        """Answer a request of another API by a chat completion."""
+        dialect, body = DIALECTS[request.path], request.json()
+        try:
+            chat = dialect.chat_of(body)
+        except BadRequest as error:
+            return Answer.of(400, dialect.error(openai_api.error(str(error), 400)))
+        answer = await self._openai(request.with_body(chat, "/v1/chat/completions"), handler)
+        async with answer:
+            if answer.states is not None:
+                return answer.with_(dialect.stream(answer.states, body))
+            found = await answer.json()
+            return answer.with_content(dialect.whole_of(found, body) if answer.status == 200 else dialect.error(found))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
@@ -230,24 +264,24 @@ class TokenHistory:
         return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
     async def _openai_events(
-        self, chunks: AsyncIterator[bytes], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
-    ) -> AsyncIterator[bytes]:
-        rest = b""
-        async for chunk in chunks:
-            *events, rest = (rest + chunk).split(b"\n\n")
-            for each in events:
-                if (state := _state(each)) is None:
-                    if b'"error"' in each:
-                        yield each + b"\n\n"
-                    continue
-                if state["meta_info"].get("finish_reason") is not None:
-                    self._note_one(state.get("index", 0), state, owners, session)
-                    self._note_calls(state, builder)
-                for part in builder.parts(state):
-                    yield event(part)
+        self, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
+    ) -> AsyncGenerator[JsonMapping, None]:
+        sent = self._sent(owners, session)
+        try:
+            async with aclosing(states):
+                async for state in states:
+                    if "error" in state:
+                        yield state
+                        continue
+                    if sent.take(state):
+                        self._note_calls(state, builder)
+                    for part in builder.parts(state):
+                        yield part
+                        sent.seen(state, builder.shown(state))
+        finally:
+            sent.note_cut()
         for part in builder.last():
-            yield event(part)
-        yield DONE
+            yield part
 
     def _chat_text(self, parsed: openai_api.ParsedRequest) -> str:
         return openai_api.chat_text(replace(parsed, messages=self._call_cache.with_original_text(parsed.messages)), self._template)
@@ -259,7 +293,7 @@ class TokenHistory:
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
-        body = json_map(request.body)
+        body = request.json()
         text, add_special = body.get("text"), True
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
@@ -299,14 +333,6 @@ class _Owners:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
-
-
-def _state(line: bytes) -> JsonObject | None:
-    """Return the response state in an event; None for an event without one ([DONE], an error)."""
-    if (data := data_of(line)) is None or not data.startswith(b"{"):
-        return None
-    state = json.loads(data)
-    return state if "meta_info" in state else None
 
 
 def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:

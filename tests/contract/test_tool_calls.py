@@ -1,6 +1,5 @@
 """Agents that call tools, with OpenAI's own client: on both kinds of engine, and token-exact through the router."""
 
-import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -9,34 +8,19 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from actors.errors import BadRequest
 from actors.openai.openai_api import parse
 from actors.router.tool_call_cache import ToolCallCache
-from actors.text.tool_calls import CLOSING, OPENING, Call, ParsedReply, form_of, read, with_maps
+from actors.text.tool_calls import Call, ParsedReply, form_of, read, with_maps
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving
+from tests.reciting_model import CALLS, SAID, TEMPLATE, write_reciting_model
 from tests.router_kit import routing
-from tests.tiny_models import EOS, tiny_model, write_tiny_model
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(tool=false) %}"
-    "{% for m in messages %}"
-    "{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{% else %}{{ '[then]' if ns.tool else '[first]' }}{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% set ns.tool = m.role == 'tool' %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[then]' if ns.tool else '[first]' }}{% endif %}"
-)
-CALLS = [
-    *("[first]", "I shall add.\n\n", OPENING, '\n{"name":  "add", ', '"arguments": {"a":3,', ' "b": 4}}\n', CLOSING),
-    *("\n", "<tool_call>{", '"name": "now"}', "</tool_call>\n", EOS),
-]
-ANSWER = ["[then]", "It is ", "seven", ".", EOS]
-SAID = "".join(CALLS[1:-1])
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
 
@@ -53,23 +37,7 @@ def first_model(model_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a model that recites: each token of the two chains is followed by the next, in any context."""
-    directory = write_tiny_model(tmp_path_factory.mktemp("tools") / "model")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(CALLS + ANSWER) if piece != EOS])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    model = tiny_model(hidden_size=32, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(1.0 if "norm" in name else 0.0)
-        pairs = [pair for chain in (CALLS, ANSWER) for pair in itertools.pairwise(chain)]
-        for place, (piece, following) in enumerate(pairs):
-            model.model.embed_tokens.weight[tokenizer.token_to_id(piece), place] = 1.0
-            model.lm_head.weight[tokenizer.token_to_id(following), place] = 20.0
-    model.save_pretrained(directory, safe_serialization=True)
-    yield directory
+    yield write_reciting_model(tmp_path_factory.mktemp("tools") / "model")
 
 
 @asynccontextmanager

@@ -1,0 +1,144 @@
+"""The model calls of a streamed request: states as the engines make them, and turns that are what was sent of them.
+
+engines -> newest state of each response -> states -> client       states in between are skipped while the client is slower
+                      the whole response -> recorded, then its last state is sent
+                              client gone -> recorded up to the last token sent, finish: cut
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actors.engines.port import Generation
+from actors.engines.responses import Response
+from actors.episodes.calls import Called, answer_of
+from bus.wire.json_object import JsonMapping
+from bus.wire.messages import Timings
+
+CUT = "cut"
+"""Finish reason of a turn whose stream was closed by its client."""
+
+
+@dataclass(slots=True, eq=False)
+class StreamedTurn:
+    """One response of a streamed request."""
+
+    place: int
+    notify: Callable[[], None]
+    """To be called when something has changed."""
+    room: ExitStack = field(default_factory=ExitStack)
+    """Its room in the episode's budget, left when it is recorded."""
+    cut: Callable[[Response], Called] | None = None
+    """Makes a turn of an unfinished response; None while the call has not begun."""
+    newest: Response | None = None
+    yielded: Response | None = None
+    """The state that the client is being sent."""
+    sent: Response | None = None
+    """The state that the client was sent; None = no token yet."""
+    recorded: bool = False
+
+    def grow(self, response: Response) -> None:
+        """Take the response so far."""
+        self.newest = response
+        self.notify()
+
+
+Call = Callable[[StreamedTurn], Awaitable[Called]]
+"""Makes a response: sets ``cut``, calls ``grow``, and returns the whole."""
+
+
+class StreamedCalls:
+    """The calls of one request. ``begin``, then ``states`` to the end or not, and always ``end``."""
+
+    def __init__(self, calls: Sequence[Call], record: Callable[[Called], Awaitable[None]], id: str) -> None:
+        """``record`` records a turn. ``id``: that of the answer."""
+        self._calls, self._record, self._id = calls, record, id
+        self._changed = asyncio.Event()
+        self._turns = [StreamedTurn(place, self._changed.set) for place in range(len(calls))]
+        self._tasks: list[asyncio.Task[Called]] = []
+        self._current: StreamedTurn | None = None
+        """Turn of the state that was yielded last."""
+        self._recording = asyncio.Lock()
+
+    async def begin(self) -> None:
+        """Start the calls, and return with the first token of any. Raises as a call does."""
+        for turn, call in zip(self._turns, self._calls, strict=True):
+            task = asyncio.ensure_future(call(turn))
+            task.add_done_callback(lambda _: self._changed.set())
+            self._tasks.append(task)
+        while not any(turn.newest is not None for turn in self._turns) and not any(task.done() for task in self._tasks):
+            self._changed.clear()
+            await self._changed.wait()
+        self._raise_failed()
+
+    async def states(self) -> AsyncGenerator[JsonMapping, None]:
+        """Yield SGLang's JSON of each response as it grows: an empty one, any number of larger ones, the whole. Raises as a call does."""
+        left = dict(enumerate(self._turns))
+        for turn in self._turns:
+            yield self._state(turn, None)
+        while left:
+            self._changed.clear()
+            self._raise_failed()
+            for place, turn in list(left.items()):
+                if self._tasks[place].done():
+                    called = self._tasks[place].result()
+                    await self._recorded(turn, called)
+                    del left[place]
+                    yield answer_of(called, self._id, place)
+                elif turn.newest is not None and turn.newest is not turn.yielded:
+                    turn.yielded, self._current = turn.newest, turn
+                    yield self._state(turn, turn.yielded)
+            if left:
+                await self._changed.wait()
+
+    def sent(self) -> None:
+        """Note that the client was sent the state that was yielded last."""
+        if self._current is not None:
+            self._current.sent = self._current.yielded
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a turn was recorded."""
+        return any(turn.recorded for turn in self._turns)
+
+    async def end(self) -> None:
+        """End the calls, and record of the unfinished ones what was sent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for turn in self._turns:
+            if turn.sent is not None and turn.cut is not None:
+                await self._recorded(turn, turn.cut(turn.sent))
+            turn.room.close()
+
+    async def _recorded(self, turn: StreamedTurn, called: Called) -> None:
+        """Record a turn, once, also when this is cancelled meanwhile."""
+
+        async def record() -> None:
+            """Record, unless that was done."""
+            async with self._recording:
+                if not turn.recorded:
+                    turn.recorded = True
+                    await self._record(called)
+                    turn.room.close()
+
+        await asyncio.shield(asyncio.ensure_future(record()))
+
+    def _state(self, turn: StreamedTurn, response: Response | None) -> JsonMapping:
+        assert turn.cut is not None, "the call has begun"
+        return answer_of(turn.cut(response if response is not None else _EMPTY), self._id, turn.place)
+
+    def _raise_failed(self) -> None:
+        for task in self._tasks:
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                task.result()
+
+
+_EMPTY = Response(
+    generation=Generation(id="", tokens=np.zeros(0, np.int32), log_probs=np.zeros(0, np.float32), spans=(), finish=None),
+    engine="",
+    timings=Timings(),
+)

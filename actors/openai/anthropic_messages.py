@@ -1,0 +1,196 @@
+"""Translation of Anthropic's messages API into chat completions, and of the answers back. Pure: knows no HTTP and no engine.
+
+{"system": ..., "messages": [...], "max_tokens": 9, "tools": [...]}   ->  chat_of      ->  a chat completion's request
+{"content": [{"type": "text"}, {"type": "tool_use"}], "usage": ...}   <-  message_of   <-  its answer
+message_start, content_block_delta, ..., message_stop                 <-  MessageEvents <-  its chunks
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+
+from actors.errors import BadRequest
+from bus.wire.json_object import JsonMapping, JsonObject
+
+SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "min_version")
+"""Fields that a chat completion takes under the same name."""
+WITHOUT_EFFECT = {"metadata", "service_tier", "thinking", "container", "context_management", "inference_geo"}
+"""Fields that are accepted and ignored: clients send them, and they have no effect here."""
+KNOWN = {*SAME, *WITHOUT_EFFECT, "system", "messages", "stop_sequences", "tools", "tool_choice"}
+ID = "msg_"
+"""Beginning of an answer's id."""
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Finish reason of a chat -> stop reason."""
+
+
+def chat_of(body: JsonMapping) -> JsonObject:
+    """Return the chat completion's request for a request of messages. Raises BadRequest."""
+    for name in body:
+        if name not in KNOWN:
+            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
+            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    if body.get("max_tokens") is None:
+        raise BadRequest("max_tokens: want a number of tokens, got none")
+    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    if (stops := body.get("stop_sequences")) is not None:
+        chat["stop"] = stops
+    if body.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if tools := body.get("tools"):
+        chat["tools"] = _tools(tools)
+    chat["tool_choice"] = _choice(body.get("tool_choice"))
+    system = _text(body.get("system") or "", "system")
+    chat["messages"] = [*([{"role": "system", "content": system}] if system else []), *_messages(body.get("messages"))]
+    return chat
+
+
+def message_of(answer: JsonMapping) -> JsonObject:
+    """Return the message for a whole chat completion."""
+    (choice,) = answer["choices"]
+    made = choice["message"]
+    content: list[JsonObject] = [{"type": "text", "text": made["content"]}] if made.get("content") else []
+    content += [_tool_use(call) for call in made.get("tool_calls") or ()]
+    return {**_head(answer), "content": content, **_stop(choice), "usage": _usage(answer["usage"])}
+
+
+class MessageEvents:
+    """The events of one streamed message. A content block is open until another one begins, or the message ends."""
+
+    def __init__(self) -> None:
+        self._begun, self._places, self._open = False, 0, False
+        self._stop: JsonObject = {}
+        self._counts: JsonObject = {"input_tokens": 0, "output_tokens": 0}
+
+    def parts(self, chunk: JsonMapping) -> Iterator[JsonObject]:
+        """Yield the events for a chunk of the chat completion."""
+        if not self._begun:
+            self._begun = True
+            message = {**_head(chunk), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._counts}
+            yield {"type": "message_start", "message": message}
+        if chunk.get("usage"):
+            self._counts = _usage(chunk["usage"])
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("content"):
+                if not self._open:
+                    yield self._start({"type": "text", "text": ""})
+                    self._open = True
+                yield self._delta({"type": "text_delta", "text": delta["content"]})
+            for call in delta.get("tool_calls") or ():
+                yield from self._end()
+                yield self._start({**_tool_use(call), "input": {}})
+                self._open = True
+                yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+                yield from self._end()
+            if choice.get("finish_reason") is not None:
+                self._stop = _stop(choice)
+
+    def last(self) -> Iterator[JsonObject]:
+        """Yield the events that follow the last chunk."""
+        yield from self._end()
+        yield {"type": "message_delta", "delta": self._stop, "usage": self._counts}
+        yield {"type": "message_stop"}
+
+    def _start(self, block: JsonObject) -> JsonObject:
+        return {"type": "content_block_start", "index": self._places, "content_block": block}
+
+    def _delta(self, delta: JsonObject) -> JsonObject:
+        return {"type": "content_block_delta", "index": self._places, "delta": delta}
+
+    def _end(self) -> Iterator[JsonObject]:
+        if self._open:
+            yield {"type": "content_block_stop", "index": self._places}
+            self._open, self._places = False, self._places + 1
+
+
+def _head(answer: JsonMapping) -> JsonObject:
+    id = ID + str(answer["id"]).removeprefix("chatcmpl-")
+    return {"id": id, "type": "message", "role": "assistant", "model": answer["model"]}
+
+
+def _stop(choice: JsonMapping) -> JsonObject:
+    """Return the stop reason. A stop string is one of ``stop_sequences``; a token that ended the response is not."""
+    matched, finish = choice.get("matched_stop"), choice["finish_reason"]
+    if finish == "stop" and isinstance(matched, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": _REASONS.get(finish, finish), "stop_sequence": None}
+
+
+def _usage(usage: JsonMapping) -> JsonObject:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _tool_use(call: JsonMapping) -> JsonObject:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+
+
+def _tools(given: object) -> list[JsonObject]:
+    if not isinstance(given, list):
+        raise BadRequest(f"tools: want a list, got {given!r}")
+    found = []
+    for place, tool in enumerate(given):
+        if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+            raise BadRequest(f'tools[{place}]: want {{"name": ..., "input_schema": ...}}, a tool that the client runs, got {tool!r}')
+        function: JsonObject = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _choice(given: object) -> str:
+    match given:
+        case None | {"type": "auto"}:
+            return "auto"
+        case {"type": "none"}:
+            return "none"
+    raise BadRequest(f'tool_choice: not supported; want {{"type": "auto"}} or {{"type": "none"}}, got {given!r}')
+
+
+def _messages(given: object) -> list[JsonObject]:
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"messages: want a list of at least one message, got {given!r}")
+    return [each for place, message in enumerate(given) for each in _chat_messages(message, f"messages[{place}]")]
+
+
+def _chat_messages(given: object, where: str) -> list[JsonObject]:
+    """Return a message as those of a chat: results of tools are messages of their own, in front of the user's text."""
+    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
+        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
+    role, content = given["role"], given.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not content:
+        raise BadRequest(f"{where}.content: want text or a list of content blocks, got {content!r}")
+    texts, calls, results = list[str](), list[JsonObject](), list[JsonObject]()
+    for place, block in enumerate(content):
+        at = f"{where}.content[{place}]"
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if role == "assistant":
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}})
+            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
+                results.append({"role": "tool", "tool_call_id": id, "content": _text(block.get("content") or "", f"{at}.content")})
+            case _:
+                raise BadRequest(f"{at}: want a block of type text, tool_use (assistant) or tool_result (user), got {block!r}")
+    if role == "assistant":
+        return [{"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}]
+    return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]
+
+
+def _text(given: object, where: str) -> str:
+    """Return a text, given as it is or as text blocks."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and all(
+        isinstance(one, Mapping) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in given
+    ):
+        return "".join(one["text"] for one in given)
+    raise BadRequest(f"{where}: want text or text blocks, got {given!r}")

@@ -1,0 +1,264 @@
+"""Translation of OpenAI's responses API into chat completions, and of the answers back. Pure: knows no HTTP and no engine.
+
+    {"instructions": ..., "input": [...], "tools": [...]}    ->  chat_of         ->  a chat completion's request
+    {"output": [message, function_call, ...], "usage": ...}  <-  response_of     <-  its answer
+    response.created, ..., response.completed                <-  ResponseEvents  <-  its chunks
+
+Nothing is stored: a program sends the items of its history itself.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+from actors.errors import BadRequest
+from bus.wire.json_object import JsonMapping, JsonObject
+
+SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs", "min_version")
+"""Fields that a chat completion takes under the same name."""
+WITHOUT_EFFECT = {
+    *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("store", "include", "reasoning", "truncation", "stream_options"),
+}
+"""Fields that are accepted and ignored: clients send them, and they have no effect here."""
+REFUSED = {
+    "previous_response_id": "responses are not stored; send the items of the history as input",
+    "conversation": "conversations are not stored; send the items of the history as input",
+    "background": "want an answer to the request itself",
+    "prompt": "prompts are not stored; send instructions and input",
+}
+"""Fields that are not supported, with the reason."""
+KNOWN = {*SAME, *WITHOUT_EFFECT, *REFUSED, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"}
+ID = "resp_"
+"""Beginning of an answer's id."""
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def chat_of(body: JsonMapping) -> JsonObject:
+    """Return the chat completion's request for a request of responses. Raises BadRequest."""
+    for name, value in body.items():
+        if name not in KNOWN:
+            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
+            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
+        if name in REFUSED and value:
+            raise BadRequest(f"{name}: not supported: {REFUSED[name]}")
+    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if body.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if tools := body.get("tools"):
+        chat["tools"] = _tools(tools)
+    if body.get("tool_choice") is not None:
+        chat["tool_choice"] = body["tool_choice"]
+    if (form := _form(body.get("text"))) is not None:
+        chat["response_format"] = form
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise BadRequest(f"instructions: want text, got {instructions!r}")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] = [*system, *_messages(body.get("input"))]
+    return chat
+
+
+def response_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
+    """Return the response for a whole chat completion. ``body``: the request."""
+    (choice,) = answer["choices"]
+    made = choice["message"]
+    output = [_message(answer["id"], made["content"], 0)] if made.get("content") else []
+    output += [_function_call(call) for call in made.get("tool_calls") or ()]
+    return _response(answer, body, output, choice["finish_reason"], answer["usage"])
+
+
+class ResponseEvents:
+    """The events of one streamed response. An item is open until another one begins, or the response ends."""
+
+    def __init__(self, body: JsonMapping) -> None:
+        """``body``: the request."""
+        self._body, self._head, self._number = body, dict[str, object](), 0
+        self._text = ""
+        """Text of the open message; empty = none is open."""
+        self._output: list[JsonObject] = []
+        self._finish, self._usage = "stop", JsonObject()
+
+    def parts(self, chunk: JsonMapping) -> Iterator[JsonObject]:
+        """Yield the events for a chunk of the chat completion."""
+        if not self._head:
+            self._head = {"id": chunk["id"], "created": chunk["created"], "model": chunk["model"]}
+            begun = _response(self._head, self._body, [], None, None)
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("content"):
+                yield from self._grow(delta["content"])
+            for call in delta.get("tool_calls") or ():
+                yield from self._end()
+                yield from self._called(_function_call(call))
+            self._finish = choice.get("finish_reason") or self._finish
+
+    def last(self) -> Iterator[JsonObject]:
+        """Yield the events that follow the last chunk."""
+        yield from self._end()
+        response = _response(self._head, self._body, self._output, self._finish, self._usage or None)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _event(self, type: str, **fields: object) -> JsonObject:
+        self._number += 1
+        return {"type": type, "sequence_number": self._number - 1, **fields}
+
+    def _grow(self, text: str) -> Iterator[JsonObject]:
+        place = len(self._output)
+        item = _message(str(self._head["id"]), "", place)
+        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        if not self._text:
+            yield self._event("response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"})
+            yield self._event("response.content_part.added", **at, part=item["content"][0])
+        self._text += text
+        yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
+
+    def _end(self) -> Iterator[JsonObject]:
+        if not self._text:
+            return
+        place = len(self._output)
+        item = _message(str(self._head["id"]), self._text, place)
+        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        yield self._event("response.output_text.done", **at, text=self._text, logprobs=[])
+        yield self._event("response.content_part.done", **at, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=place, item=item)
+        self._output.append(item)
+        self._text = ""
+
+    def _called(self, item: JsonObject) -> Iterator[JsonObject]:
+        place = len(self._output)
+        at = {"item_id": item["id"], "output_index": place}
+        yield self._event("response.output_item.added", output_index=place, item={**item, "arguments": "", "status": "in_progress"})
+        yield self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+        yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+        yield self._event("response.output_item.done", output_index=place, item=item)
+        self._output.append(item)
+
+
+def _response(
+    answer: JsonMapping, body: JsonMapping, output: Sequence[JsonObject], finish: str | None, usage: JsonMapping | None
+) -> JsonObject:
+    """Return a response; ``finish``: None = it is in progress."""
+    status = "in_progress" if finish is None else "incomplete" if finish == "length" else "completed"
+    return {
+        "id": ID + str(answer["id"]).removeprefix("chatcmpl-"),
+        "object": "response",
+        "created_at": answer["created"],
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "model": answer["model"],
+        "output": list(output),
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "metadata": body.get("metadata") or {},
+        "usage": None if usage is None else _usage(usage),
+    }
+
+
+def _usage(usage: JsonMapping) -> JsonObject:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _message(id: str, text: str, place: int) -> JsonObject:
+    content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    name = f"msg_{id.removeprefix('chatcmpl-')}_{place}"
+    return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [content]}
+
+
+def _function_call(call: JsonMapping) -> JsonObject:
+    function = call["function"]
+    return {
+        "id": "fc_" + str(call["id"]).removeprefix("call_"),
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": function["name"],
+        "arguments": function["arguments"],
+        "status": "completed",
+    }
+
+
+def _tools(given: object) -> list[JsonObject]:
+    if not isinstance(given, list):
+        raise BadRequest(f"tools: want a list, got {given!r}")
+    found = []
+    for place, tool in enumerate(given):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            raise BadRequest(f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}')
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _form(text: object) -> JsonObject | None:
+    """Return the response format of a chat for ``text.format``; None = plain text."""
+    match text:
+        case None | {"format": None | {"type": "text"}}:
+            return None
+        case {"format": {"type": "json_object"}}:
+            return {"type": "json_object"}
+        case {"format": {"type": "json_schema", "schema": dict(schema)}}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+        case {"verbosity": _} if "format" not in text:
+            return None
+    raise BadRequest(f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}')
+
+
+def _messages(given: object) -> list[JsonObject]:
+    """Return items as the messages of a chat; what the model said and called in a row is one message."""
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"input: want text or a list of at least one item, got {given!r}")
+    found: list[JsonObject] = []
+    for place, item in enumerate(given):
+        message = _of_item(item, f"input[{place}]")
+        before = found[-1] if found else {}
+        if message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
+            before.setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            found.append(message)
+    return found
+
+
+def _of_item(item: object, where: str) -> JsonObject:
+    match item:
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+            call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case {"type": "function_call_output", "call_id": str(id), "output": output}:
+            return {"role": "tool", "tool_call_id": id, "content": _text(output, f"{where}.output")}
+        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content} if (
+            item.get("type", "message") == "message"
+        ):
+            return {"role": "system" if role == "developer" else role, "content": _text(content, f"{where}.content")}
+    raise BadRequest(f"{where}: want a message, function_call or function_call_output, got {item!r}")
+
+
+def _text(given: object, where: str) -> str:
+    """Return a text, given as it is or as text parts."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and all(
+        isinstance(one, Mapping) and one.get("type") in _TEXTS and isinstance(one.get("text"), str) for one in given
+    ):
+        return "".join(one["text"] for one in given)
+    raise BadRequest(f"{where}: want text or text parts, got {given!r}")

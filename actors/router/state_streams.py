@@ -1,0 +1,58 @@
+"""Streams of states between an engine and a client: read, and noted as far as they were sent."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from actors.events import data_of
+from bus.wire.json_object import JsonMapping, JsonObject
+
+
+class SentStates:
+    """The states of a stream that its client was sent, each response to be remembered once: whole, or as far as the client has it."""
+
+    def __init__(self, remember: Callable[[int, JsonMapping], None], decode: Callable[[list[int]], str]) -> None:
+        """``remember`` is called with the place of a response and its state."""
+        self._remember, self._decode = remember, decode
+        self._open: dict[int, JsonMapping] = {}
+        """Newest state that was sent of each unfinished response, with its text as it was sent."""
+
+    def take(self, state: JsonMapping) -> bool:
+        """Return whether a state is the last one of its response, which is then remembered."""
+        place = state.get("index", 0)
+        if state["meta_info"].get("finish_reason") is None:
+            return False
+        self._open.pop(place, None)
+        self._remember(place, state)
+        return True
+
+    def seen(self, state: JsonMapping, text: str) -> None:
+        """Note that the client was sent an unfinished state, as this text."""
+        if state["meta_info"].get("finish_reason") is None:
+            self._open[state.get("index", 0)] = {**state, "text": text}
+
+    def note_cut(self) -> None:
+        """Remember the responses that the client has cut: those of which it has seen the text of every token."""
+        for place, state in self._open.items():
+            if state["text"] and self._decode(list(state["output_ids"])) == state["text"]:
+                self._remember(place, state)
+        self._open.clear()
+
+
+async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
+    """Yield the states and the errors of a stream."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for each in events:
+            if (state := state_in(each)) is not None:
+                yield state
+            elif b'"error"' in each and (data := data_of(each)) is not None:
+                yield json.loads(data)
+
+
+def state_in(line: bytes) -> JsonObject | None:
+    """Return the response state in an event; None for an event without one ([DONE], an error)."""
+    if (data := data_of(line)) is None or not data.startswith(b"{"):
+        return None
+    state = json.loads(data)
+    return state if "meta_info" in state else None

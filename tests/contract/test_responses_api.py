@@ -1,0 +1,113 @@
+"""OpenAI's responses API with OpenAI's own client: at the gateway, where turns are recorded, and through the router."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from actors.errors import BadRequest
+from actors.openai.responses_api import chat_of
+from bus.wire.codec import check_sample
+from tests.engine_serving import serving
+from tests.episode_kit import Client, stage, task
+from tests.reciting_model import write_reciting_model
+from tests.router_kit import routing
+
+ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}, "strict": False}
+ASKED: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "3 + 4?"}]}]
+MORE: Any = {"model": "m", "tools": [ADD], "instructions": "Be brief.", "max_output_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_reciting_model(tmp_path_factory.mktemp("responses") / "model")
+
+
+@asynccontextmanager
+async def client_of(base_url: str, key: str = "none") -> AsyncIterator[Any]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        yield client
+
+
+async def said(client: Any, items: Any, *, streamed: bool, **more: Any) -> Any:
+    """Return the response, of a stream put together by the client."""
+    if not streamed:
+        return await client.responses.create(input=items, **MORE | more)
+    deltas, numbers, response = "", [], None
+    async with client.responses.stream(input=items, **MORE | more) as stream:
+        async for each in stream:
+            numbers.append(each.sequence_number)
+            deltas += each.delta if each.type == "response.output_text.delta" else ""
+            if each.type in ("response.completed", "response.incomplete"):
+                response = each.response
+    assert response is not None and deltas == response.output_text and numbers == list(range(len(numbers)))
+    return response
+
+
+async def play(client: Any, *, streamed: bool) -> list[str]:
+    """Call the tools, and give their results; return the ids of both responses."""
+    first = await said(client, ASKED, streamed=streamed)
+    assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+    assert (first.status, first.output_text, first.usage.output_tokens > 5) == ("completed", "I shall add.", True)
+    assert [(item.name, item.arguments) for item in first.output[1:]] == [("add", '{"a": 3, "b": 4}'), ("now", "{}")]
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "7"} for item in first.output[1:]]
+    kept = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in first.output]
+    second = await said(client, [*ASKED, *kept, *results], streamed=streamed)
+    assert second.output_text == "It is seven."
+    return [first.id, second.id]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_episode_by_responses_is_one_sequence(model_dir: Path, streamed: bool) -> None:
+    ids: list[str] = []
+
+    async def program(program: Client) -> float:
+        async with client_of(program.base_url, program.api_key) as client:
+            ids.extend(await play(client, streamed=streamed))
+        return 1.0
+
+    async with stage(model_dir, program) as scene:
+        sample = (await scene.rollout.sample(task(max_new_tokens=40), 0, "n")).sample
+    check_sample(sample)
+    assert sample.turns is not None and list(sample.turns.id) == ids and all(id.startswith("resp_") for id in ids)
+    assert len(sample.sizes) == 1, "the calls come back as the ids that were sampled"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: Path, streamed: bool) -> None:
+    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url + "/v1") as client:
+        await play(client, streamed=streamed)
+        cut = await said(client, "3 + 4?", streamed=streamed, max_output_tokens=2)
+        assert (cut.status, cut.incomplete_details.reason, cut.usage.output_tokens) == ("incomplete", "max_output_tokens", 2)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id: not supported: responses are not stored"):
+            await said(client, ASKED, streamed=streamed, previous_response_id="resp_1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"input": []}, "input: want text or a list"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, r"input\[0\]: want a message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content: want text"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
+        ({"max_tokens": 3}, "max_tokens: unknown parameter"),
+        ({"text": {"format": {"type": "grammar"}}}, "text: want"),
+        ({"instructions": 3}, "instructions: want text"),
+    ],
+)
+def test_bad_requests_name_the_field(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(BadRequest, match=error):
+        chat_of({"input": ASKED, **MORE, **changes})
+
+
+def test_text_and_calls_in_a_row_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
+    result = {"type": "function_call_output", "call_id": "1", "output": "7"}
+    chat = chat_of({**MORE, "input": [{"role": "developer", "content": "x"}, said, call, call, result]})
+    assert [message["role"] for message in chat["messages"]] == ["system", "system", "assistant", "tool"]
+    assert len(chat["messages"][2]["tool_calls"]) == 2 and chat["messages"][2]["content"] == "So."
