@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.algorithms import diagnostics
@@ -22,71 +21,24 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
-from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens, Turns, sequence_weight_sums
+from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.supervised import Supervised
 from learner.algorithms.token_advantages import with_token_advantages
-from learner.data.batch import MicroBatch, StepBatch
+from learner.data.batch import StepBatch
 from learner.data.truncation import without_truncated
 from learner.debug.collector import Collector
 from learner.logprobs import log_probs_and_entropy
-from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.balance import balanced
-from learner.megatron.context import gather_parts, own_part
+from learner.megatron.context import gather_parts
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.output_layer import output_weight
+from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from learner.megatron.schedule import run_rows
 from learner.megatron.stages import of_last, tensors_of_last
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of the whole row."""
-
-    tokens_T: Tensor
-    targets_T: Tensor
-    position_T: Tensor
-    """Index of the target in its response, from 0."""
-    packed: PackedRow
-    turn_T: Tensor
-    """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
-    seen: Tokens
-    """Inputs of the objective, in which demonstrations are masked."""
-    demonstrated_T: Tensor
-    """Trainable tokens of demonstrations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """Values that all rows of a step share."""
-
-    temperature: float
-    rewards_N: Tensor
-    groups_N: Tensor
-    lengths_N: Tensor
-    sampled_N: Tensor
-    trainable_N: Tensor
-    turns: Turns
-    parts: RewardParts
-    minibatches_N: Tensor
-    demonstration_N: Tensor
-    constant: float
-    max_new_tokens: int
-
-    def denominators(self, minibatch: int, samples_N: Tensor) -> Denominators:
-        """Return the denominators of one optimizer step over some samples of the step, the same on every rank."""
-        trainable_N = torch.where((self.minibatches_N == minibatch) & samples_N, self.trainable_N, 0)
-        return Denominators(
-            tokens=int(trainable_N.sum()),
-            sequences=int((trainable_N > 0).sum()),
-            trainable_N=trainable_N,
-            constant=self.constant,
-            groups_N=self.groups_N,
-        )
-
 
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
@@ -151,7 +103,7 @@ class Trainer:
         began = time.perf_counter()
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
-        step, rows = self._step(batch), self._rows(batch)
+        step, rows = step_of(batch, constant=self._algorithm.loss_constant), rows_of(batch, self._policy.parallel)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
             if self._collector is not None:
@@ -188,63 +140,11 @@ class Trainer:
         """
         self._policy.memory.want("log-probs")
         with megatron_device():
-            return [log_probs_T for log_probs_T, _ in self._forward_only(self._rows(batch), batch.temperature)]
+            return [log_probs_T for log_probs_T, _ in self._forward_only(rows_of(batch, self._policy.parallel), batch.temperature)]
 
     # ---- parts of a step
 
-    def _step(self, batch: StepBatch) -> _Step:
-        return _Step(
-            temperature=batch.temperature,
-            rewards_N=_tensor(batch.rewards_N).double(),
-            groups_N=_tensor(batch.groups_N),
-            lengths_N=_tensor(batch.response_lengths_N),
-            sampled_N=_tensor(batch.sampled_N),
-            trainable_N=_tensor(batch.trainable_N).long(),
-            turns=Turns(
-                samples_C=_tensor(batch.turn_samples_C).long(),
-                rewards_C=_tensor(batch.turn_rewards_C).double(),
-                trainable_C=_tensor(batch.turn_tokens_C).long(),
-            ),
-            parts=RewardParts(
-                names=batch.part_names, values_NK=_tensor(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
-            ),
-            minibatches_N=_tensor(batch.minibatches_N),
-            demonstration_N=_tensor(batch.demonstration_N),
-            constant=self._algorithm.loss_constant or float(batch.max_new_tokens),
-            max_new_tokens=batch.max_new_tokens,
-        )
-
-    def _rows(self, batch: StepBatch) -> list[_Row]:
-        return [self._row(micro_batch, _tensor(batch.demonstration_N), batch.num_sequences) for micro_batch in batch.micro_batches]
-
-    def _row(self, micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int) -> _Row:
-        here = self._policy.parallel
-        to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
-        part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
-        mask_T, sample_T = _tensor(micro_batch.loss_mask_T), _tensor(micro_batch.sample_T).long()
-        sequence_T = _tensor(micro_batch.sequence_T).long()
-        rollout_T = to(_tensor(micro_batch.rollout_log_probs_T))
-        demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
-        return _Row(
-            tokens_T=to(part(_tensor(micro_batch.tokens_T))),
-            targets_T=to(part(_tensor(micro_batch.targets_T))),
-            position_T=to(_places(mask_T, sequence_T)),
-            turn_T=to(_tensor(micro_batch.turn_T).long()),
-            packed=packed_row(micro_batch.cu_seqlens, to(part(_tensor(micro_batch.position_ids_T)))),
-            demonstrated_T=to(demonstrated_T),
-            seen=Tokens(
-                mask_T=to(mask_T & ~demonstrated_T),
-                sample_T=to(sample_T),
-                num_samples=len(demonstration_N),
-                rollout_T=rollout_T,
-                lag_T=to(_tensor(micro_batch.lag_T)),
-                advantages_T=torch.zeros_like(rollout_T),
-                sequence_T=to(sequence_T),
-                num_sequences=num_sequences,
-            ),
-        )
-
-    def _with_log_probs(self, rows: list[_Row], temperature: float, minibatches: int) -> list[_Row]:
+    def _with_log_probs(self, rows: list[Row], temperature: float, minibatches: int) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
         # 2 stands for any interval above 1, in which the policy moves between two versions.
         published_every = 1 if self._proximal is None else 2
@@ -264,7 +164,7 @@ class Trainer:
                 rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, (each_T, _) in zip(rows, reference, strict=True)]
         return rows
 
-    def _with_advantages(self, rows: list[_Row], step: _Step) -> list[_Row]:
+    def _with_advantages(self, rows: list[Row], step: Step) -> list[Row]:
         algorithm, objective = self._algorithm, self._objective
         by_sample = algorithm.kl.reward_coef and not objective.by_token
         kl_N = self._divergences(rows, len(step.rewards_N)) if by_sample else None
@@ -287,7 +187,7 @@ class Trainer:
         seen = objective.with_divergences([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
         return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
 
-    def _of_samples(self, rewards_N: Tensor, step: _Step) -> Tensor:
+    def _of_samples(self, rewards_N: Tensor, step: Step) -> Tensor:
         """Return the advantage of each sample; demonstrations have none, and are in no baseline."""
         kept_N = ~step.demonstration_N
         advantages_N = torch.zeros_like(rewards_N)
@@ -304,7 +204,7 @@ class Trainer:
         advantages_T = torch.where(place_T >= 0, advantages[place_T.clamp(min=0)], 0.0)
         return replace(seen, advantages_T=advantages_T)
 
-    def _divergences(self, rows: list[_Row], num_samples: int) -> Tensor:
+    def _divergences(self, rows: list[Row], num_samples: int) -> Tensor:
         """Return ``sum_t log pi_old - log pi_reference`` of every sample of the step, on all ranks, [N] on the CPU."""
         total_N = torch.zeros(num_samples, dtype=torch.float64)
         for row in rows:
@@ -314,7 +214,7 @@ class Trainer:
             total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
-    def _minibatch(self, rows: list[_Row], step: _Step, terms: _Terms, number: int) -> _Update:
+    def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, number: int) -> _Update:
         """Take one optimizer step, on one minibatch of step ``number``."""
         denominators, supervised = terms
         coupled = Coupled()
@@ -345,7 +245,7 @@ class Trainer:
             self._collector.update(update.sums, update.norm)
         return update
 
-    def _denominators(self, step: _Step, minibatch: int) -> _Terms:
+    def _denominators(self, step: Step, minibatch: int) -> _Terms:
         """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
         if not step.demonstration_N.any():
             return step.denominators(minibatch, ~step.demonstration_N), None
@@ -414,10 +314,10 @@ class Trainer:
 
     # ---- through the model
 
-    def _forward_only(self, rows: list[_Row], temperature: float) -> list[tuple[Tensor, Tensor]]:
+    def _forward_only(self, rows: list[Row], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """Return (log-probs of the targets, entropies) of each row, without gradient, on all ranks."""
 
-        def collect(row: _Row, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and both, [T, 2]."""
             both_T2 = torch.stack(self._log_probs(row, hidden_TH, temperature), dim=1)
             return both_T2[:, 0].sum(), both_T2
@@ -434,7 +334,7 @@ class Trainer:
             return merged
         return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
 
-    def _log_probs(self, row: _Row, hidden_TH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, row: Row, hidden_TH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the whole row, on all context-parallel ranks."""
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         both = log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=here.tp_group)
@@ -445,10 +345,10 @@ class Trainer:
 
     def _loss(
         self,
-        row: _Row,
+        row: Row,
         hidden_TH: Tensor,
         *,
-        step: _Step,
+        step: Step,
         denominators: Denominators,
         coupled: Coupled,
         supervised: Supervised | None,
@@ -492,18 +392,5 @@ def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
     unended = float(batch.unended_N.mean())
     kept_N = batch.scored_N
-    columns = {name: _tensor(getattr(batch, name)[kept_N]) for name in names}
+    columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
     return {**diagnostics.sample_metrics(**columns), "train/unended_share": unended}
-
-
-def _places(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Return the number of trainable tokens of the same sequence before each token, [T]."""
-    at_T = torch.arange(len(mask_T))
-    before_T = mask_T.long().cumsum(0) - mask_T.long()
-    new_T = torch.cat([torch.ones(1, dtype=torch.bool), sequence_T[1:] != sequence_T[:-1]])
-    first_T = torch.where(new_T, at_T, 0).cummax(0).values
-    return before_T - before_T[first_T]
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array)

@@ -1,0 +1,135 @@
+"""A StepBatch as tensors: the micro-batches of a rank, and the values that all of them share.
+
+Shape letters: T = tokens of a packed micro-batch, N = samples of the step on all ranks, C = turns, K = parts of the reward.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.algorithms.aggregation import Denominators
+from learner.algorithms.objective import RewardParts, Tokens, Turns
+from learner.data.batch import MicroBatch, StepBatch
+from learner.megatron.attention import PackedRow, packed_row
+from learner.megatron.context import own_part
+from learner.megatron.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of the whole row."""
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    position_T: Tensor
+    """Index of the target in its response, from 0."""
+    packed: PackedRow
+    turn_T: Tensor
+    """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
+    seen: Tokens
+    """Inputs of the objective, in which demonstrations are masked."""
+    demonstrated_T: Tensor
+    """Trainable tokens of demonstrations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Values that all rows of a step share."""
+
+    temperature: float
+    rewards_N: Tensor
+    groups_N: Tensor
+    lengths_N: Tensor
+    sampled_N: Tensor
+    trainable_N: Tensor
+    turns: Turns
+    parts: RewardParts
+    minibatches_N: Tensor
+    demonstration_N: Tensor
+    constant: float
+    max_new_tokens: int
+
+    def denominators(self, minibatch: int, samples_N: Tensor) -> Denominators:
+        """Return the denominators of one optimizer step over some samples of the step, the same on every rank."""
+        trainable_N = torch.where((self.minibatches_N == minibatch) & samples_N, self.trainable_N, 0)
+        return Denominators(
+            tokens=int(trainable_N.sum()),
+            sequences=int((trainable_N > 0).sum()),
+            trainable_N=trainable_N,
+            constant=self.constant,
+            groups_N=self.groups_N,
+        )
+
+
+def step_of(batch: StepBatch, *, constant: float) -> Step:
+    """Return the values that the rows of a batch share. ``constant``: that of the denominators; 0 = the longest response."""
+    return Step(
+        temperature=batch.temperature,
+        rewards_N=tensor_of(batch.rewards_N).double(),
+        groups_N=tensor_of(batch.groups_N),
+        lengths_N=tensor_of(batch.response_lengths_N),
+        sampled_N=tensor_of(batch.sampled_N),
+        trainable_N=tensor_of(batch.trainable_N).long(),
+        turns=Turns(
+            samples_C=tensor_of(batch.turn_samples_C).long(),
+            rewards_C=tensor_of(batch.turn_rewards_C).double(),
+            trainable_C=tensor_of(batch.turn_tokens_C).long(),
+        ),
+        parts=RewardParts(
+            names=batch.part_names, values_NK=tensor_of(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
+        ),
+        minibatches_N=tensor_of(batch.minibatches_N),
+        demonstration_N=tensor_of(batch.demonstration_N),
+        constant=constant or float(batch.max_new_tokens),
+        max_new_tokens=batch.max_new_tokens,
+    )
+
+
+def rows_of(batch: StepBatch, here: Parallel) -> list[Row]:
+    """Return the micro-batches of a batch on the device of this rank, its part of each."""
+    return [_row(micro_batch, tensor_of(batch.demonstration_N), batch.num_sequences, here) for micro_batch in batch.micro_batches]
+
+
+def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel) -> Row:
+    to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
+    part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
+    mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
+    sequence_T = tensor_of(micro_batch.sequence_T).long()
+    rollout_T = to(tensor_of(micro_batch.rollout_log_probs_T))
+    demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
+    return Row(
+        tokens_T=to(part(tensor_of(micro_batch.tokens_T))),
+        targets_T=to(part(tensor_of(micro_batch.targets_T))),
+        position_T=to(_places(mask_T, sequence_T)),
+        turn_T=to(tensor_of(micro_batch.turn_T).long()),
+        packed=packed_row(micro_batch.cu_seqlens, to(part(tensor_of(micro_batch.position_ids_T)))),
+        demonstrated_T=to(demonstrated_T),
+        seen=Tokens(
+            mask_T=to(mask_T & ~demonstrated_T),
+            sample_T=to(sample_T),
+            num_samples=len(demonstration_N),
+            rollout_T=rollout_T,
+            lag_T=to(tensor_of(micro_batch.lag_T)),
+            advantages_T=torch.zeros_like(rollout_T),
+            sequence_T=to(sequence_T),
+            num_sequences=num_sequences,
+        ),
+    )
+
+
+def _places(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the number of trainable tokens of the same sequence before each token, [T]."""
+    at_T = torch.arange(len(mask_T))
+    before_T = mask_T.long().cumsum(0) - mask_T.long()
+    new_T = torch.cat([torch.ones(1, dtype=torch.bool), sequence_T[1:] != sequence_T[:-1]])
+    first_T = torch.where(new_T, at_T, 0).cummax(0).values
+    return before_T - before_T[first_T]
+
+
+def tensor_of(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor that shares its memory."""
+    return torch.from_numpy(array)
