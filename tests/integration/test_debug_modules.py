@@ -1,7 +1,11 @@
 """Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the layer."""
 
+import asyncio
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,10 +145,22 @@ def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path,
     assert "--model: want a directory with a Hugging Face model" in capsys.readouterr().err
 
 
+def test_both_implementations_score_a_directory_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--by learner`` builds Megatron's model in the command's own process."""
+    model, prompts = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
+    outs = {by: tmp_path / f"{by}.safetensors" for by in ("learner", "engine")}
+    words = ["debug", "score", "--model", str(model), "--prompts", str(prompts)]
+    command = [sys.executable, "-m", "launch", *words, "--by", "learner", "--out", str(outs["learner"])]
+    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert main([*words, "--by", "engine", "--out", str(outs["engine"])]) == 0
+    assert capsys.readouterr().out == done.stdout
+    assert main(["debug", "compare", *map(str, outs.values())]) == 0
+
+
 async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over HTTP, by checksums: a flipped bit is found with its tensor. The engine does not score prompts, which is stated."""
-    import asyncio
-
     model = write_tiny_model(tmp_path / "model", tied=True)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("[3, 4, 5]\n")
