@@ -301,8 +301,8 @@ def test_a_run_that_goes_on_keeps_its_adapters(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / CONFIG_FILE).write_text(yaml.safe_dump(to_map(load(file, [rank]).config)))
     assert not check(load(file, [rank]), Purpose(resumes=True)).errors
-    for changes, got in (([], "got 'none'"), ([rank, "learner.lora.alpha=4"], "'alpha': 4")):
-        [error] = texts(check(load(file, changes), Purpose(resumes=True)).errors)
+    for chosen, got in (([], "got 'none'"), ([rank, "learner.lora.alpha=4"], "'alpha': 4")):
+        [error] = texts(check(load(file, chosen), Purpose(resumes=True)).errors)
         assert "learner.lora: want {'rank': 4, 'alpha': 32.0" in error and got in error
 
 
