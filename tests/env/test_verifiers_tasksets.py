@@ -115,10 +115,10 @@ async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path,
     check_sample(sample)
     assert made.scored and "Add." in text and "1+2=" in text and "2+3=" in str(again.sample.prompt)
     reply = sample.response
-    brief = 1 / (1 + len(reply)) if renderer is None else sample.reward["brief"]  # type: ignore[index]
-    right = 2.0 * ("3" in reply)
+    brief = 2 / (1 + len(reply)) if renderer is None else sample.reward["brief"]  # type: ignore[index]
+    right = float("3" in reply)
     assert sample.reward == {
-        "characters": pytest.approx(1 / brief - 1),
+        "characters": pytest.approx(2 / brief - 1),
         "right": right,
         "brief": brief,
         "score": pytest.approx(right + brief),

@@ -14,12 +14,12 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     """Scores the last reply."""
 
-    @vf.reward(weight=2.0)
+    @vf.reward
     async def right(self, trace) -> float:
         """Return whether the reply has the value."""
         return float(self.data.answer in trace.last_reply)
 
-    @vf.reward
+    @vf.reward(weight=2.0)
     async def brief(self, trace) -> float:
         """Return a share that falls with the characters of the reply."""
         return 1.0 / (1 + len(trace.last_reply))
