@@ -41,6 +41,7 @@ from learner.feed.beginning import evaluations_of, initial_weights, own_epoch, p
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
+from learner.feed.episode_metrics import episode_metrics
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
@@ -373,7 +374,7 @@ class Feeder:
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
         build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
         batches = await asyncio.to_thread(build)
-        self._outcomes.planned(record, facts_of(record, batches, filtered))
+        self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
