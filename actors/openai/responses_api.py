@@ -30,6 +30,8 @@ REFUSED = {
 KNOWN = {*SAME, *WITHOUT_EFFECT, *REFUSED, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"}
 ID = "resp_"
 """Beginning of an answer's id."""
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+"""Role of a message -> its role in a chat."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -217,7 +219,7 @@ def _form(text: object) -> JsonObject | None:
             return {"type": "json_object"}
         case {"format": {"type": "json_schema", "schema": dict(schema)}}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
-        case {"verbosity": _} if "format" not in text:
+        case {"verbosity": _, **more} if not more:
             return None
     raise BadRequest(f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}')
 
@@ -246,10 +248,8 @@ def _of_item(item: object, where: str) -> JsonObject:
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
             return {"role": "tool", "tool_call_id": id, "content": _text(output, f"{where}.output")}
-        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content} if (
-            item.get("type", "message") == "message"
-        ):
-            return {"role": "system" if role == "developer" else role, "content": _text(content, f"{where}.content")}
+    if isinstance(item, Mapping) and item.get("type", "message") == "message" and item.get("role") in _ROLES:
+        return {"role": _ROLES[item["role"]], "content": _text(item.get("content"), f"{where}.content")}
     raise BadRequest(f"{where}: want a message, function_call or function_call_output, got {item!r}")
 
 

@@ -28,6 +28,11 @@ from launch.samples.block import plain
 
 _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
+_OF_EPISODES = (
+    *("data/episode", "data/turns_", "data/sequences_", "data/context_share", "data/budget_share/"),
+    *("data/cut_", "data/overridden_"),
+)
+"""Beginnings of the names of metrics about episodes."""
 
 
 class TaskCounts(TypedDict):
@@ -110,6 +115,8 @@ class RunStatus(TypedDict):
     """End before ``learner.steps``: step and reason."""
     lag_mean: float | None
     lag_max: float | None
+    episodes: dict[str, float]
+    """Metrics of the newest step's episodes; empty if it had none."""
     head: Value | None
     tasks: TaskCounts
     samples: SampleCounts
@@ -148,6 +155,7 @@ async def read_status(bus: Bus) -> RunStatus:
         "end": (await bus.rows("run").read(subjects.END_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
+        "episodes": {name: value for name, value in metrics.items() if name.startswith(_OF_EPISODES)},
         "head": head if head and "version" in head else None,
         "tasks": {
             "issued": issued,
@@ -265,6 +273,19 @@ def _invalid_words(samples: SampleCounts) -> str:
     return f", {samples['invalid']} invalid ({fields}; by actor {actors})"
 
 
+def episodes_in_words(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a step's episodes as text; empty if it had none."""
+    if not metrics.get("data/episodes"):
+        return ""
+    spent = {name.rpartition("/")[2]: share for name, share in metrics.items() if name.startswith("data/budget_share/") and share}
+    seconds = ", ".join(f"{part} {metrics.get(f'data/episode_{part}_seconds', 0):.1f} s" for part in ("generating", "tools", "reward"))
+    return (
+        f"{metrics['data/episodes']:.0f} in the newest step, {metrics.get('data/turns_mean', 0):.1f} turns, "
+        f"{metrics.get('data/sequences_mean', 0):.1f} sequences, {100 * metrics.get('data/context_share', 0):.0f} % context; {seconds}"
+        + (f"; budget spent: {', '.join(f'{limit} {100 * share:.0f} %' for limit, share in spent.items())}" if spent else "")
+    )
+
+
 async def _issued(bus: Bus, settled: set[int]) -> int:
     """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from it."""
     stream = subjects.stream(bus.run, subjects.TASKS)
@@ -285,6 +306,8 @@ def print_status(console: Console, status: RunStatus) -> None:
     )
     if status["reward"] is not None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+    if words := episodes_in_words(status["episodes"]):
+        console.print(f"episodes {words}", markup=False)
     for line in status["evaluations"]:
         console.print(f"evaluation {evaluated.in_words(line)}", markup=False)
     if status["best"]:

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
-from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Settle, Task
+from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner.data.batch import build_batches, encode
 from learner.data.curriculum import Curriculum
@@ -41,6 +41,7 @@ from learner.feed.beginning import evaluations_of, first_head, initial_weights, 
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
+from learner.feed.episode_metrics import episode_metrics
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
@@ -369,13 +370,18 @@ class Feeder:
             if left_out := self._source.accounting().given_up - given_up:
                 log.warning("prompts given up count=%d issued_again=%d", left_out, self._data_rules.max_reissues)
             return
+        await self._offer(record, samples, limits or {}, recorded=recorded, filtered=filtered)
+
+    async def _offer(self, record: Plan, samples: Sequence[Sample], limits: Mapping[int, int], *, recorded: bool, filtered: int) -> None:
+        """Make the batches of a step, and offer them to the ranks. ``filtered``: groups that filters dropped for it."""
         wants = self._wants_checkpoint(record.step, recorded)
         snapshot = await self._snapshot() if wants or self._early_end.possible else b""
         state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
-        build = partial(build_batches, pad_to=self._rules.pad_to, eos_ids=self._rules.eos_ids, token_limits=limits)
-        batches = await asyncio.to_thread(build, record, samples, recorded=recorded, state=state)
-        await save_step(self._rules, record, samples, limits or {})
-        self._outcomes.planned(record, facts_of(record, batches, filtered))
+        pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
+        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
+        batches = await asyncio.to_thread(build)
+        await save_step(self._rules, record, samples, limits)
+        self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
