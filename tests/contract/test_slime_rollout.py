@@ -77,7 +77,7 @@ async def test_a_function_that_fails_fails_the_episode(model_dir: Path, name: st
 async def test_it_runs_in_a_child_and_what_is_no_generate_function_is_refused_at_the_start() -> None:
     found = parse_rollouts({"a": {"use": f"slime:{HERE}:by_text"}})["a"]
     assert (found.program, found.module, found.arguments("models/m")) == (SLIME, HERE, {"generate": f"{HERE}:by_text"})
-    async with Children(found.program, options=found.arguments) as children:
+    async with Children(found.program, options=found.arguments("")) as children:
         await children.load()
     for name, complaint in (("plain", "want an async function"), ("short", "want a function of"), ("nothing", "nothing")):
         async with Children(SLIME, options={"generate": f"{HERE}:{name}"}) as children:
