@@ -118,8 +118,9 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_turn(model_di
         (open,) = scene.gateway._open.values()
         await scene.served.post("/pause_generation", {"mode": "in_place"})
         asked = asyncio.ensure_future(client.session.post(client.root + "/v1/chat/completions", json=ASKED))
-        while not open.streams:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not open.streams:
+                await asyncio.sleep(0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await asyncio.gather(*open.streams, return_exceptions=True)

@@ -36,14 +36,16 @@ async def said(client: Any, items: Any, *, streamed: bool, **more: Any) -> Any:
     """Return the response, of a stream put together by the client."""
     if not streamed:
         return await client.responses.create(input=items, **MORE | more)
-    deltas, numbers, response = "", [], None
+    deltas, arguments, numbers, response = "", "", [], None
     async with client.responses.stream(input=items, **MORE | more) as stream:
         async for each in stream:
             numbers.append(each.sequence_number)
             deltas += each.delta if each.type == "response.output_text.delta" else ""
+            arguments += each.delta if each.type == "response.function_call_arguments.delta" else ""
             if each.type in ("response.completed", "response.incomplete"):
                 response = each.response
-    assert response is not None and deltas == response.output_text and numbers == list(range(len(numbers)))
+    assert response is not None and arguments == "".join(item.arguments for item in response.output if item.type == "function_call")
+    assert deltas == response.output_text and numbers == list(range(len(numbers)))
     return response
 
 

@@ -1,0 +1,102 @@
+"""What is recorded of a streamed request, without HTTP: what was sent, once."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from actors.engines.port import Generation
+from actors.engines.responses import GenerationFailed, Response
+from actors.episodes.calls import Called
+from actors.episodes.recorder import Output
+from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
+from bus.wire.messages import Span, Timings
+
+
+def response(count: int, finish: str | None = None) -> Response:
+    made = Generation(
+        id="g",
+        tokens=np.arange(count, dtype=np.int32),
+        log_probs=np.full(count, -0.5, np.float32),
+        spans=(Span(version=3, num_tokens=count),) if count else (),
+        finish=finish,
+    )
+    return Response(generation=made, engine="e", timings=Timings())
+
+
+def called(of: Response, finish: str = CUT) -> Called:
+    made = of.generation
+    output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, finish=finish)
+    return Called(np.array([1], np.int32), output, of, None)
+
+
+class Engine:
+    """A call that grows when it is told to."""
+
+    def __init__(self) -> None:
+        self.turn: StreamedTurn | None = None
+        self.left = False
+        self.whole: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self, turn: StreamedTurn) -> Called:
+        self.turn, turn.cut = turn, called
+        turn.room.callback(lambda: setattr(self, "left", True))
+        turn.grow(response(1))
+        return called(await self.whole, "stop")
+
+
+def streamed(*engines: Engine) -> tuple[StreamedCalls, list[tuple[str, int]]]:
+    recorded: list[tuple[str, int]] = []
+
+    async def record(one: Called) -> None:
+        await asyncio.sleep(0)
+        recorded.append((one.output.finish, len(one.output.tokens)))
+
+    return StreamedCalls(engines, record, "id"), recorded
+
+
+async def test_what_was_made_but_not_sent_is_not_recorded() -> None:
+    engine = Engine()
+    calls, recorded = streamed(engine)
+    await calls.begin()
+    states = calls.states()
+    assert [len((await anext(states))["output_ids"]) for _ in range(2)] == [0, 1]
+    calls.sent()
+    assert engine.turn is not None
+    engine.turn.grow(response(2))
+    engine.turn.grow(response(3))
+    assert len((await anext(states))["output_ids"]) == 3, "states in between are skipped"
+    engine.turn.grow(response(4))
+    await states.aclose()
+    await calls.end()
+    assert recorded == [(CUT, 1)] and engine.whole.cancelled()
+
+
+async def test_a_whole_response_is_recorded_before_its_last_state_and_only_once() -> None:
+    engine, other = Engine(), Engine()
+    calls, recorded = streamed(engine, other)
+    await calls.begin()
+    engine.whole.set_result(response(2, "stop"))
+    states = calls.states()
+    while (state := await anext(states))["meta_info"]["finish_reason"] is None:
+        calls.sent()
+    assert (state["index"], recorded) == (0, [("stop", 2)])
+    assert engine.left and not other.left, "room in the budget is left with the record"
+    await states.aclose()
+    await calls.end()
+    assert sorted(recorded) == [(CUT, 1), ("stop", 2)]
+
+
+async def test_nothing_is_recorded_where_no_token_was_sent_and_errors_are_raised() -> None:
+    engine = Engine()
+    calls, recorded = streamed(engine)
+    await calls.begin()
+    states = calls.states()
+    await anext(states)
+    calls.sent()  # the empty state
+    engine.whole.set_exception(GenerationFailed("broken"))
+    with pytest.raises(GenerationFailed, match="broken"):
+        while True:
+            await anext(states)
+    await calls.end()
+    assert recorded == []
