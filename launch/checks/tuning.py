@@ -22,6 +22,11 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
         report.error(
             "model", report.at(FREEZE), want="patterns that are found in names of the model's weights", got=repr(pattern), cure=cure
         )
+    if learner.lora.rank:
+        adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
+        if missing := sorted(set(learner.lora.targets) - adapted):
+            want = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts have none"
+            report.error("model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out")
     if not trained_tensors(tensors, learner):
         cure = "leave weights to train"
         report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)

@@ -24,7 +24,8 @@ def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
     found: dict[str, tuple[int, ...]] = {}
     for name, tensor in whole.items():
         layer = name.removesuffix(".weight")
-        if name.endswith(".weight") and layer.rpartition(".")[2] in learner.lora.targets:
+        # Experts have none, neither routed nor shared ones.
+        if name.endswith(".weight") and "expert" not in name and layer.rpartition(".")[2] in learner.lora.targets:
             found[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
             found[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
     return found

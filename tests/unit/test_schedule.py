@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from launch.checks.findings import Report
+from launch.checks.tuning import check_tuning
 from launch.cli.main import main
 from launch.devices.memory_table import Row, memory_rows
+from launch.devices.trained import trained_tensors
 from launch.settings.config_loader import load
+from launch.settings.run_config import RunConfig
 from learner.config import LearnerConfig
 from learner.lora import LoraConfig
 from learner.schedule import OptimizerConfig, frozen_names, learning_rate, unmatched
@@ -133,3 +137,18 @@ def test_frozen_weights_have_neither() -> None:
     tables = 2 * 151936 * 4096
     assert frozen["weights"].bytes == all_of_it["weights"].bytes
     assert all_of_it["gradients"].bytes - frozen["gradients"].bytes == 4 * tables
+
+
+def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
+    """Its MLPs are experts: by default they were adapted, which the ranks would refuse later."""
+    attention = {f"model.layers.0.self_attn.{one}_proj.weight": (8, 8) for one in "qkvo"}
+    experts = {f"model.layers.0.mlp.experts.{number}.{one}_proj.weight": (8, 8) for number in (0, 1) for one in ("gate", "up", "down")}
+    learner = LearnerConfig(lora=LoraConfig(rank=2))
+    assert {name.rpartition(".lora_")[0] for name in trained_tensors(attention | experts, learner)} == {
+        name.removesuffix(".weight") for name in attention
+    }
+    report = Report()
+    check_tuning(report, RunConfig(run="r", learner=learner), attention | experts)
+    (error,) = (one.text for one in report.errors)
+    want = "want layers of this model that can have adapters (k_proj, o_proj, q_proj, v_proj); experts have none"
+    assert f"learner.lora.targets: {want}, got down_proj, gate_proj, up_proj" in error
