@@ -60,10 +60,9 @@ class Rows:
             raise PromptError(where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values)))
         if "response" in values:
             own = {"text": values["response"], **own}
-        responses = values.get("responses", [own])
-        responses = responses if isinstance(responses, list) else [responses]
+        responses = listed(values.get("responses", [own]))
         responses_in({"responses": responses}, "responses", where=where)
-        key = (file, json.dumps(values["group"], sort_keys=True)) if values.get("group") is not None else (file, number)
+        key = (file, json.dumps(values["group"], sort_keys=True, default=str)) if values.get("group") is not None else (file, number)
         new = {"prompt": found.prompt, "label": found.label, "metadata": values.get("metadata") or {}, "responses": []}
         row = self.groups.setdefault(key, new)
         if row["prompt"] != found.prompt:

@@ -87,14 +87,19 @@ def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple
     found = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if found is None:
         return ()
+    responses = listed(found)
+    refuse_unsendable(responses, where=where, key=key)
+    if not 0 < len(responses) <= MOST_RESPONSES:
+        raise PromptError(where, f"1 to {MOST_RESPONSES} responses in {key!r}", len(responses))
+    return tuple(_response(one, where=where, key=f"{key}[{number}]") for number, one in enumerate(responses))
+
+
+def listed(found: object) -> list[Any]:
+    """Return the responses of a column as a list: one, several, or a list of maps as JSON text."""
     if isinstance(found, str) and found.startswith("[{"):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
         with suppress(ValueError, RecursionError):  # a text that begins like that
             found = json.loads(found)
-    refuse_unsendable(found, where=where, key=key)
-    listed = found if isinstance(found, list) else [found]
-    if not 0 < len(listed) <= MOST_RESPONSES:
-        raise PromptError(where, f"1 to {MOST_RESPONSES} responses in {key!r}", len(listed))
-    return tuple(_response(one, where=where, key=f"{key}[{number}]") for number, one in enumerate(listed))
+    return found if isinstance(found, list) else [found]
 
 
 def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], Response]:
@@ -153,7 +158,9 @@ def _check_tokens(response: Response, *, where: str, key: str) -> None:
 
 
 def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
-    is_chat = isinstance(value, list) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
+    is_chat = isinstance(value, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in value
+    )
     if not is_chat or not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in value):
         raise PromptError(
             where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}"

@@ -44,7 +44,10 @@ def add_rows(digest: "hashlib._Hash", path: Path) -> None:
     for row in rows_of(path):
         if isinstance(row, PromptError):
             raise row
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        try:
+            digest.update(json.dumps(row, sort_keys=True).encode())
+        except (TypeError, ValueError, RecursionError) as error:  # and not by its repr, which may have an address in it
+            raise PromptError(str(path), "rows of JSON values with texts as keys", f"{error} in {row!r:.80}") from error
 
 
 def _called(path: Path) -> Iterator[Any]:

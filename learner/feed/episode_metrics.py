@@ -26,8 +26,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "data/turns_mean": float(turns.mean()),
         "data/turns_max": float(turns.max()),
         "data/sequences_mean": float(np.mean([len(sample.sizes) for sample in episodes])),
-        "data/context_share": 1 - sampled / tokens,
-        "data/cut_turns_share": finishes.count("cut") / int(turns.sum()),
+        "data/context_share": 1 - sampled / max(1, tokens),
+        "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
         "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
         "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
         "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),

@@ -53,6 +53,8 @@ class RecordedResponses:
                 lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=Kind.TRAIN, rollout=rollout)
                 if lease is not None:
                     await self._answer(lease, version)
+            except WireError as error:
+                raise PromptError(f"rollout {rollout}", f"responses with {error.field} of {error.want}", error.got) from error
             except BusError as error:  # the lease runs out, and the task is delivered again
                 log.warning("task not answered rollout=%s error=%s", rollout, error)
                 lease = None
@@ -63,7 +65,8 @@ class RecordedResponses:
         """Store the samples of a task, then ack it. Naks it when cancelled."""
         try:
             async with lease.kept():
-                for sample in samples_of(lease.task, self._prompts, lease.attempt, version=version()):
+                # In a thread: a conversation is rendered once for each of its turns.
+                for sample in await asyncio.to_thread(samples_of, lease.task, self._prompts, lease.attempt, version=version()):
                     await self._bus.samples.publish(sample)
                 await lease.ack()
         except asyncio.CancelledError:
