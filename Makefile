@@ -139,4 +139,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) runs .pytest_cache .mypy_cache .ruff_cache

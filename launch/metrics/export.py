@@ -3,14 +3,18 @@
     PLAN (outcomes, scores) --read--> sink
 
 Consumes PLAN from its beginning; waits for new records and for a sink that fails; ends with SIGTERM, or with ``--until-end`` at the last
-record. Nothing waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``.
+record. A plain sink runs in a thread of its own: one that hangs delays the end by at most CLOSE_S. Nothing
+waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``.
 """
 
 import argparse
 import asyncio
 import inspect
 import logging
+import queue
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +31,8 @@ from rewards.registry import Bound, bind
 log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
+CLOSE_S = 30.0
+"""Longest wait in seconds for a call of the sink that is under way, and for its ``close``."""
 LONGEST_PAUSE_S = 60.0
 """Longest pause in seconds before a sink that has raised is called again."""
 
@@ -61,13 +67,21 @@ def open_sink(name: str, options: list[str]) -> Bound:
 
 
 async def export(
-    url: str, run: str, sink: Bound, args: argparse.Namespace, draining: asyncio.Event, *, first_pause_s: float = 1.0
+    url: str,
+    run: str,
+    sink: Bound,
+    args: argparse.Namespace,
+    draining: asyncio.Event,
+    *,
+    first_pause_s: float = 1.0,
+    close_s: float = CLOSE_S,
 ) -> Exported:
     """Call ``sink`` for every step from ``args.from_step`` on, until ``draining`` is set or, with ``args.until_end``, the log ends.
 
     ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises BusError.
     """
-    call = partial(_call, sink, first_pause_s=first_pause_s)
+    thread = _Thread()
+    call = partial(_call, sink, thread, first_pause_s=first_pause_s)
     counts = Exported()
     async with connect(url, run, name="metrics", wait_s=CONNECT_S) as bus:
         feeding = asyncio.create_task(_feed(bus, call, args, counts), name="metrics")
@@ -80,7 +94,7 @@ async def export(
             for task in (feeding, drained):
                 task.cancel()
             await asyncio.gather(feeding, drained, return_exceptions=True)
-            await asyncio.to_thread(_close, sink)
+            await _close(sink, thread, close_s)
     return counts
 
 
@@ -103,12 +117,12 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
         yield record
 
 
-async def _call(sink: Bound, one: StepMetrics, counts: Exported, *, first_pause_s: float) -> None:
+async def _call(sink: Bound, thread: "_Thread", one: StepMetrics, counts: Exported, *, first_pause_s: float) -> None:
     """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them."""
     pause_s, failed = first_pause_s, Repeated(log)
     while True:
         try:
-            result: Any = sink(one) if sink.is_async else await asyncio.to_thread(sink, one)
+            result: Any = sink(one) if sink.is_async else await thread.run(partial(sink, one))
             if inspect.isawaitable(result):
                 await result
             return
@@ -119,10 +133,52 @@ async def _call(sink: Bound, one: StepMetrics, counts: Exported, *, first_pause_
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
 
-def _close(sink: Bound) -> None:
+async def _close(sink: Bound, thread: "_Thread", wait_s: float) -> None:
     close = getattr(sink.function, "close", None)
-    if callable(close):
-        try:
-            close()
-        except Exception as error:  # as above; the metrics are delivered
-            log.warning("sink %s: close failed error=%r", sink.name, error)
+    if not callable(close):
+        return
+    try:
+        await asyncio.wait_for(thread.run(close), wait_s)
+    except TimeoutError:
+        log.warning("sink %s: has not returned in %g s, the command ends without it", sink.name, wait_s)
+    except Exception as error:  # as above; the metrics are delivered
+        log.warning("sink %s: close failed error=%r", sink.name, error)
+
+
+class _Thread:
+    """Runs calls one after the other in a daemon thread, which the exit does not wait for."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="sink", daemon=True).start()
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        """Return what ``call`` returns, or raise what it raises. Cancelled, it no longer waits; a call that has begun goes on."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            """Set the result or the error, in the loop's thread."""
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def work() -> None:
+            """Call, in the thread."""
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:  # SystemExit and StopIteration, too: the caller would wait without end
+                error = raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else RuntimeError(repr(raised))
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(finish, result, error)
+
+        self._calls.put(work)
+        return await future
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()

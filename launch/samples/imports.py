@@ -20,7 +20,7 @@ from bus.wire.messages import Kind, Sample, Status
 from launch.samples.recording import Recording
 from learner.data.formats import read_values, where_of
 from learner.data.prompts import row_of
-from learner.data.responses import KNOWN, responses_in
+from learner.data.responses import KNOWN, listed, responses_in
 from learner.errors import PromptError
 
 SUFFIX = ".tide"

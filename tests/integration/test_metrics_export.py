@@ -3,9 +3,12 @@
 import argparse
 import asyncio
 import json
+import resource
+import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Evaluated
 from launch.metrics.export import export, open_sink
+from launch.metrics.json_lines import Jsonl
 from launch.metrics.port import SINK, StepMetrics
 from rewards.registry import Bound
 from tests.bus_fixtures import BusOpener
@@ -99,6 +103,57 @@ async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(open_bus: 
         done = await running
         assert [one.step for one in sink.of] == [1, 2, 3, 4], "nothing is lost or given twice"
         assert (done.failures, sink.closed) == (3, 1)
+
+
+class Stuck:
+    """A plain sink whose first call waits for ``released``."""
+
+    def __init__(self) -> None:
+        self.called, self.released, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, one: StepMetrics) -> None:
+        self.called.set()
+        self.released.wait()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+async def test_a_sink_that_hangs_does_not_keep_the_command_from_its_end(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    sink, draining = Stuck(), asyncio.Event()
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await steps(bus, 1, 2)
+        args = arguments(until_end=False)
+        running = export(nats_server.url, bus.run, Bound("stuck", sink, {}, SINK), args, draining, close_s=0.01)
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            exported = group.create_task(running)
+            await asyncio.to_thread(sink.called.wait)
+            draining.set()
+        assert exported.result().steps == 0
+        assert not sink.closed.is_set(), "not beside a call that is under way"
+        sink.released.set()
+        assert await asyncio.to_thread(sink.closed.wait, LIMIT_S)
+
+
+def test_a_line_that_does_not_fit_is_written_whole_the_next_time(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    sink = Jsonl(path=str(path))
+    one = StepMetrics(run="r", step=1, epoch=1, metrics={"train/loss": 0.5})
+    sink(one)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+        with pytest.raises(OSError, match="only a part of the line"):
+            sink(one)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == before
+    sink(one)
+    sink.close()
+    assert path.read_bytes() == 2 * before
 
 
 async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -70,6 +70,18 @@ def test_programs_of_rollouts_are_taken_only_where_they_are_allowed() -> None:
     refuse_foreign(values, "actor", checked(["rollouts.*=*"]), where="the row")
 
 
+def test_options_of_rollouts_that_name_code_are_taken_only_where_they_are_allowed() -> None:
+    """Tools and environments of the programs that ship are named by import path in their options."""
+    values = {"rollouts": {"a": {"use": "tools", "options": {"tools": ["os:system"], "max_turns": 4, "environment": "mine:Walk"}}}}
+    refuse_foreign(values, "engine", (), where="the row")
+    with pytest.raises(NotAllowed) as error:
+        refuse_foreign(values, "actor", checked(["rollouts.a.use=tools", "rollouts.a.options.environment=mine:*"]), where="the row")
+    assert 'rollouts.a.options.tools=["os:system"] names code' in str(error.value)
+    assert "max_turns" not in str(error.value)
+    assert "mine:Walk" not in str(error.value)
+    refuse_foreign(values, "actor", checked(["rollouts.a.use=tools", "rollouts.a.options.*=*"]), where="the row")
+
+
 @pytest.mark.parametrize("values", HARMLESS)
 def test_defaults_numbers_and_rewards_of_the_house_are_taken(values: dict[str, Any]) -> None:
     for role in ("actor", "engine"):

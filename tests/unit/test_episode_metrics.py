@@ -1,10 +1,12 @@
 """Metrics of a step's episodes, by counting."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from bus.wire.messages import Timings
+from bus.wire.messages import Timings, Turns
 from launch.cli.status import episodes_in_words
 from learner.feed.episode_metrics import episode_metrics
 from tests.bus_kit import make_episode, make_sample
@@ -14,6 +16,20 @@ from tests.metric_names import undocumented
 def test_single_turns_have_none() -> None:
     assert episode_metrics([make_sample()]) == {}
     assert episodes_in_words({}) == ""
+
+
+def test_an_episode_without_turns_and_tokens_is_counted() -> None:
+    """An actor in another language may send one: its sizes agree, all of them 0."""
+    one = make_episode()
+    assert one.turns is not None
+    turns = {name: value[:0] for name, value in vars_of(one.turns).items() if isinstance(value, np.ndarray | tuple)}
+    none = replace(one.turns, **turns)
+    found = episode_metrics([replace(one, turns=none, tokens=one.tokens[:0])])
+    assert (found["data/turns_mean"], found["data/cut_turns_share"]) == (0, 0)
+
+
+def vars_of(turns: Turns) -> dict[str, Any]:
+    return {field.name: getattr(turns, field.name) for field in fields(turns)}
 
 
 def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:

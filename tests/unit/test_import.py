@@ -86,12 +86,18 @@ def test_lines_from_outside_are_grouped(tmp_path: Path, capsys: pytest.CaptureFi
         {"prompt": "q", "response": "yes", "label": "l"},
         {"prompt": "p", "group": 7, "tokens": [6, 7], "log_probs": [-0.5, -0.25], "reward": 0},
         {"prompt": "r", "responses": [{"text": "a"}, "b"]},
+        {"prompt": "s", "responses": '[{"text": "c"}, {"text": "d"}]'},
     )
     prompts = imported(tmp_path, file)
     assert "1 rows have one response" in (said := capsys.readouterr().out)
-    assert "2 rows have responses without log_probs" in said
+    assert "3 rows have responses without log_probs" in said
     found = [prompts.at(0, offset).recorded for offset in range(len(prompts))]
-    assert [[one.tokens.tolist()[1:] for one in row] for row in found] == [[[5], [6, 7]], [[*b"yes"]], [[*b"a"], [*b"b"]]]
+    assert [[one.tokens.tolist()[1:] for one in row] for row in found] == [
+        [[5], [6, 7]],
+        [[*b"yes"]],
+        [[*b"a"], [*b"b"]],
+        [[*b"c"], [*b"d"]],
+    ]
     assert [one.reward for one in found[0]] == [1, 0]
     assert found[1][0].log_probs is None
 

@@ -237,6 +237,9 @@ def broken():
 
 def unlike():
     return [{"prompt": "one", "label": 1}, "two", {"label": 3}]
+
+def opaque():
+    return [{"prompt": "one", "label": 1, "at": object()}]
 """
 
 
@@ -274,6 +277,7 @@ def test_the_digest_of_a_function_follows_its_rows(module: str) -> None:
         ("python:{}:COUNT", "TypeError"),
         ("python:{}", "AttributeError|ValueError"),
         ("python:{}:broken", r"broken:2: want a row, or the end, got KeyError: 'no such table'"),
+        ("python:{}:opaque", r"want rows of JSON values with texts as keys, got Object of type object is not JSON serializable"),
         ("python:{}:unlike", r"unlike:2: want a map, got str 'two'"),
     ],
 )
