@@ -95,13 +95,16 @@ class _Keeper:
 
     def run(self) -> None:
         """Serve the actor until the control socket ends; then end everything below this process."""
+        poll = select.poll()  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
+        for one in (self._control, self._woken):
+            poll.register(one, select.POLLIN)
         try:
             while True:
-                ready, _, _ = select.select([self._control, self._woken], [], [])
-                if self._woken in ready:
+                ready = {descriptor for descriptor, _ in poll.poll()}
+                if self._woken.fileno() in ready:
                     self._woken.recv(4096)
                     self._reap()
-                if self._control in ready and not self._receive():
+                if self._control.fileno() in ready and not self._receive():
                     return
         finally:
             for pid in self._workers:

@@ -251,5 +251,5 @@ def test_it_is_a_rollout_by_name() -> None:
     assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "actors.episodes.programs.multi_turn:MultiTurn"
     with pytest.raises(ValueError, match=r"rollouts.a.python: want none with multi_turn"):
         parse_rollouts({"a": {"use": "multi_turn", "python": "/usr/bin/python3"}})
-    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, agent:MODULE:NAME or slime:MODULE:NAME, got 'multiturn'"):
+    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or verifiers:TASKSET, got 'multiturn'"):
         parse_rollouts({"a": {"use": "multiturn"}})

@@ -33,6 +33,7 @@ class Sharded:
 
     step: int = 0
     exports: int = 0
+    begins_apart: bool = False
     parallel: Any = field(default_factory=lambda: SimpleNamespace(rank=0, tp_rank=0, is_first_copy=True))
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -176,3 +176,20 @@ async def test_the_reward_in_an_actor_s_children_leaves_nothing_running() -> Non
     async with opened("code", {"seconds": 30.0}, Limits(timeout_s=0.5, workers=1)) as score:
         with pytest.raises(TimeoutError):
             await score(RewardRequest(prompt="p", response="```python\nwhile True: pass\n```", label=label, status=Status.COMPLETED))
+
+
+async def test_an_actor_with_many_open_files_has_its_children_too() -> None:
+    """A process inherits its socket under the number that it has in the actor, and ``select.select`` takes numbers up to 1023 only."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        async with opened("code", {"seconds": 5.0}, Limits(timeout_s=60.0, workers=1)) as score:
+            label = {"inputs": ["1\n"], "outputs": ["2\n"]}
+            response = "```python\nprint(int(input()) + 1)\n```"
+            assert await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED)) == {
+                "score": 1.0,
+                "passed": 1.0,
+                "tests": 1.0,
+            }
+    finally:
+        for file in files:
+            os.close(file)

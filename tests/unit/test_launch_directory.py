@@ -87,6 +87,8 @@ def test_a_directory_in_use_is_not_touched_until_its_process_is_gone(tmp_path: P
 def test_a_checkpoint_to_begin_with_is_not_thrown_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "r" / "checkpoints" / "step-500-epoch-3"
     checkpoint.mkdir(parents=True)
+    for file in ("manifest.json", "common.pt"):
+        (checkpoint / file).touch()
     smoke = Path(__file__).resolve().parents[2] / "launch" / "configs" / "smoke.yaml"
     command = ["up", str(smoke), "--fresh", "--set", f"directory={tmp_path / 'r'}", "--from-checkpoint", str(checkpoint)]
     assert main(command) == 2
