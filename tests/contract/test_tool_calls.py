@@ -125,7 +125,7 @@ def test_the_format_of_calls_follows_from_the_template() -> None:
     assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == ["tags", "json", None]
 
 
-NUMBERS = tuple('{"name": "f", "arguments": {"x": [%s]}}' % number for number in ("NaN", "-Infinity", "1e999"))
+NUMBERS = tuple(f'{{"name": "f", "arguments": {{"x": [{number}]}}}}' for number in ("NaN", "-Infinity", "1e999"))
 """Calls with numbers that JSON does not have, or that only an infinite one stands for."""
 ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
 
