@@ -26,7 +26,7 @@ BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
 _USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
 AGAIN = ("restart", "replay", "resume")
-"""What an actor does with an episode that another one began."""
+"""How an actor continues an episode that another actor began."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
 
@@ -49,7 +49,7 @@ class RolloutConfig:
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
     again: str = "restart"
-    """How an episode goes on whose actor was killed: restart | replay | resume (docs/rollouts.md)."""
+    """How an episode is continued after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 

@@ -13,7 +13,8 @@ from actors.engines.port import EngineInfo, Generation
 from bus.errors import BusError
 from bus.wire.messages import Sampling, Span
 
-Answer = Generation | Exception | Callable[[Sampling], Generation]
+Answer = Generation | Exception | Callable[[Sampling], Generation] | tuple[Generation | Exception, ...]
+"""A tuple has the states of a stream, and the error that breaks it off."""
 
 
 def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, finish: str = "stop", **changes: Any) -> Generation:
@@ -57,12 +58,22 @@ class ScriptedEngine:
         if self.hold is not None:
             await self.hold.wait()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        assert not isinstance(answer, tuple), "the states of a stream"
         if isinstance(answer, Exception):
             raise answer
         return answer if isinstance(answer, Generation) else answer(sampling)
 
     async def stream(self, prompt: Any, sampling: Sampling, **options: Any) -> AsyncIterator[Generation]:
-        yield await self.generate(prompt, sampling, **options)
+        if not isinstance(self.answers[0], tuple):
+            yield await self.generate(prompt, sampling, **options)
+            return
+        self.asked.append((sampling, options))
+        states = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        for state in states if isinstance(states, tuple) else ():
+            await asyncio.sleep(0)
+            if isinstance(state, Exception):
+                raise state
+            yield state
 
     async def abort(self, id: str | None = None) -> None:
         self.aborted.append(id or "all")

@@ -76,7 +76,7 @@ class Faulty:
     """An engine that reports that it is healthy, and answers requests as set.
 
     One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token, whatever the request),
-    ok.
+    events (those in ``events``, as a stream that ends), ok.
     """
 
     def __init__(self) -> None:
@@ -90,6 +90,7 @@ class Faulty:
         """Set when the client of a hanging request has disconnected."""
         self.version: str | None = None
         """Its release in /server_info; None = the field is missing."""
+        self.events = b""
         self.url, self.leave = "", _nothing
         """``leave``: function that stops listening at its address."""
 
@@ -142,6 +143,8 @@ class Faulty:
                 await self.gone.wait()
                 request.transport.abort()
                 return response
+            case "events":
+                return web.Response(body=self.events, content_type="text/event-stream")
             case "generate":
                 meta = {"id": "x", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 1, "completion_tokens": 1}
                 meta |= {"weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}

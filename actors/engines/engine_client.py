@@ -76,7 +76,7 @@ class HttpEngine:
             async for data in data_in(response.content.iter_any()):
                 if data == END:
                     return
-                yield _whole(self.url, json.loads(data), sampling, begun)
+                yield _whole(self.url, _decoded(self.url, data), sampling, begun)
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
@@ -174,6 +174,14 @@ def _request(
     return body
 
 
+def _decoded(url: str, data: bytes) -> Any:
+    """Return the value of an event. Raises EngineFailed for one that is no JSON, or nested too deeply to be read."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise EngineFailed(url, f"an event of its stream: want JSON, got {data[:80]!r}") from error
+
+
 def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) -> Generation:
     """Return the answer, appended to the response it continues. Raises EngineFailed if it cannot be parsed or runs past a stop string."""
     generation = _generation(url, answer)
@@ -214,7 +222,7 @@ def _generation(url: str, answer: Any) -> Generation:
         log_probs = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
         finish = meta["finish_reason"] or {}
         spans = tuple(
-            Span(version=_version(url, span["version"]), num_tokens=span["end"] - span["start"])
+            Span(version=_version(url, span["version"]), num_tokens=int(span["end"] - span["start"]))
             for span in meta.get("weight_versions") or ()
         )
         generation = Generation(
@@ -224,14 +232,16 @@ def _generation(url: str, answer: Any) -> Generation:
             spans=spans,
             finish=finish.get("type"),
             matched=finish.get("matched"),
-            text=answer.get("text") or "",
-            prompt_tokens=meta.get("prompt_tokens") or 0,  # SGLang omits it for a request aborted before it began
-            cached_tokens=meta.get("cached_tokens") or 0,
-            retractions=meta.get("num_retractions") or 0,
-            duration_s=meta.get("e2e_latency") or 0.0,
+            text=str(answer.get("text") or ""),
+            prompt_tokens=int(meta.get("prompt_tokens") or 0),  # SGLang omits it for a request aborted before it began
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            retractions=int(meta.get("num_retractions") or 0),
+            duration_s=float(meta.get("e2e_latency") or 0.0),
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise EngineFailed(url, f"its answer cannot be parsed: {error!r}") from error
+    if tokens.ndim != 1 or log_probs.ndim != 1:
+        raise EngineFailed(url, f"want lists of tokens and of log-probs, got shapes {tokens.shape} and {log_probs.shape}")
     if len(tokens) != len(log_probs):
         raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
     if finish and sum(span.num_tokens for span in spans) != len(tokens):

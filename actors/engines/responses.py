@@ -99,11 +99,10 @@ class _Tries:
     shown: bool = False
     """Whether ``grown`` has been called: the response can be continued, but not begin anew."""
 
-    def restart(self, reason: str) -> None:
-        """Discard the unfinished response. Raises GenerationFailed for one that has been streamed."""
-        if self.shown:
-            raise GenerationFailed(f"a part of the response has been streamed, and it cannot begin anew: {reason}")
-        self.begun, self.generating_s = None, 0.0
+    def restart(self) -> None:
+        """Discard the unfinished response. One that has been streamed is kept: it is continued from its last accepted token."""
+        if not self.shown:
+            self.begun, self.generating_s = None, 0.0
 
     def interrupted(self, reason: str) -> Interrupted:
         """Return the error with the response so far."""
@@ -140,7 +139,8 @@ class Responses:
         A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
         are away, full or not serving. ``accept`` raises WireError for an answer that is no valid response: it counts as broken off, and
         begins anew. ``waiting`` is entered while an engine is waited for. ``grown`` is called with the accepted response so far,
-        each time longer than before; such a response does not begin anew. Raises BadRequest, GenerationFailed, Interrupted.
+        each time longer than before; such a response is only continued, and fails at once where an engine refuses that as a bad request.
+        Raises BadRequest, GenerationFailed, Interrupted.
         """
         tries = _Tries(begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s, grown=grown)
         while not self._cutting_short:
@@ -207,15 +207,16 @@ class Responses:
             if answer is None:
                 return None
             generating_s = spent_s + time.monotonic() - asked
-            if answer.finish not in FINISHED:
-                tries.begun, tries.generating_s = answer, generating_s
-                if self._cutting_short:
-                    return None
-                raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
             timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
             response = Response(generation=answer, engine=name, timings=timings)
-            _require(accept, response, tries)
-            return response
+            if answer.finish in FINISHED or tries.shown:  # what follows streamed tokens cannot be discarded later
+                _require(accept, response, tries)
+            if answer.finish in FINISHED:
+                return response
+            tries.begun, tries.generating_s = answer, generating_s
+            if self._cutting_short:
+                return None
+            raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
 
     async def _ask(self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None]) -> Generation | None:
         """Return the engine's answer, complete or broken off; None when it was cut short without one."""
@@ -243,7 +244,9 @@ class Responses:
         except (BadRequest, EngineFailed) as error:
             if begun is None:
                 raise
-            tries.restart(str(error))  # the continued response may be the reason
+            if tries.shown and isinstance(error, BadRequest):
+                raise GenerationFailed(f"a part of the response has been streamed, and it cannot begin anew: {error}") from error
+            tries.restart()  # the continued response may be the reason
             raise EngineFailed(name, f"could not continue a response: {error}") from error
         finally:
             del self._in_flight[id]
@@ -283,11 +286,11 @@ def _covered(generation: Generation) -> int:
 
 
 def _require(accept: Callable[[Response], None], response: Response, tries: _Tries) -> None:
-    """Raise EngineFailed unless a response is accepted; the next attempt begins anew."""
+    """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind the tokens that were streamed."""
     try:
         accept(response)
     except WireError as error:
-        tries.restart(str(error))
+        tries.restart()
         raise EngineFailed(response.engine, f"its answer is not a valid sample: {error}") from error
 
 

@@ -160,7 +160,7 @@ class Gateway:
     async def _streaming(self, open: _Open, given: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are events."""
         response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
-        request, calls = self._asked(open, given, path, body)
+        request, calls = self._asked(open, given, path, body, streams=True)
         try:
             async with open.slots, await open.history(request, calls) as answer:
                 if calls.stream is None:
@@ -210,7 +210,7 @@ class Gateway:
 
     async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
         """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
-        request, calls = self._asked(open, given, path, body)
+        request, calls = self._asked(open, given, path, body, streams=False)
         try:
             async with open.slots:
                 if path == inference_api.PATH:
@@ -223,7 +223,7 @@ class Gateway:
             calls.held.close()
             raise
 
-    def _asked(self, open: _Open, given: web.Request, path: str, body: bytes) -> tuple[Request, ModelCalls]:
+    def _asked(self, open: _Open, given: web.Request, path: str, body: bytes, *, streams: bool) -> tuple[Request, ModelCalls]:
         """Return a request with the handler of its model calls."""
         id = secrets.token_hex(12)
         calls = ModelCalls(
@@ -234,6 +234,7 @@ class Gateway:
             model=self._model.name,
             agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
             trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0",
+            streams=streams,
         )
         return Request(method=given.method, path=path, headers={}, body=body, id=id), calls
 
@@ -329,6 +330,6 @@ def _error(message: str, status: int, code: str | None = None) -> web.Response:
 
 
 def _seen(call: asyncio.Task[Any]) -> None:
-    """Take note of the error of a call whose client has gone, of which nobody else is told."""
+    """Log the error of a call whose client has gone: it has no other receiver."""
     if not call.cancelled() and (error := call.exception()) is not None:
         logger.debug("model call ended error=%s", error)

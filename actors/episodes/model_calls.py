@@ -47,11 +47,23 @@ class ModelCalls:
     """The calls of one request: a ``Handler``. Leave ``held`` when the outputs are recorded, or will never be."""
 
     def __init__(
-        self, episode: Episode, responses: Responses, *, max_context: int, name: str, model: str, agent: str, trained: bool
+        self,
+        episode: Episode,
+        responses: Responses,
+        *,
+        max_context: int,
+        name: str,
+        model: str,
+        agent: str,
+        trained: bool,
+        streams: bool,
     ) -> None:
-        """``name``: id of the answer, as the program sees it. ``agent``: name of the agent within the episode."""
+        """``name``: id of the answer, as the program sees it. ``agent``: name of the agent within the episode.
+
+        ``streams``: whether a stream is sent as its tokens are made; ``stream`` must then be ended. False = it is sent when it is whole.
+        """
         self._episode, self._responses, self._max_context = episode, responses, max_context
-        self._name, self._model, self._agent, self._trained = name, model, agent, trained
+        self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
         self.held = ExitStack()
         self.outputs: list[Called] = []
         """Each call, by place; none of a stream."""
@@ -68,7 +80,7 @@ class ModelCalls:
         prompts, params, many = _read(body)
         asked = [*zip(prompts, params, strict=True)]
         streamed = body.get("stream") is True
-        if streamed and not self._episode.log.stores and not self._episode.log.pending:
+        if streamed and self._streams:
             self.stream = StreamedCalls([partial(self._grown, *each) for each in asked], self._record, request.id)
             await self.stream.begin()
             return Answer.of_states(HTTPStatus.OK, self.stream.states())

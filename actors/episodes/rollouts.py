@@ -109,7 +109,7 @@ class ProgramRollout:
 
 
 def _described(episode: Episode) -> dict[str, object]:
-    """Return what the program is told of its task, and of the state behind which it goes on."""
+    """Return the program's input: its task, and the stored state from which it resumes."""
     task, state, sampling = episode.task, episode.log.state, episode.sampling
     return {
         **({"state": state.state.get("state")} if state is not None else {}),

@@ -225,7 +225,7 @@ def _form(text: object) -> JsonObject | None:
 
 
 def _messages(given: object) -> list[JsonObject]:
-    """Return items as the messages of a chat; what the model said and called in a row is one message."""
+    """Return items as the messages of a chat; a text of the model and the calls that follow it are one message."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -248,8 +248,10 @@ def _of_item(item: object, where: str) -> JsonObject:
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
             return {"role": "tool", "tool_call_id": id, "content": _text(output, f"{where}.output")}
-    if isinstance(item, Mapping) and item.get("type", "message") == "message" and item.get("role") in _ROLES:
-        return {"role": _ROLES[item["role"]], "content": _text(item.get("content"), f"{where}.content")}
+    if isinstance(item, Mapping) and item.get("type", "message") == "message":
+        role = item.get("role")
+        if isinstance(role, str) and role in _ROLES:
+            return {"role": _ROLES[role], "content": _text(item.get("content"), f"{where}.content")}
     raise BadRequest(f"{where}: want a message, function_call or function_call_output, got {item!r}")
 
 

@@ -266,20 +266,25 @@ class TokenHistory:
     async def _openai_events(
         self, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
     ) -> AsyncGenerator[JsonMapping, None]:
-        sent = self._sent(owners, session)
+        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error is sent instead."""
+        sent, open = self._sent(owners, session), set(range(owners.count))
         try:
             async with aclosing(states):
                 async for state in states:
                     if "error" in state:
+                        open.clear()
                         yield state
                         continue
                     if sent.take(state):
+                        open.discard(state.get("index", 0))
                         self._note_calls(state, builder)
                     for part in builder.parts(state):
                         yield part
                         sent.seen(state, builder.shown(state))
         finally:
             sent.note_cut()
+        if open:
+            raise EngineError(f"the engine's stream ended, and {len(open)} of its responses had not")
         for part in builder.last():
             yield part
 
@@ -328,6 +333,11 @@ class _Owners:
         counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
         self._prompts = prompts
         self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
+
+    @property
+    def count(self) -> int:
+        """Number of responses."""
+        return self._ends[-1]
 
     def prompt(self, place: int) -> list[Piece] | None:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""

@@ -130,12 +130,16 @@ def _call(text: str) -> Call | None:
 
 
 def _call_from(value: object) -> Call | None:
-    """Return the call, None if it is none. Raises ValueError or RecursionError if it cannot be encoded: lone surrogates, deep nesting."""
+    """Return the call, None if it is none.
+
+    Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them), lone surrogates,
+    deep nesting.
+    """
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     arguments: object = next((value[name] for name in ARGUMENTS if name in value), {})
     if not isinstance(arguments, Mapping):
         return None
-    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call

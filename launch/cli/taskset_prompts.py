@@ -28,9 +28,9 @@ def write_prompts(args: argparse.Namespace) -> int:
     try:
         with part.open("w", encoding="utf-8") as file:
             command = [python, PROGRAM, args.taskset, json.dumps(options), str(args.count)]
-            done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, env=environment(os.environ), text=True)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, env=environment(os.environ))
         if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            why = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
             raise PromptError(args.taskset, f"a taskset that {python} can read", f"{why}{_cure(why)}")
         with part.open(encoding="utf-8") as file:
             count = sum(1 for _ in file)

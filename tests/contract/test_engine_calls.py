@@ -1,5 +1,6 @@
 """Errors of each client of an engine's API when the engine is unreachable, is silent, breaks off, or answers without JSON."""
 
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ import pytest
 from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
 from actors.serving.sglang.api import Api
+from bus.wire.messages import Sampling
 from tests.router_kit import Faulty, faulty
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
@@ -86,3 +88,40 @@ async def test_an_answer_that_is_labelled_json_and_is_none() -> None:
             with pytest.raises(EngineFailed, match="/pause_generation: want JSON"):
                 await call
         await them.receiver.begin(1)  # its commands need only the status of the answer
+
+
+def state(**changes: Any) -> bytes:
+    """Return a whole response of one token, with its tokens or fields of its meta information changed."""
+    ids = changes.pop("output_ids", [5])
+    meta = {"id": "x", "finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]], **changes}
+    meta.setdefault("weight_versions", [{"version": "0", "start": 0, "end": 1}])
+    return json.dumps({"text": "a", "output_ids": ids, "meta_info": meta}).encode()
+
+
+UNREADABLE = {
+    "no JSON": b"{",
+    "no UTF-8": b'"\xff"',
+    "too deep": b"[" * 100_000,
+    "another value": b"3",
+    "a token beyond 32 bits": state(output_ids=[2**40]),
+    "tokens in lists": state(output_ids=[[5]]),
+    "no log-prob in an entry": state(output_token_logprobs=[[]]),
+    "a count that is none": state(prompt_tokens="many"),
+    "a span that is none": state(weight_versions=[{"version": "0", "start": None, "end": 1}]),
+    "an infinite count": state(cached_tokens=float("inf")),
+}
+
+
+async def test_the_response_of_a_stream() -> None:
+    async with of_faulty("events") as (engine, them):
+        engine.events = b"data: " + state() + b"\n\ndata: [DONE]\n\n"
+        assert [made.tokens.tolist() async for made in them.http.stream([1], Sampling())] == [[5]]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_an_event_that_is_no_response_is_a_failure_of_the_engine(name: str) -> None:
+    async with of_faulty("events") as (engine, them):
+        engine.events = b"data: " + UNREADABLE[name] + b"\n\ndata: [DONE]\n\n"
+        with pytest.raises(EngineFailed):
+            async for _ in them.http.stream([1], Sampling()):
+                pass

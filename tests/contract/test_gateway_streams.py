@@ -166,3 +166,23 @@ async def test_states_of_generate_and_the_budget_of_a_stream(model_dir: Path) ->
     async with stage(model_dir, program) as scene:
         sample = await made(scene, budget=Budget(turns=1))
     assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, "budget.turns")
+
+
+async def test_the_gateway_alone_decides_whether_a_stream_is_sent_as_its_tokens_are_made(model_dir: Path) -> None:
+    """It does not see a field with an escaped name, and then sends the stream when it is whole."""
+    received: list[int] = []
+
+    async def program(client: Client) -> float:
+        body = json.dumps(ASKED).replace('"stream"', '"str\\u0065am"')
+        async with client.session.post(client.root + "/v1/chat/completions", data=body) as answer:
+            (open,) = scene.gateway._open.values()
+            assert len(open.episode.recorder) == 1, "recorded before the first event is sent"
+            async for each in events(answer):
+                received.extend(ids(each))
+        return 1.0
+
+    async with stage(model_dir, program) as scene:
+        sample = await made(scene)
+    assert sample.turns is not None and len(sample.turns.at) == 1
+    assert sample.tokens.tolist()[-len(received) :] == received
+    assert [each["role"] for each in sample.transcript] == ["user", "assistant"]

@@ -5,16 +5,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from actors.errors import BadRequest
+from actors.events import DONE, event
 from actors.openai.responses_api import chat_of
 from bus.wire.codec import check_sample
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
-from tests.router_kit import routing
+from tests.router_kit import faulty, routing
 
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}, "strict": False}
 ASKED: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "3 + 4?"}]}]
@@ -89,11 +91,42 @@ async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: P
             await said(client, ASKED, streamed=streamed, previous_response_id="resp_1")
 
 
+def state(text: str, finish: str | None = None) -> dict[str, Any]:
+    """Return the state of a response of one token."""
+    finished = None if finish is None else {"type": finish}
+    meta = {"id": "x", "finish_reason": finished, "prompt_tokens": 1, "completion_tokens": 1, "output_token_logprobs": [[-1.0, 5, None]]}
+    return {"text": text, "output_ids": [5], "meta_info": meta}
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])
+async def test_a_stream_that_its_engine_ends_too_early_breaks_off(model_dir: Path, path: str) -> None:
+    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    chat = {"messages": [{"role": "user", "content": "3 + 4?"}], "max_tokens": 9}
+    body = {"input": "3 + 4?"} if path == "/v1/responses" else chat
+    async with faulty() as engine, routing(engine.url, **settings) as door:
+        engine.does = "events"
+
+        async def asked(*states: dict[str, Any]) -> bytes:
+            """Return the whole stream that is made of an engine's."""
+            engine.events = b"".join(map(event, states)) + DONE
+            async with door.session.post(door.url + path, json={"model": "m", "stream": True, **body}) as answer:
+                assert answer.status == 200
+                return await answer.read()
+
+        for states in ([], [state("a")]):
+            with pytest.raises(aiohttp.ClientError):
+                print(await asked(*states))
+        whole = await asked(state("a"), state("a", "stop"))
+        assert any(last in whole for last in (b"response.completed", b"message_stop", b"[DONE]"))
+        assert b"no such luck" in await asked(state("a"), {"error": {"message": "no such luck"}}), "an error ends a stream, too"
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"input": []}, "input: want text or a list"),
         ({"input": [{"type": "reasoning", "summary": []}]}, r"input\[0\]: want a message"),
+        ({"input": [{"role": [], "content": "x"}]}, r"input\[0\]: want a message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content: want text"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
         ({"max_tokens": 3}, "max_tokens: unknown parameter"),

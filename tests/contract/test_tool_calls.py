@@ -125,6 +125,8 @@ def test_the_format_of_calls_follows_from_the_template() -> None:
     assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == ["tags", "json", None]
 
 
+NUMBERS = tuple(f'{{"name": "f", "arguments": {{"x": [{number}]}}}}' for number in ("NaN", "-Infinity", "1e999"))
+"""Calls with numbers that JSON does not have, or that only an infinite one stands for."""
 ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
 
 
@@ -145,7 +147,7 @@ ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
         ("json", "plain", "plain", []),
         *(
             (form, text, text, [])
-            for opening in ('{"name": "f", "arguments": {"x": ' + "[" * 3000, '{"name": "f", "arguments": {"x": "\\ud83d"}}')
+            for opening in ('{"name": "f", "arguments": {"x": ' + "[" * 3000, '{"name": "f", "arguments": {"x": "\\ud83d"}}', *NUMBERS)
             for form, text in (("tags", f"<tool_call>{opening}</tool_call>"), ("json", opening))
         ),
     ],

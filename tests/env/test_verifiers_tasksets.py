@@ -228,3 +228,50 @@ def test_the_program_needs_nothing_of_ours(python: str) -> None:
     command = [python, "-c", found]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_a_taskset_may_print_and_have_texts_that_cannot_be_encoded(
+    python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = await written(python, tmp_path, "verifiers_loud")
+    assert (row["prompt"], row["label"]) == ("Say it.", "\ud83d")
+    broken = ["--python", python, "--options", '{"taskset": {"broken": true}}']
+    assert await asyncio.to_thread(main, ["data", "verifiers", "verifiers_loud", str(tmp_path / "none"), *broken]) in (2, 78)
+    assert "no t\ufffdsks" in capfd.readouterr().err, "stderr of another encoding"
+
+
+async def test_an_environment_that_starts_at_the_second_try_has_one_address(python: str, model_dir: Path, tmp_path: Path) -> None:
+    """Each trace is announced twice, too."""
+    (row,) = await written(python, tmp_path, "verifiers_loud")
+    played = asking({**row, "label": None})
+    async with playing(python, model_dir, "verifiers_loud") as (rollout, _):
+        with pytest.raises(GenerationFailed, match="its servers are not up yet"):
+            await rollout.sample(played, 0, "n0")
+        made = await rollout.sample(played, 0, "n1")
+    check_sample(made.sample)
+    assert made.sample.reward == {"any": 1.0, "score": 1.0}
+    done = await asyncio.to_thread(subprocess.run, [python, "-c", STARTS, str(HERE.parents[1] / "actors/episodes/programs")], **OUTPUT)
+    first, second = done.stdout.splitlines()[-1].split()
+    assert first == second, "the address is started once"
+
+
+OUTPUT: Any = {"capture_output": True, "text": True, "check": True}
+STARTS = """
+import asyncio, sys
+sys.path.append(sys.argv[1])
+import verifiers_taskset
+
+async def main():
+    taskset = verifiers_taskset.Taskset("verifiers_loud")
+    urls = []
+    for _ in range(2):
+        try:
+            await taskset._context()
+        except RuntimeError:
+            pass
+        urls.append(taskset._door.url)
+    print(*urls)
+
+asyncio.run(main())
+"""
+"""Prints the address of the model behind each of two starts of the environment."""

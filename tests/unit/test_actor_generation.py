@@ -1,7 +1,7 @@
 """From an engine's answer to a sample, and the retries when there is no good answer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from actors.engines.activity import Activity
 from actors.engines.pool import EnginePool
-from actors.engines.responses import GenerationFailed, Responses
+from actors.engines.port import Generation
+from actors.engines.responses import GenerationFailed, Prompt, Response, Responses
 from actors.episodes.port import Unfinished
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.single_turn import SingleTurn, failed, failed_sample
+from bus.errors import WireError
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
 from bus.wire.messages import Kind, Partial, Sample, Sampling, Span, Status, Task, Timings
@@ -305,3 +307,66 @@ async def test_cutting_short_does_not_wait_for_a_hung_engine() -> None:
     assert len(aborted) > 1, "said again and again"
     assert unfinished.partial is not None
     assert unfinished.partial.tokens.tolist() == [5, 6], "what was there before stays"
+
+
+async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[Response | Exception, list[list[int]], list[Any]]:
+    """Stream a response. Returns it or its error, the states as they were streamed, and the continued tokens of each request."""
+    scene, states = Scene({"a": answers}), list[list[int]]()
+    async with running_engines(scene) as engines:
+        responses = Responses(engines, timeout_s=30.0, retries=retries, activity=Activity())
+        prompt = Prompt(name="p", tokens=TASK.prompt_tokens, sampling=Sampling())
+        check = accepting(0.0)
+        try:
+            made: Response | Exception = await responses.generate(
+                prompt, check, grown=lambda response: states.append(response.generation.tokens.tolist())
+            )
+        except (GenerationFailed, BadRequest) as error:
+            made = error
+        asked = scene.clients["a"].asked
+    return made, states, [None if options["begun"] is None else options["begun"].tokens.tolist() for _, options in asked]
+
+
+def accepting(most: float) -> Callable[[Response], None]:
+    """Return a check of log-probs."""
+
+    def check(response: Response) -> None:
+        """Raise WireError for a log-prob above ``most``."""
+        if (response.generation.log_probs > most).any():
+            raise WireError("log_probs", f"<= {most}", response.generation.log_probs)
+
+    return check
+
+
+def state(*tokens: int, **changes: Any) -> Generation:
+    """Return a response that has not ended."""
+    return replace(generation(tokens=tokens, **changes), finish=None)
+
+
+DIED = EngineGone("a", "connection reset")
+FIRST: Answer = (state(5), state(5, 6), DIED)
+"""A stream that breaks off behind two tokens."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        EngineFailed("a", "HTTP 500"),
+        generation(tokens=(5, 6, 7), log_prob=0.5),
+        generation(tokens=(5, 6, 9), log_prob=0.5, finish="abort"),
+        (state(5, 6, 9, log_prob=0.5), DIED),
+        (EngineFailed("a", "HTTP 500"),),
+    ],
+)
+async def test_a_streamed_response_is_continued_as_often_as_its_retries_allow(broken: Answer) -> None:
+    made, states, begun = await streamed([FIRST, broken, broken, (state(5, 6, 7), WHOLE)])
+    assert isinstance(made, Response) and made.generation.tokens.tolist() == [5, 6, 7]
+    assert (states, begun) == ([[5], [5, 6], [5, 6, 7]], [None, [5, 6], [5, 6], [5, 6]])
+    made, states, begun = await streamed([FIRST, broken, broken, WHOLE], retries=3)
+    assert isinstance(made, GenerationFailed) and made.reason.startswith("3 requests broken off, the last one: ")
+    assert (states, begun) == ([[5], [5, 6]], [None, [5, 6], [5, 6]])
+
+
+async def test_a_streamed_response_whose_continuation_is_a_bad_request_fails_at_once() -> None:
+    made, _, begun = await streamed([FIRST, BadRequest("input_ids: too long"), WHOLE])
+    assert isinstance(made, GenerationFailed) and "has been streamed, and it cannot begin anew: input_ids: too long" in str(made)
+    assert begun == [None, [5, 6]]

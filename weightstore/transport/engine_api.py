@@ -97,7 +97,7 @@ class EngineApi:
             raw = await response.read()
         try:
             return json.loads(raw) if response.content_type == "application/json" else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._translate(CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)) from error
 
     async def read(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> bytes:
@@ -163,7 +163,7 @@ def _reason_in(raw: bytes) -> tuple[str, Mapping[str, object]]:
     text = raw[:MAX_REASON_BYTES].decode(errors="replace")
     try:
         answer = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text, EMPTY
     if not isinstance(answer, dict):
         return text, EMPTY

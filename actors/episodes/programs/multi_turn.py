@@ -34,7 +34,7 @@ class Played:
     """An episode so far."""
 
     answers: list[str] = field(default_factory=list)
-    """What the model said, turn by turn."""
+    """Texts that the model generated, by turn."""
     ids: list[str] = field(default_factory=list)
     """Names of these turns."""
     calls: list[tuple[str, object, str]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Played:
     text: str = ""
     """Of the next request, with protocol text."""
     place: Any = None
-    """Of the environment: what its ``state`` returned."""
+    """State of the environment, as its method ``state`` returned it; None = none yet."""
     done: bool = False
 
 

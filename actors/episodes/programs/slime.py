@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 TRIES, PAUSE_S = 5, 0.5
-"""Tries of a request to which nobody answers, and the pause between them."""
+"""Tries of a request whose connection fails, and the pause between them."""
 
 
 class Status(enum.Enum):
@@ -101,12 +101,12 @@ async def post(url: str, payload: object, max_retries: int = TRIES, headers: Map
 
 
 class GenerateState:
-    """What generate functions share: the tokenizer of ``args.hf_checkpoint``, and a semaphore."""
+    """State that generate functions share: the tokenizer of ``args.hf_checkpoint``, and a semaphore."""
 
     _made: ClassVar[dict[str, "GenerateState"]] = {}
 
     def __new__(cls, args: Any) -> "GenerateState":
-        """Return the one of a model. Raises ValueError without ``args.hf_checkpoint``."""
+        """Return the state of this model, made at the first call. Raises ValueError without ``args.hf_checkpoint``."""
         path = str(getattr(args, "hf_checkpoint", "") or "")
         if not path:
             raise ValueError("GenerateState: want the model's directory in rollouts.NAME.options.args.hf_checkpoint")

@@ -9,10 +9,12 @@ verifiers keeps an HTTP client for each address of a model, so all episodes of a
 each call to the gateway of its episode. The gateway records tokens and log-probs; those in verifiers' traces are not read.
 
 ``PYTHON verifiers_taskset.py TASKSET OPTIONS COUNT`` prints the taskset's tasks as rows of a prompt file.
+Output of the taskset itself goes to stderr.
 """
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -196,13 +198,14 @@ class Taskset:
             return _rewards(await self._env.run_slot(slot, context, on_trace=open))
         finally:
             for trace in begun:
-                del self._door.episodes[trace.id]
+                self._door.episodes.pop(trace.id, None)  # a trace may be announced twice
 
     async def _context(self) -> Any:
         """Return where verifiers finds the model, with the environment's servers started."""
         async with self._starting:
             if self._serving is None:
-                await self._door.start()
+                if not self._door.url:  # it stays when the environment could not be started
+                    await self._door.start()
                 serving = self._env.serving()
                 await serving.__aenter__()  # until the process ends, which ends what it has started
                 self._serving = serving
@@ -279,5 +282,7 @@ if __name__ == "__main__":
     sys.path[0] = ""
     sys.modules["verifiers_taskset"] = sys.modules[__name__]  # by which name verifiers finds ChatLoop
     __name__ = "verifiers_taskset"
-    for each in rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])):
-        print(json.dumps(each, ensure_ascii=False))
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # the taskset may print, and so may its processes; the rows alone go to stdout
+        for each in rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])):
+            print(json.dumps(each), file=out)  # escaped: a text may have lone surrogates, which no encoding has
