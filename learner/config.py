@@ -410,6 +410,11 @@ class LearnerConfig:
             raise ValueError(f"virtual_pipeline: want 1 with lora.rank > 0, got {self.virtual_pipeline}")
         if self.expert_parallel > 1:
             raise ValueError(f"expert_parallel: want 1 with lora.rank > 0, whose adapters are not divided, got {self.expert_parallel}")
+        if self.moe_bias_update_rate:
+            raise ValueError(
+                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights of the model, got "
+                f"{self.moe_bias_update_rate!r}"
+            )
         if self.algorithm.kl.moves:
             raise ValueError(
                 "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is the model without adapters"
