@@ -177,7 +177,7 @@ class CriticConfig:
     value_clip: float = 0.2
     """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer, with settings of its own: adamw, or adam without ``offload_optimizer``. Usual: 5 to 10 times the policy's lr."""
+    """The critic's optimizer, with settings of its own: adamw or adam. A learning rate of 5 to 10 times the policy's is usual."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:

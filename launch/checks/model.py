@@ -287,7 +287,8 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
     if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
         want = f"false with a critic that has experts ({values['model_type']} in {path})"
-        report.error("critic", report.at("learner.offload_optimizer"), want=want, got=True, cure="remove the setting, or use another critic")
+        cure = "remove the setting, or use another critic"
+        report.error("critic", report.at("learner.offload_optimizer"), want=want, got=True, cure=cure)
     try:
         return ModelShape.of(values, where=str(path))
     except UnsupportedModel:  # no engine will serve it

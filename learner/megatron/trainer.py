@@ -252,9 +252,7 @@ class Trainer:
         algorithm = self._algorithm
         all_N = torch.ones_like(step.demonstration_N)
         own_N, others_N = (all_N, all_N) if algorithm.loss == "sft" else (step.demonstration_N, ~step.demonstration_N)
-        term = Supervised(
-            coef=algorithm.demonstration_coef, mode=self._objective.mode, denominators=step.denominators(minibatch, own_N)
-        )
+        term = Supervised(coef=algorithm.demonstration_coef, mode=self._objective.mode, denominators=step.denominators(minibatch, own_N))
         return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:

@@ -28,9 +28,6 @@ from learner.feed.progress import note_step
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-NO_WEIGHTS = "no_weights"
-"""File in a checkpoint that holds no weights."""
-
 
 class Draining(BaseException):
     """SIGTERM arrived while this rank was waiting for a batch."""
@@ -62,7 +59,7 @@ class _Consumer:
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             start = self._waiting(self._feed.hello)
-            if start.checkpoint is not None and not (Path(start.checkpoint) / NO_WEIGHTS).exists():
+            if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
                 reason = "want one of a run with debug.rollout_only, got one with weights"
                 raise NoCheckpoint(start.checkpoint, reason)
             step = start.step + 1
@@ -84,7 +81,7 @@ class _Consumer:
     def _checkpoint(self, step: int, epoch: int, state: bytes) -> None:
         if state:
             staged = disk.staging(self._places.checkpoints, step=step, epoch=epoch)
-            (staged / NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
+            (staged / disk.NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
             self._feed.checkpointed(step, str(disk.commit(staged, state)))
 
     def _waiting(self, wait: Callable[[], T]) -> T:

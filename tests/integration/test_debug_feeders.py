@@ -205,7 +205,7 @@ async def test_steps_that_no_rank_trains_are_saved_and_resumed(opened: AbstractA
             if step in first:
                 assert saved.plan.seqs.tolist() == first[step].plan.seqs.tolist()
         newest = max(disk.listed(world.root))
-        assert newest.step == STEPS and (newest.path / rollout_only.NO_WEIGHTS).exists()
+        assert newest.step == STEPS and (newest.path / disk.NO_WEIGHTS).exists()
         done = {record.step: record.metrics for record in await world.records() if isinstance(record, Done)}
         assert {"train/reward_mean", "train/truncated_share", "data/logprob_mean", "data/reward_mean"} <= done[STEPS].keys()
 
