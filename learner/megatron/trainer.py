@@ -20,7 +20,7 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
-from learner.algorithms.kl import next_coefficient
+from learner.algorithms.kl import counted_samples, next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.supervised import Supervised
@@ -220,7 +220,7 @@ class Trainer:
         coupled = Coupled()
         if denominators.tokens:
             coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
-        warms_up = self._critic is not None and self._critic.warms_up(number)
+        warms_up = self._warms_up(number)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
@@ -239,6 +239,10 @@ class Trainer:
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
         return self._collected(_Update(sums=sums, norm=norm, rate=rate))
+
+    def _warms_up(self, step: int) -> bool:
+        """Return whether the critic alone is trained in this step."""
+        return self._critic is not None and self._critic.warms_up(step)
 
     def _collected(self, update: _Update) -> _Update:
         if self._collector is not None:
@@ -276,12 +280,12 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the KL coefficients towards their target divergence."""
-        kl = self._algorithm.kl
-        if kl.target and "train/kl_reference" in metrics:
-            self.kl_scale = next_coefficient(
-                self.kl_scale, metrics["train/kl_reference"], target=kl.target, horizon=kl.horizon, num_samples=len(batch.rewards_N)
-            )
+        """Move the KL coefficients towards their target divergence, by the samples of policies; not while the critic alone is trained."""
+        kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
+        if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
+            counted = counted_samples(num_samples, kl.horizon)
+            divergence = metrics["train/kl_reference"]
+            self.kl_scale = next_coefficient(self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted)
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
 
