@@ -392,7 +392,6 @@ def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **gro
 
 def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
-    unended = float(batch.unended_N.mean())
-    kept_N = batch.scored_N
+    kept_N, unended = batch.scored_N, batch.unended_share
     columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
-    return {**diagnostics.sample_metrics(**columns), "train/unended_share": unended}
+    return diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})

@@ -103,9 +103,9 @@ class _Consumer:
 
 def figures(batch: StepBatch) -> dict[str, float]:
     """Return the metrics of a step's samples, under the names that a training rank reports them by."""
-    rewards_N, lengths_N = batch.rewards_N.astype(np.float64), batch.response_lengths_N
-    log_probs = np.concatenate([row.rollout_log_probs_T[row.loss_mask_T] for row in batch.micro_batches])
-    groups = [rewards_N[batch.groups_N == group] for group in np.unique(batch.groups_N)]
+    kept_N, log_probs = batch.scored_N, batch.engine_log_probs
+    rewards_N, lengths_N, groups_N = batch.rewards_N[kept_N].astype(np.float64), batch.response_lengths_N[kept_N], batch.groups_N[kept_N]
+    groups = [rewards_N[groups_N == group] for group in np.unique(groups_N)]
     found = {
         "train/reward_mean": rewards_N.mean(),
         "train/reward_std": rewards_N.std(),
@@ -113,10 +113,11 @@ def figures(batch: StepBatch) -> dict[str, float]:
         "train/zero_variance_group_share": np.mean([np.ptp(group) == 0 for group in groups]),
         "train/response_length_mean": lengths_N.mean(),
         "train/response_length_max": lengths_N.max(),
-        "train/truncated_share": batch.truncated_N.mean(),
-        "train/unended_share": batch.unended_N.mean(),
+        "train/truncated_share": batch.truncated_N[kept_N].mean(),
         "train/tokens": batch.num_tokens,
     }
+    if batch.unended_share is not None:
+        found["train/unended_share"] = batch.unended_share
     if len(log_probs):
         found["data/logprob_mean"] = log_probs.mean(dtype=np.float64)
     return {name: float(value) for name, value in found.items()}

@@ -133,8 +133,8 @@ def test_minibatches_without_demonstrations_have_the_other_term_alone(make: Any)
     (batch,) = make_batches([*sampled, *shown], minibatches=4)
     with_demonstrations = {int(one) for one in batch.minibatches_N[batch.demonstration_N]}
     assert len(with_demonstrations) == 1 and batch.num_minibatches == 4
-    metrics = make(sft_coef=0.5).train(batch)
-    assert metrics["train/skipped_minibatches"] == 0
+    metrics = make(sft_coef=0.5).train(replace(batch, unended_N=batch.demonstration_N))
+    assert metrics["train/skipped_minibatches"] == metrics["train/unended_share"] == 0
     assert metrics["train/sft_tokens"] == sum(int(one.loss_mask.sum()) for one in shown)
     assert np.isfinite(metrics["train/loss"])
 
