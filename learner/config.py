@@ -177,7 +177,7 @@ class CriticConfig:
     value_clip: float = 0.2
     """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer: Adam, with settings of its own. A learning rate of 5 to 10 times the policy's is usual."""
+    """The critic's optimizer, with settings of its own: adamw or adam. A learning rate of 5 to 10 times the policy's is usual."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -186,6 +186,8 @@ class CriticConfig:
             raise ValueError(f"value_clip: want >= 0, got {self.value_clip!r}")
         if self.optimizer.freeze:
             raise ValueError(f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}")
+        if self.optimizer.name == "sgd":
+            raise ValueError("optimizer.name: want adamw or adam for the critic, got 'sgd'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,6 +401,8 @@ class LearnerConfig:
             raise ValueError("distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true")
         if optimizer.name != "adamw" and self.offload_optimizer:
             raise ValueError(f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true")
+        if (name := self.critic.optimizer.name) != "adamw" and self.offload_optimizer:
+            raise ValueError(f"offload_optimizer: want false with critic.optimizer.name: {name}, or critic.optimizer.name: adamw, got true")
 
     def _refuse_with_adapters(self) -> None:
         """Refuse what a model of which only adapters are trained cannot do."""
@@ -406,6 +410,11 @@ class LearnerConfig:
             raise ValueError(f"virtual_pipeline: want 1 with lora.rank > 0, got {self.virtual_pipeline}")
         if self.expert_parallel > 1:
             raise ValueError(f"expert_parallel: want 1 with lora.rank > 0, whose adapters are not divided, got {self.expert_parallel}")
+        if self.moe_bias_update_rate:
+            raise ValueError(
+                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights of the model, got "
+                f"{self.moe_bias_update_rate!r}"
+            )
         if self.algorithm.kl.moves:
             raise ValueError(
                 "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is the model without adapters"

@@ -285,6 +285,10 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         return None
     for refused in refusals(values, where=f"{path}/config.json", **{name: getattr(learner, name) for name in SPLITS}):
         report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
+    if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
+        want = f"false with a critic that has experts ({values['model_type']} in {path})"
+        cure = "remove the setting, or use another critic"
+        report.error("critic", report.at("learner.offload_optimizer"), want=want, got=True, cure=cure)
     try:
         return ModelShape.of(values, where=str(path))
     except UnsupportedModel:  # no engine will serve it

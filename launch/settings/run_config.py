@@ -309,6 +309,11 @@ def _refuse_debug(config: RunConfig) -> None:
             "learner.from_checkpoint: want none with debug.rollout_only, whose engines load model.path, got "
             f"{config.learner.from_checkpoint!r}; set model.path to the model to generate with"
         )
+    if debug.rollout_only and config.learner.lora.adapter:
+        raise ValueError(
+            "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got "
+            f"{config.learner.lora.adapter!r}; merge the adapters first (tidemill convert their checkpoint), and make the result model.path"
+        )
     if debug.rollout_only and config.learner.nodes > 1:
         raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}")
     if debug.trains_only and config.eval.every:

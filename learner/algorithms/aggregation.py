@@ -57,6 +57,8 @@ def coefficients(mode: str | Reducer, mask_T: Tensor, sample_T: Tensor, denomina
     infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
     """
     if callable(mode):
+        if not denominators.tokens:  # as in a minibatch of demonstrations alone: one's own function may divide by them
+            return torch.zeros(mask_T.shape, dtype=torch.float64, device=mask_T.device)
         return torch.where(mask_T, mode(mask_T, sample_T, denominators).double(), 0.0)
     divisor_T = torch.ones(mask_T.shape, dtype=torch.float64, device=mask_T.device)
     if mode == "token_mean":

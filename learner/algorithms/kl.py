@@ -93,7 +93,12 @@ def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, 
     return ratio_T * kl_T(log_probs_T, reference_T, mask_T, estimator=estimator)
 
 
-def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+def counted_samples(num_samples: int, horizon: float) -> float:
+    """Return the samples of a step that ``next_coefficient`` takes: so many that the coefficient loses 99 % of itself at most."""
+    return min(float(num_samples), 0.99 * horizon / ADAPTIVE_ERROR_BOUND)
+
+
+def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: float) -> float:
     """Return ``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``, which grows while the divergence is above its target.
 
     ``kl`` and ``target`` are in the same unit, nats per token or per sample; ``horizon`` in samples. Returns ``coef`` unchanged for a

@@ -189,7 +189,8 @@ class Objective:
         self.config = config
         assert config.loss is not None and config.weight is not None and config.aggregation is not None
         self._level: str | WeightFunction = imported(config.weight, "weight") if ":" in config.weight else config.weight
-        self._mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        self.mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        """The aggregation: a name, or a function of one's own."""
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         if not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
@@ -421,7 +422,7 @@ class Objective:
         config = self.config
         loss = self.token_loss(log_probs_T, tokens, coupled)
         place = (tokens.mask_T, tokens.sample_T, denominators)
-        mode = self._mode
+        mode = self.mode
         total = aggregate(loss.loss_T, *place, mode=mode)
         divergence_T: Tensor | None = None
         if tokens.reference_T is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.aggregation import Denominators, Reducer, aggregate
 
 
 def sft_loss(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -22,8 +22,8 @@ class Supervised:
     """
 
     coef: float
-    mode: str
-    """As ``AlgorithmConfig.aggregation``."""
+    mode: str | Reducer
+    """As ``Objective.mode``."""
     denominators: Denominators
     """Of the demonstrations of the update; with ``loss: sft`` of all its samples, which then have one loss."""
 

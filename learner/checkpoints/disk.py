@@ -28,6 +28,8 @@ from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
+NO_WEIGHTS = "no_weights"
+"""File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 
 

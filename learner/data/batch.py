@@ -102,6 +102,17 @@ class StepBatch:
         """True for the samples whose rewards and lengths are reported: those of policies, or all of a step of demonstrations alone."""
         return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
 
+    @property
+    def unended_share(self) -> float | None:
+        """Share of ``unended_N`` in the samples of policies; None = the step has none."""
+        return None if self.demonstration_N.all() else float(self.unended_N[~self.demonstration_N].mean())
+
+    @property
+    def engine_log_probs(self) -> NDArray[np.float32]:
+        """Log-probs that the engines reported for this rank's trainable tokens; demonstrations have none."""
+        rows = self.micro_batches
+        return np.concatenate([row.rollout_log_probs_T[row.loss_mask_T & ~self.demonstration_N[row.sample_T]] for row in rows])
+
 
 _ROWS = (
     *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),

@@ -59,10 +59,15 @@ async def peers_of(copies: Copies | None, checkpoint: Path | None) -> dict[str, 
 
 async def initial_weights(rules: FeederRules, resumed: Resumed) -> str | None:
     """Return the verified checkpoint with the initial weights, if the run starts from one. Raises CheckpointCorrupt."""
-    if resumed.checkpoint is not None or rules.from_checkpoint is None:
+    return None if resumed.checkpoint is not None else await verified(rules.from_checkpoint)
+
+
+async def verified(checkpoint: Path | None) -> str | None:
+    """Return the directory after its files were compared with the manifest. Raises CheckpointCorrupt."""
+    if checkpoint is None:
         return None
-    await asyncio.to_thread(disk.verify, rules.from_checkpoint)
-    return str(rules.from_checkpoint)
+    await asyncio.to_thread(disk.verify, checkpoint)
+    return str(checkpoint)
 
 
 async def first_head(registry: VersionRegistry, rules: FeederRules, epoch: int) -> VersionRow | None:

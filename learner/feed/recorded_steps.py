@@ -27,7 +27,7 @@ from learner.data.batch import build_batches, encode
 from learner.data.plans import GENESIS
 from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
 from learner.errors import FeedError
-from learner.feed.beginning import own_epoch
+from learner.feed.beginning import own_epoch, verified
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer, Frames
 from learner.feed.feeder_row import BEAT_S
@@ -53,6 +53,8 @@ class RecordedSteps:
     packing: Packing
     pad_to: int
     eos_ids: frozenset[int] = frozenset()
+    from_checkpoint: Path | None = None
+    """As ``FeederRules``."""
 
     def load(self, step: int) -> Rollout:
         """Return the rollout of a step. Raises DebugFileRefused."""
@@ -71,7 +73,10 @@ async def save_step(rules: FeederRules, plan: Plan, samples: Sequence[Sample], t
 async def run_recorded_feeder(
     places: FeederPlaces, learner: LearnerConfig, draining: asyncio.Event, *, files: str, eos_ids: frozenset[int] = frozenset()
 ) -> None:
-    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done. Raises as ``run_feeder``, and DebugFileRefused."""
+    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done.
+
+    Raises as ``run_feeder``, and DebugFileRefused, CheckpointCorrupt.
+    """
     steps = RecordedSteps(
         files=files,
         steps=learner.steps,
@@ -80,6 +85,7 @@ async def run_recorded_feeder(
         ),
         pad_to=learner.row_multiple,
         eos_ids=eos_ids,
+        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
     )
     async with opened_ends(places, learner) as (server, bus):
         await cancellable(RecordedFeeder(bus, steps, server, ahead=int(learner.prefetch)).run(draining, epoch=places.epoch))
@@ -112,6 +118,7 @@ class RecordedFeeder:
                     steps=self._recorded.steps,
                     head_version=version,
                     head_step=step,
+                    initial=await verified(self._recorded.from_checkpoint),
                     recorded_until=0,
                 )
                 await self._server.start(start)

@@ -77,15 +77,16 @@ class Critic:
     def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], step: int, *, summed: Summed) -> dict[str, float]:
         """Take an optimizer step for each minibatch; its rows have ``values_T`` and ``returns_T``. Returns the metrics ``critic/``.
 
-        The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks.
+        The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks. A
+        minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would still move.
         """
         fit = summed(torch.stack([_fit_sums(row.seen) for rows, _ in minibatches for row in rows]).sum(0))
-        updates = [self._minibatch(rows, denominators, step) for rows, denominators in minibatches]
+        updates = [self._minibatch(rows, denominators, step) for rows, denominators in minibatches if denominators.tokens]
         self.model.gather()
         taken = [update for update in updates if update.norm is not None]
         metrics = {
             "critic/skipped_minibatches": float(len(updates) - len(taken)),
-            "critic/lr": sum(update.rate for update in updates) / len(updates),
+            "critic/lr": sum(update.rate for update in updates) / max(1, len(updates)),
             **_fit(fit),
         }
         if not taken:

@@ -20,7 +20,7 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
-from learner.algorithms.kl import next_coefficient
+from learner.algorithms.kl import counted_samples, next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.supervised import Supervised
@@ -220,7 +220,7 @@ class Trainer:
         coupled = Coupled()
         if denominators.tokens:
             coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
-        warms_up = self._critic is not None and self._critic.warms_up(number)
+        warms_up = self._warms_up(number)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
@@ -240,6 +240,10 @@ class Trainer:
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
         return self._collected(_Update(sums=sums, norm=norm, rate=rate))
 
+    def _warms_up(self, step: int) -> bool:
+        """Return whether the critic alone is trained in this step."""
+        return self._critic is not None and self._critic.warms_up(step)
+
     def _collected(self, update: _Update) -> _Update:
         if self._collector is not None:
             self._collector.update(update.sums, update.norm)
@@ -252,9 +256,7 @@ class Trainer:
         algorithm = self._algorithm
         all_N = torch.ones_like(step.demonstration_N)
         own_N, others_N = (all_N, all_N) if algorithm.loss == "sft" else (step.demonstration_N, ~step.demonstration_N)
-        term = Supervised(
-            coef=algorithm.demonstration_coef, mode=str(algorithm.aggregation), denominators=step.denominators(minibatch, own_N)
-        )
+        term = Supervised(coef=algorithm.demonstration_coef, mode=self._objective.mode, denominators=step.denominators(minibatch, own_N))
         return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
@@ -278,12 +280,12 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the KL coefficients towards their target divergence."""
-        kl = self._algorithm.kl
-        if kl.target and "train/kl_reference" in metrics:
-            self.kl_scale = next_coefficient(
-                self.kl_scale, metrics["train/kl_reference"], target=kl.target, horizon=kl.horizon, num_samples=len(batch.rewards_N)
-            )
+        """Move the KL coefficients towards their target divergence, by the samples of policies; not while the critic alone is trained."""
+        kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
+        if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
+            counted = counted_samples(num_samples, kl.horizon)
+            divergence = metrics["train/kl_reference"]
+            self.kl_scale = next_coefficient(self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted)
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
 
@@ -390,7 +392,6 @@ def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **gro
 
 def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
-    unended = float(batch.unended_N.mean())
-    kept_N = batch.scored_N
+    kept_N, unended = batch.scored_N, batch.unended_share
     columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
-    return {**diagnostics.sample_metrics(**columns), "train/unended_share": unended}
+    return diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})

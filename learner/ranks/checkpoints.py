@@ -30,7 +30,7 @@ from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
 from learner.config import CheckpointConfig
-from learner.errors import CheckpointUnwritten
+from learner.errors import CheckpointUnwritten, NoCheckpoint
 from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
 from learner.megatron import state
@@ -108,9 +108,11 @@ class Checkpoints:
     def load(self, start: Start) -> dict[str, float]:
         """Load the start's checkpoint on all ranks; files that this node lacks come from the others. Returns the algorithm's numbers.
 
-        Raises CheckpointCorrupt when no node has a file intact, and as ``state.load``.
+        Raises CheckpointCorrupt when no node has a file intact, NoCheckpoint for one without weights, and as ``state.load``.
         """
         assert start.checkpoint is not None
+        if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
+            raise NoCheckpoint(start.checkpoint, "want one with weights, got one of a run with debug.rollout_only")
         directory, files = Path(start.checkpoint), None
         client = PeerClient(
             [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node]

@@ -96,5 +96,5 @@ class RankDebug:
 
 def _log_prob_mean(batch: StepBatch) -> float | None:
     """Return the mean log-prob that the engines reported for this rank's trainable tokens."""
-    found = np.concatenate([row.rollout_log_probs_T[row.loss_mask_T] for row in batch.micro_batches])
+    found = batch.engine_log_probs
     return float(found.mean(dtype=np.float64)) if len(found) else None

@@ -28,9 +28,6 @@ from learner.feed.progress import note_step
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-NO_WEIGHTS = "no_weights"
-"""File in a checkpoint that holds no weights."""
-
 
 class Draining(BaseException):
     """SIGTERM arrived while this rank was waiting for a batch."""
@@ -62,7 +59,7 @@ class _Consumer:
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             start = self._waiting(self._feed.hello)
-            if start.checkpoint is not None and not (Path(start.checkpoint) / NO_WEIGHTS).exists():
+            if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
                 reason = "want one of a run with debug.rollout_only, got one with weights"
                 raise NoCheckpoint(start.checkpoint, reason)
             step = start.step + 1
@@ -84,7 +81,7 @@ class _Consumer:
     def _checkpoint(self, step: int, epoch: int, state: bytes) -> None:
         if state:
             staged = disk.staging(self._places.checkpoints, step=step, epoch=epoch)
-            (staged / NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
+            (staged / disk.NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
             self._feed.checkpointed(step, str(disk.commit(staged, state)))
 
     def _waiting(self, wait: Callable[[], T]) -> T:
@@ -106,9 +103,9 @@ class _Consumer:
 
 def figures(batch: StepBatch) -> dict[str, float]:
     """Return the metrics of a step's samples, under the names that a training rank reports them by."""
-    rewards_N, lengths_N = batch.rewards_N.astype(np.float64), batch.response_lengths_N
-    log_probs = np.concatenate([row.rollout_log_probs_T[row.loss_mask_T] for row in batch.micro_batches])
-    groups = [rewards_N[batch.groups_N == group] for group in np.unique(batch.groups_N)]
+    kept_N, log_probs = batch.scored_N, batch.engine_log_probs
+    rewards_N, lengths_N, groups_N = batch.rewards_N[kept_N].astype(np.float64), batch.response_lengths_N[kept_N], batch.groups_N[kept_N]
+    groups = [rewards_N[groups_N == group] for group in np.unique(groups_N)]
     found = {
         "train/reward_mean": rewards_N.mean(),
         "train/reward_std": rewards_N.std(),
@@ -116,10 +113,11 @@ def figures(batch: StepBatch) -> dict[str, float]:
         "train/zero_variance_group_share": np.mean([np.ptp(group) == 0 for group in groups]),
         "train/response_length_mean": lengths_N.mean(),
         "train/response_length_max": lengths_N.max(),
-        "train/truncated_share": batch.truncated_N.mean(),
-        "train/unended_share": batch.unended_N.mean(),
+        "train/truncated_share": batch.truncated_N[kept_N].mean(),
         "train/tokens": batch.num_tokens,
     }
+    if batch.unended_share is not None:
+        found["train/unended_share"] = batch.unended_share
     if len(log_probs):
         found["data/logprob_mean"] = log_probs.mean(dtype=np.float64)
     return {name: float(value) for name, value in found.items()}

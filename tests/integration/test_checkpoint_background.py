@@ -10,7 +10,8 @@ import pytest
 
 from learner.checkpoints import disk
 from learner.config import CheckpointConfig
-from learner.errors import CheckpointUnwritten
+from learner.errors import CheckpointUnwritten, NoCheckpoint
+from learner.feed.feed_messages import Start
 from learner.megatron import state
 from learner.megatron.checkpoint_writer import Staged
 from learner.megatron.model import Policy
@@ -174,3 +175,12 @@ def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> Non
     copying.checkpoints.collect(wait=True)
     parameters = sum(parameter.nbytes for parameter in copying.policy.module.parameters())
     assert copying.checkpoints.copied_bytes >= 3 * parameters, "weights and Adam's two moments"
+
+
+def test_a_checkpoint_without_weights_is_refused(make: Any, tmp_path: Path) -> None:
+    staged = disk.staging(tmp_path, step=2, epoch=1)
+    (staged / "no_weights").write_bytes(b"debug.rollout_only")
+    path = disk.commit(staged, b"")
+    start = Start(epoch=2, checkpoint=str(path), step=2, steps=4, head_version=0, head_step=0, recorded_until=2)
+    with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1: no usable .* got one of a run with debug\.rollout_only"):
+        make().checkpoints.load(start)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.debug.rollout_file import load_rollout, save_rollout
-from learner.errors import DebugFileRefused, FeederFailed
+from learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import End
 from learner.feed.feeder import ModelFacts
@@ -106,6 +107,26 @@ async def test_recorded_steps_are_fed_to_every_rank(opened: AbstractAsyncContext
         assert [(one.step, one.metrics["train/loss"], one.metrics["data/samples"]) for one in done] == [(n, n / 2, 16.0) for n in (1, 2, 3)]
 
 
+async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+    staged = disk.staging(tmp_path / "other", step=9, epoch=1)
+    (staged / "weights.bin").write_bytes(b"9")
+    path = disk.commit(staged, b"")
+    save_rollout(tmp_path / "one.msgpack", rollout(2))
+
+    def started(url: str) -> str | None:
+        with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2, silence_s=20) as client:
+            return client.hello().initial
+
+    async with opened as world:
+        world.learner = replace(world.learner, from_checkpoint=str(path))
+        async with recorded_feeder(world, f"{tmp_path}/one.msgpack") as (url, _):
+            assert await asyncio.to_thread(started, url) == str(path)
+        (path / "weights.bin").write_bytes(b"8")
+        async with recorded_feeder(world, f"{tmp_path}/one.msgpack") as (url, feeding):
+            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin: want sha256"):
+                await asyncio.wait_for(feeding, 20)
+
+
 async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
     async with opened as world:
         save_rollout(tmp_path / "1.msgpack", rollout(2))
@@ -184,7 +205,7 @@ async def test_steps_that_no_rank_trains_are_saved_and_resumed(opened: AbstractA
             if step in first:
                 assert saved.plan.seqs.tolist() == first[step].plan.seqs.tolist()
         newest = max(disk.listed(world.root))
-        assert newest.step == STEPS and (newest.path / rollout_only.NO_WEIGHTS).exists()
+        assert newest.step == STEPS and (newest.path / disk.NO_WEIGHTS).exists()
         done = {record.step: record.metrics for record in await world.records() if isinstance(record, Done)}
         assert {"train/reward_mean", "train/truncated_share", "data/logprob_mean", "data/reward_mean"} <= done[STEPS].keys()
 

@@ -142,6 +142,39 @@ def test_the_policy_waits_for_the_last_step_of_the_warm_up(here: parallel.Parall
     assert [built.train(step, here)["train/lr"] > 0 for step in STEPS] == [False, False, True]
 
 
+ADAPTIVE = KLConfig(reward_coef=0.1, target=0.01, horizon=2.0)
+
+
+def first(number: int) -> np.ndarray[Any, Any]:
+    """Return the first samples of a step as demonstrations."""
+    return np.arange(16) < number
+
+
+def test_the_coefficient_of_the_divergence_counts_samples_of_the_policy(here: parallel.Parallel, model_dir: Path) -> None:
+    """In the first steps the divergence is below its target: one sample takes a tenth, demonstrations nothing; many never turn the sign."""
+    built = build(model_dir, here, sft_coef=0.5, kl=ADAPTIVE)
+    assert built.train(1, here, demonstration_N=first(15))["train/kl_scale"] == pytest.approx(0.9)
+    assert built.train(2, here, demonstration_N=first(16))["train/kl_scale"] == pytest.approx(0.9)
+    built = build(model_dir, here, sft_coef=0.5, kl=ADAPTIVE)
+    assert 0 < built.train(1, here)["train/kl_scale"] < 0.1
+
+
+def test_the_coefficient_of_the_divergence_waits_for_the_policy(here: parallel.Parallel, model_dir: Path) -> None:
+    algorithm = AlgorithmConfig(**GAE, kl=replace(ADAPTIVE, horizon=100.0))
+    built = build(model_dir, here, learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=3), algorithm=algorithm))
+    assert [built.train(step, here)["train/kl_scale"] for step in (3, 4)] == [1.0, pytest.approx(1 - 0.2 * 16 / 100)]
+
+
+def test_demonstrations_alone_leave_the_critic_as_it_is(here: parallel.Parallel, model_dir: Path) -> None:
+    """Adam would go on with its momentum, though the gradient is 0."""
+    built = build(model_dir, here, sft_coef=0.5)
+    built.train(STEPS[0], here)
+    before = built.weights()
+    metrics = built.train(STEPS[1], here, demonstration_N=first(16))
+    assert metrics["critic/skipped_minibatches"] == metrics["critic/lr"] == 0 < metrics["train/sft_loss"]
+    assert all(torch.equal(tensor, built.weights()[name]) for name, tensor in before.items())
+
+
 def test_the_clip_holds_values_back(here: parallel.Parallel, model_dir: Path) -> None:
     """From the second minibatch on, values have moved."""
 

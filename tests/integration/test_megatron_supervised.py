@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Sample
+from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron import parallel
 from learner.megatron.model import build_policy
@@ -132,10 +133,24 @@ def test_minibatches_without_demonstrations_have_the_other_term_alone(make: Any)
     (batch,) = make_batches([*sampled, *shown], minibatches=4)
     with_demonstrations = {int(one) for one in batch.minibatches_N[batch.demonstration_N]}
     assert len(with_demonstrations) == 1 and batch.num_minibatches == 4
-    metrics = make(sft_coef=0.5).train(batch)
-    assert metrics["train/skipped_minibatches"] == 0
+    metrics = make(sft_coef=0.5).train(replace(batch, unended_N=batch.demonstration_N))
+    assert metrics["train/skipped_minibatches"] == metrics["train/unended_share"] == 0
     assert metrics["train/sft_tokens"] == sum(int(one.loss_mask.sum()) for one in shown)
     assert np.isfinite(metrics["train/loss"])
+
+
+def mean(mask_T: torch.Tensor, sample_T: torch.Tensor, denominators: Denominators) -> torch.Tensor:
+    """The mean over tokens, as an aggregation of one's own."""
+    return torch.full(mask_T.shape, 1 / denominators.tokens, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("algorithm", [{"correction": "sft"}, {"sft_coef": 0.5}], ids=str)
+def test_demonstrations_have_an_aggregation_of_ones_own(make: Any, algorithm: dict[str, Any]) -> None:
+    """Also in minibatches that have demonstrations alone, or none: no function divides by 0 tokens."""
+    sampled, shown = make_samples(vocab=VOCAB, groups=2, seed=SEED), demonstrations(task=100, groups=2)
+    (batch,) = make_batches([*sampled, *shown], minibatches=4)
+    ours, wanted = (make(**algorithm, aggregation=name).train(batch) for name in (f"{__name__}:mean", "token_mean"))
+    assert ours["train/loss"] == wanted["train/loss"] and ours["train/grad_norm"] == wanted["train/grad_norm"] > 0
 
 
 def test_with_loss_sft_all_tokens_have_one_mean(make: Any, model_dir: Path) -> None:

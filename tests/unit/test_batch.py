@@ -14,6 +14,7 @@ from learner.data.packing import assign
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from learner.feed.outcomes import lags_of
+from learner.ranks.rollout_only import figures
 from tests.data_kit import sample, task
 
 
@@ -153,6 +154,20 @@ def test_a_lost_end_is_seen() -> None:
     assert not found[frozenset()].any()
     assert found[frozenset({last + 1})].tolist() == [True, False, False, False]
     assert not build_batches(plan_of(samples), samples, eos_ids=frozenset({last}))[0].unended_N.any()
+
+
+def test_demonstrations_are_in_no_figure_of_a_policy() -> None:
+    """They have no log-probs, and may end as they like."""
+    own = sample(task(1), 0)
+    shown = replace(sample(task(2), 0), rollout_log_probs=np.zeros_like(own.rollout_log_probs), reward=5.0, demonstration=True)
+    eos = frozenset({int(own.tokens[-1]) + 1})
+    both, alone = (build_batches(plan_of(samples), samples, eos_ids=eos)[0] for samples in ([own, shown], [shown]))
+    for batch in (both, alone):
+        assert batch.unended_N.all()
+    assert both.engine_log_probs.tolist() == own.rollout_log_probs.tolist() and not len(alone.engine_log_probs)
+    found = figures(both)
+    assert found["data/logprob_mean"] == pytest.approx(own.rollout_log_probs.mean()) and found["train/unended_share"] == 1
+    assert found["train/reward_mean"] == own.score and not {"data/logprob_mean", "train/unended_share"} & figures(alone).keys()
 
 
 def test_an_empty_micro_batch_is_one_masked_row() -> None:

@@ -155,6 +155,17 @@ def test_a_critic_reads_the_tokens_of_the_policy(tmp_path: Path, changes: dict[s
     assert [complaint in error for error in found] == [True] * bool(complaint)
 
 
+def test_a_critic_with_experts_has_its_optimizer_on_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "critic"
+    write_model(path)
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    (path / "config.json").write_text(json.dumps(VALUES | experts))
+    settings = (f"learner.critic.path={path}", "learner.algorithm.advantage=gae")
+    assert texts(checked(tmp_path, *settings).errors) == []
+    (found,) = texts(checked(tmp_path, *settings, "learner.offload_optimizer=true").errors)
+    assert "learner.offload_optimizer: want false with a critic that has experts (qwen3_moe" in found
+
+
 @pytest.mark.parametrize(("release", "supported"), [("0.5.20", False), ("0.5.21", True), ("0.6.0.post1", True), ("", True)])
 def test_an_old_sglang_is_found_without_starting_it(tmp_path: Path, release: str, supported: bool) -> None:
     """In the environment of the interpreter; where no release is found there, the engine checks it when it starts."""

@@ -14,6 +14,7 @@ from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.config import CriticConfig, LearnerConfig
+from learner.schedule import OptimizerConfig
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
 
@@ -116,6 +117,16 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
         config(**changes)
 
 
+def adam_critic() -> CriticConfig:
+    return CriticConfig(optimizer=OptimizerConfig(name="adam"))
+
+
+def test_a_critic_has_adam() -> None:
+    assert adam_critic().optimizer.name == "adam"
+    with pytest.raises(ValueError, match=r"optimizer\.name: want adamw or adam for the critic, got 'sgd'"):
+        CriticConfig(optimizer=OptimizerConfig(name="sgd"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -124,6 +135,10 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
         (
             {"steps": 5, "critic": CriticConfig(warmup_steps=5), "algorithm": AlgorithmConfig(advantage="gae")},
             "warmup_steps: want < steps = 5",
+        ),
+        (
+            {"offload_optimizer": True, "critic": adam_critic(), "algorithm": AlgorithmConfig(advantage="gae")},
+            "offload_optimizer: want false with critic.optimizer.name: adam, or critic.optimizer.name: adamw, got true",
         ),
     ],
 )
