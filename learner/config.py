@@ -231,7 +231,7 @@ class LearnerConfig:
     data_parallel: int = 1
     """Replicas of the model."""
     tensor_parallel: int = 1
-    """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
+    """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False
     """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic (docs/parallelism.md)."""
     pipeline_parallel: int = 1
