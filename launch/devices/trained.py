@@ -46,8 +46,10 @@ def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
     found: dict[str, tuple[int, ...]] = {}
     for name, tensor in whole.items():
         layer = name.removesuffix(".weight")
-        # Experts have none, neither routed nor shared ones.
-        if name.endswith(".weight") and "expert" not in name and layer.rpartition(".")[2] in learner.lora.targets:
+        at, _, target = layer.rpartition(".")
+        # Experts have none, neither routed nor shared ones, nor have the queries of latent attention.
+        latent = target == "q_proj" and f"{at}.kv_b_proj.weight" in whole
+        if name.endswith(".weight") and "expert" not in name and not latent and target in learner.lora.targets:
             found[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
             found[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
     return found
