@@ -43,6 +43,11 @@ def refuse_experts(learner: "LearnerConfig") -> None:
     for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
         if getattr(learner, name) < 0:
             raise ValueError(f"{name}: want >= 0, got {getattr(learner, name)!r}")
+        if getattr(learner, name) and learner.virtual_pipeline > 1:
+            why = "whose rows of padding would count"
+            raise ValueError(
+                f"{name}: want 0 with virtual_pipeline > 1, {why}, got {getattr(learner, name)!r}; lower virtual_pipeline to 1"
+            )
     spread = learner.num_ranks // learner.pipeline_parallel
     if spread % learner.expert_parallel:
         raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {learner.expert_parallel}")

@@ -179,11 +179,10 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
-    # As many copies of the model; the ranks of a copy divide it.
-    ranks = config.learner.data_parallel * config.learner.context_parallel if trains else 0
+    ranks = config.learner.num_ranks if trains else 0
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
-    rank = training_bytes(model.num_parameters, dtypes[0], config.learner, cuda=False, trained=model.num_trained)
+    rank = training_bytes(model.tensors, dtypes[0], config.learner, cuda=False, critic=model.critic_tensors)
     wanted = ranks * rank + engines * 2 * weights  # those served, and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:

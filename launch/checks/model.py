@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.errors import UnsupportedModel
@@ -13,7 +13,8 @@ from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.checks.tuning import check_tuning
-from launch.devices.trained import trained_tensors
+from launch.devices.memory_table import valued
+from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
@@ -42,12 +43,18 @@ class CheckedModel:
     """0 = not known."""
     shape: ModelShape | None
     """None for a family that only SGLang serves."""
-    largest_tensor: int = 0
-    """Parameters of the largest tensor."""
+    tensors: Shapes = field(default_factory=dict, repr=False)
+    """Shapes of the weights by name."""
     critic: ModelShape | None = None
     """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks."""
     num_trained: int | None = None
     """Parameters that the learner trains; None = all."""
+
+    @property
+    def critic_tensors(self) -> Shapes | None:
+        """Shapes of a critic's weights; None = not known."""
+        shape = self.critic or self.shape
+        return None if shape is None else valued(shape).tensors()
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -80,7 +87,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         context=min(positions, config.engine.max_context or positions),
         num_parameters=sum(sizes),
         shape=shape,
-        largest_tensor=max(sizes, default=0),
+        tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions),
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launch.checks.findings import Report
-from launch.devices.trained import Shapes, trained_tensors
+from launch.devices.trained import Shapes, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.checkpoints.manifest import MANIFEST
 from learner.lora import adapter_refusals
@@ -27,9 +27,16 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
         if missing := sorted(set(learner.lora.targets) - adapted):
             want = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts have none"
             report.error("model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out")
-    if not trained_tensors(tensors, learner):
+    setting, choice = ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
+    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline)
+    idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
+    if len(idle) == len(stages):
         cure = "leave weights to train"
         report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)
+    elif idle:
+        got = f"{list(choice)}: stage {idle[0]} would train nothing"
+        want, cure = "weights that are trained in every stage of the pipeline", "lower learner.pipeline_parallel, or choose other layers"
+        report.error("model", report.at(setting), want=want, got=got, cure=cure)
     if learner.from_checkpoint:
         _check_beginning(report, Path(learner.from_checkpoint))
     for refused in adapter_refusals(learner.lora):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from actors.serving.builtin.shape import ModelShape
-from launch.devices.trained import Shapes, is_whole, trained_tensors
+from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.config import RECOMPUTE, LearnerConfig
 from learner.megatron.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
@@ -23,6 +23,8 @@ AUTO = "auto"
 NONE, SELECTIVE, FULL = RECOMPUTE
 VALUE_HEAD = "lm_head.value"
 """Name of a critic's value head here: in the last stage, where the output projection is."""
+_EXPERTS = ".experts."
+"""In the names of the weights of routed experts, and of no other."""
 STAGED_COPIES = 2
 """Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 
@@ -56,23 +58,16 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def training_bytes(num_parameters: int, dtype: str, learner: LearnerConfig, *, cuda: bool, trained: int | None = None) -> int:
-    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters, where it computes.
+def training_bytes(tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None) -> int:
+    """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
 
-    ``trained``: the number of those with a gradient, adapters included; None = all. A critic counts as one more model of the policy's
-    size, all of which is trained.
+    ``tensors``: those of the whole model, of any family; ``critic``: those of the critic's, None = as large as the policy.
     """
-    ours = num_parameters if trained is None else trained
-    total = (num_parameters + (ours if learner.lora.rank else 0)) * ITEM_BYTES[dtype] + _trained_bytes(ours, dtype, learner, cuda=cuda)
+    stage = _largest_stage(tensors, learner)
+    rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
     if learner.algorithm.by_critic:
-        total += num_parameters * ITEM_BYTES[dtype] + _trained_bytes(num_parameters, dtype, learner, cuda=cuda)
-    return total
-
-
-def _trained_bytes(elements: int, dtype: str, learner: LearnerConfig, *, cuda: bool) -> int:
-    """Return the bytes of gradients and Adam's state."""
-    state = 0 if cuda and learner.offload_optimizer else optimizer_bytes(elements, dtype) // num_shares(learner)
-    return elements * FLOAT32 + state
+        rows += _model(_elements(_largest_stage(tensors if critic is None else critic, learner), learner), learner, dtype, cuda=cuda)
+    return sum(row.bytes for row in rows if not row.on_host)
 
 
 def num_shares(learner: LearnerConfig) -> int:
@@ -80,18 +75,26 @@ def num_shares(learner: LearnerConfig) -> int:
     return learner.data_parallel * learner.context_parallel if learner.distributed_optimizer else 1
 
 
+def num_expert_shares(learner: LearnerConfig) -> int:
+    """Return the number of copies of each expert over which its optimizer's state is divided."""
+    return num_shares(learner) * learner.tensor_parallel // learner.expert_parallel if num_shares(learner) > 1 else 1
+
+
 def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, critic: ModelShape) -> Iterable[Row]:
     learner, item = config.learner, ITEM_BYTES[dtype]
     split, row = learner.tensor_parallel, row_tokens(shape, config)
     tokens = -(-row // learner.context_parallel)
-    own, ours = _elements(shape, learner, trained_tensors(stage_tensors(shape, learner.pipeline_parallel), learner))
-    its, _ = _elements(valued(critic), learner)
-    yield from _model(own, ours, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
+    stage = _largest_stage(shape.tensors(), learner)
+    ours_of = trained_tensors(stage, learner)
+    policys, critics = _elements(stage, learner, ours_of), _elements(_largest_stage(valued(critic).tensors(), learner), learner)
+    own, ours, its = policys.own, policys.trained, critics.own
+    yield from _model(policys, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
     if learner.algorithm.by_critic:
-        yield from _model(its, its, learner, dtype, cuda=cuda, prefix="critic: ")
+        yield from _model(critics, learner, dtype, cuda=cuda, prefix="critic: ")
     moving = FLOAT32 if learner.algorithm.kl.reference_ema else item
     # With adapters, the model without them is the reference, and its weights are not copied.
-    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else _outer_elements(shape, learner)
+    outer = {name: tensor for name, tensor in ours_of.items() if name.endswith(".lora_B")}
+    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else rank_elements(outer, split)
     saved = ours if learner.lora.rank else own
     copies = [
         *([("reference model", moving * reference)] if learner.algorithm.needs_reference else []),
@@ -105,9 +108,9 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
         weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * own if learner.algorithm.kl.moves else 0)
-        state = optimizer_bytes(-(-ours // num_shares(learner)), dtype)
+        state = optimizer_bytes(policys.share, dtype)
         if learner.algorithm.by_critic:
-            weights, state = weights + item * its, state + optimizer_bytes(-(-its // num_shares(learner)), dtype)
+            weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
@@ -132,42 +135,52 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
     )
 
 
-def _elements(shape: ModelShape, learner: LearnerConfig, trained: Shapes | None = None) -> tuple[int, int]:
-    """Return the weights of a model on one rank, and those of them that are trained, with the padding of a distributed optimizer.
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Numbers of elements of one rank."""
+
+    own: int
+    trained: int
+    """Those with a gradient, adapters among them."""
+    share: int
+    """Those whose optimizer state is here."""
+    experts: bool
+    """True where experts are trained."""
+
+
+def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
+    """Return what one rank has of the tensors of its stage, with the padding that a distributed optimizer needs for the trained ones.
 
     ``trained``: the tensors with a gradient, adapters among them; None = all.
     """
-    split, experts, shares = learner.tensor_parallel, learner.expert_parallel, num_shares(learner)
-    whole = stage_tensors(shape, learner.pipeline_parallel)
-    tensors = whole if trained is None else trained
-    ours = buffer_elements(tensors, split, shares, experts) if shares > 1 else rank_elements(tensors, split, experts)
-    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in tensors}, split, experts)
-    return frozen + ours, ours
-
-
-def _outer_elements(shape: ModelShape, learner: LearnerConfig) -> int:
-    """Return the elements of a rank's second matrices of adapters."""
-    tensors = trained_tensors(stage_tensors(shape, learner.pipeline_parallel), learner)
-    return rank_elements({name: tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}, learner.tensor_parallel)
+    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, whole if trained is None else trained
+    total = share = 0
+    experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
+    others = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
+    for tensors, shares in ((others, num_shares(learner)), (experts, num_expert_shares(learner))):
+        sharded = num_shares(learner) > 1
+        mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
+        total, share = total + mine, share - (-mine // shares)
+    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in ours}, split, spread)
+    return _Elements(own=frozen + total, trained=total, share=share, experts=bool(experts))
 
 
 def _model(
-    elements: int, trained: int, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
+    elements: _Elements, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
 ) -> Iterable[Row]:
     """Yield the rows of a model that is trained, or a part of it: weights, gradients, Adam's state."""
-    shares = num_shares(learner)
     among = ", adapters among them" if adapters else ""
-    yield Row(process="rank", part=f"{prefix}weights{among}", bytes=ITEM_BYTES[dtype] * elements)
-    yield Row(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * trained)
-    share = -(-trained // shares)
-    yield from _optimizer(share, dtype, shares=shares, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
+    yield Row(process="rank", part=f"{prefix}weights{among}", bytes=ITEM_BYTES[dtype] * elements.own)
+    yield Row(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * elements.trained)
+    divided = f", 1/{num_shares(learner)} of them" if num_shares(learner) > 1 else ""
+    if divided and elements.experts:
+        divided += f" and 1/{num_expert_shares(learner)} of its experts'"
+    yield from _optimizer(elements.share, dtype, divided=divided, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
 
 
-def _optimizer(elements: int, dtype: str, *, shares: int, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
+def _optimizer(elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
     """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
-    part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32"
-    if shares > 1:
-        part += f", 1/{shares} of them"
+    part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + f", float32{divided}"
     yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
         block = min(elements, OFFLOADED_AT_ONCE)
@@ -202,7 +215,7 @@ def parameters(shape: ModelShape) -> int:
 
 def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> int:
     """Return the number of parameters of one rank, in the largest stage of a pipeline, adapters excluded."""
-    return rank_elements(stage_tensors(shape, pipeline_parallel), tensor_parallel, expert_parallel)
+    return max(rank_elements(stage, tensor_parallel, expert_parallel) for stage in stages_of(shape.tensors(), pipeline_parallel))
 
 
 def rank_elements(tensors: Shapes, tensor_parallel: int, expert_parallel: int = 1) -> int:
@@ -225,26 +238,16 @@ def valued(shape: ModelShape) -> ModelShape:
     return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
-def stage_tensors(shape: ModelShape, pipeline_parallel: int) -> Mapping[str, tuple[int, ...]]:
-    """Return the tensors of the first or the last stage, whichever is larger; the last one has a copy of a tied embedding."""
-    tensors = shape.tensors()
-    if pipeline_parallel == 1:
-        return tensors
-    layers = {name: tensor for name, tensor in tensors.items() if ".layers." in name}
-    mine = {
-        name: tensor
-        for name, tensor in layers.items()
-        if int(name.split(".layers.")[1].split(".")[0]) < shape.num_layers // pipeline_parallel
-    }
-    first = {name: tensor for name, tensor in tensors.items() if "embed" in name}
-    last = {name: tensor for name, tensor in tensors.items() if name not in layers and name not in first}
-    if not any("lm_head" in name for name in last):
-        last |= first
-    return mine | max(first, last, key=lambda ends: sum(map(math.prod, ends.values())))
+def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
+    """Return the tensors of the stage that has the most on a rank."""
+    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline)
+    return max(stages, key=lambda stage: rank_elements(stage, learner.tensor_parallel, learner.expert_parallel))
 
 
 def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_parallel: int = 1) -> int:
     """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed optimizer.
+
+    Experts have a buffer of their own.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
     (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, whose ends add some KB.
@@ -255,9 +258,10 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_p
         place = name
         if ".lora_" not in name:
             place = re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)
-        joint[place] += math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel)
+        joint[place] += math.prod(tensor) // split_of(name, tensor_parallel)
     divisor = math.lcm(shares, 128)
-    return -(-sum(-(-elements // 64) * 64 for elements in joint.values()) // divisor) * divisor
+    aligned = sum(-(-elements // 64) * 64 // split_of(name, 1, expert_parallel) for name, elements in joint.items())
+    return -(-aligned // divisor) * divisor
 
 
 def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
@@ -265,10 +269,10 @@ def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
 
     It is 1 for norms, biases of row-split matrices, routers, a value head, and one matrix of an adapter.
     """
-    if ".mlp.experts." in name:
+    if _EXPERTS in name:
         return expert_parallel
     whole = is_whole(name) or "norm" in name or name == VALUE_HEAD
-    return 1 if whole or name.endswith(("o_proj.bias", "down_proj.bias", ".mlp.gate.weight")) else tensor_parallel
+    return 1 if whole or name.endswith(("o_proj.bias", "down_proj.bias", ".gate.weight")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

@@ -1,6 +1,6 @@
 """The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from learner.config import LearnerConfig
 from learner.schedule import frozen_names
@@ -9,6 +9,28 @@ ROW_SPLIT = ("o_proj", "down_proj")
 """Layers whose input is split over tensor-parallel ranks; of the others the output is."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def stages_of(whole: Shapes, pipeline_parallel: int, virtual_pipeline: int = 1) -> Sequence[Shapes]:
+    """Return the tensors of each stage: its layers, the embedding in the first, head and final norm in the last.
+
+    A tied embedding is in both.
+    """
+    numbers = {name: int(name.split(".layers.")[1].split(".")[0]) for name in whole if ".layers." in name}
+    chunks = pipeline_parallel * virtual_pipeline
+    each = max(1, (max(numbers.values(), default=0) + 1) // chunks)
+    tied = not any("lm_head" in name for name in whole)
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(pipeline_parallel)]
+    for name, tensor in whole.items():
+        if name in numbers:
+            places = {min(numbers[name] // each, chunks - 1) % pipeline_parallel}
+        elif "embed" in name:
+            places = {0, pipeline_parallel - 1} if tied else {0}
+        else:
+            places = {pipeline_parallel - 1}
+        for place in places:
+            found[place][name] = tensor
+    return found
 
 
 def trained_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
@@ -24,8 +46,10 @@ def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
     found: dict[str, tuple[int, ...]] = {}
     for name, tensor in whole.items():
         layer = name.removesuffix(".weight")
-        # Experts have none, neither routed nor shared ones.
-        if name.endswith(".weight") and "expert" not in name and layer.rpartition(".")[2] in learner.lora.targets:
+        at, _, target = layer.rpartition(".")
+        # Experts have none, neither routed nor shared ones, nor have the queries of latent attention.
+        latent = target == "q_proj" and f"{at}.kv_b_proj.weight" in whole
+        if name.endswith(".weight") and "expert" not in name and not latent and target in learner.lora.targets:
             found[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
             found[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
     return found

@@ -1,8 +1,9 @@
 """From a run's settings to its wants of a machine, and from the places of its processes to their environment variables."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.config import EngineConfig
 from launch.devices.errors import Refused
@@ -10,6 +11,7 @@ from launch.devices.memory_table import ITEM_BYTES, STAGED_COPIES, dtype_on, tra
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import engine_place
 from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
+from launch.devices.trained import Shapes
 from launch.devices.visible import VARIABLE
 from launch.settings.run_config import RunConfig
 
@@ -31,12 +33,21 @@ BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of parameters; 0 = not known."""
+    """The tensors of a model; none = not known."""
 
-    parameters: int = 0
-    largest_tensor: int = 0
-    trained: int | None = None
-    """Parameters with a gradient; None = all."""
+    tensors: Shapes = field(default_factory=dict)
+    critic: Shapes | None = None
+    """The tensors of the critic's model; None = as large as the policy."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.tensors.values()))
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor."""
+        return max(map(math.prod, self.tensors.values()), default=0)
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
@@ -68,8 +79,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=training_bytes(size.parameters, dtype, ours, cuda=known and ours.device != "cpu", trained=size.trained)
-        // (ours.tensor_parallel * ours.pipeline_parallel),
+        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=known and ours.device != "cpu", critic=size.critic),
         memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),

@@ -45,7 +45,8 @@ def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str 
     """Return the outputs of the modules whose names match, in the order of computation: ``<prompt>.<module>`` -> [T, size].
 
     One prompt at a time, without padding beyond that of tensor parallelism, under the current weights. Collective over the
-    tensor-parallel ranks. With tensor parallelism the outputs that are split over ranks (attention.qkv, attention.core) are left out.
+    tensor-parallel ranks. With tensor parallelism the outputs that are split over ranks (attention.qkv, attention.core) are left out;
+    latent attention has no attention.qkv.
     """
     found: dict[str, NDArray[np.float32]] = {}
     policy.memory.want("a forward pass")
@@ -117,8 +118,9 @@ def _places(policy: Policy) -> Iterator[tuple[str, Any, Callable[[Tensor], Tenso
     yield "embedding", model.embedding, same
     for index, layer in enumerate(model.decoder.layers):
         attention, at = layer.self_attention, f"layers.{index}"
-        if whole:
+        if whole and not policy.config.multi_latent_attention:  # which has no joint projection
             yield f"{at}.attention.qkv", attention.linear_qkv, lambda value: _query_key_value(value, policy.config)
+        if whole:
             yield f"{at}.attention.core", attention.core_attention, same
         yield f"{at}.attention", attention, same
         yield f"{at}.mlp", layer.mlp, same

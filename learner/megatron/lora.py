@@ -173,12 +173,15 @@ class Adapters:
         self._adapters = {
             adapter.name: adapter for layer in module.decoder.layers for place in LAYERS for adapter in self._on(layer, place, seed)
         }
-        missing = set(config.targets) - {adapter.target for adapter in self._adapters.values()}
-        if missing:
-            there = sorted({adapter.target for adapter in self._adapters.values()})
-            raise ConfigRefused(
-                "learner.lora.targets", f"layers of this model that can have adapters ({', '.join(there)})", sorted(missing)
-            )
+        # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with an MLP.
+        found = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
+        there = set().union(*found)
+        if missing := set(config.targets) - there:
+            want = f"layers of this model that can have adapters ({', '.join(sorted(there))})"
+            raise ConfigRefused("learner.lora.targets", want, sorted(missing))
+        if set() in found:
+            want = "layers in every stage: lower learner.pipeline_parallel"
+            raise ConfigRefused("learner.lora.targets", want, f"none in stage {found.index(set())}")
         self.loaded = False
         """Whether they came from a directory: otherwise the model computes what it does without them."""
         if config.adapter:

@@ -71,9 +71,12 @@ class Policy:
         They are the parameters, and the biases of routers, which Adam does not train.
         """
         for number, chunk in enumerate(self.chunks):
-            biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
-            for name, weight in (*chunk.named_parameters(), *biases):
+            for name, weight in (*chunk.named_parameters(), *_router_biases(chunk)):
                 yield f"{number}.{name}" if len(self.chunks) > 1 else name, weight
+
+    def router_biases(self) -> list[Tensor]:
+        """Return the biases of this rank's routers."""
+        return [bias for chunk in self.chunks for _, bias in _router_biases(chunk)]
 
     @property
     def config(self) -> Any:
@@ -230,9 +233,13 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     return ddp
 
 
+def _router_biases(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS)]
+
+
 def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
     """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
-    biases = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS)}
+    biases = {name: buffer.clone() for name, buffer in _router_biases(module)}
     inner: torch.nn.Module = Float16Module(config, module)
     for name, buffer in module.named_buffers():
         if name in biases:

@@ -39,6 +39,14 @@ def of_last(value: T | None, here: Parallel) -> T:
     return found[0]
 
 
+def values_of_all(own: T, here: Parallel) -> list[T]:
+    """Return the values of all stages, without tensors, in their order, on each of them."""
+    found: list[Any] = [own] * here.pp_size
+    if here.pp_size > 1:
+        dist.all_gather_object(found, own, group=here.pp_group)
+    return found
+
+
 def of_all(own: Iterator[tuple[str, Tensor]], here: Parallel) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors of all stages, in the order of the stages, on each of them; collective over the stages.
 

@@ -227,6 +227,7 @@ class Trainer:
             lengths = [len(row.tokens_T) for row in rows]
             scale_loss = self._optimizer.inner.scale_loss
             self._policy.config.grad_scale_func = balanced(scale_loss, lengths, self._policy.parallel, self._summed)
+        biases = [(bias, bias.clone()) for bias in self._policy.router_biases()] if self._policy.mixture.bias_update_rate else []
         with self._policy.routing.replaying():
             parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
         sums = self._sums(parts)
@@ -238,6 +239,9 @@ class Trainer:
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
+        if norm is None:  # skipped, after the biases have moved with the gradients
+            for bias, before in biases:
+                bias.copy_(before)
         return self._collected(_Update(sums=sums, norm=norm, rate=rate))
 
     def _warms_up(self, step: int) -> bool:

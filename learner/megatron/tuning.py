@@ -10,6 +10,7 @@ from torch import Tensor
 from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
 from learner.lora import LoraConfig
+from learner.megatron import stages
 from learner.megatron.lora import Adapters
 from learner.megatron.parallel import Parallel
 from learner.schedule import frozen_names
@@ -39,7 +40,7 @@ def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tu
         [module] = chunks  # the settings refuse adapters with virtual stages
         adapters = Adapters(module, bridge, parallel, tuning.lora, seed=tuning.seed)
     elif tuning.freeze:
-        _freeze(chunks, bridge, tuning.freeze)
+        _freeze(chunks, bridge, parallel, tuning.freeze)
     for chunk in chunks:
         if not tuning.trains:
             chunk.requires_grad_(False)
@@ -54,7 +55,7 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_(True)
 
 
-def _freeze(chunks: Sequence[GPTModel], bridge: Any, patterns: tuple[str, ...]) -> None:
+def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters of which the patterns name every part."""
     for chunk in chunks:
         for name, whole_name in bridge.names(chunk):
@@ -68,5 +69,9 @@ def _freeze(chunks: Sequence[GPTModel], bridge: Any, patterns: tuple[str, ...]) 
                     "learner.optimizer.freeze", f"all or none of {', '.join(names)}, which are one tensor in Megatron", sorted(frozen)
                 )
             parameter.requires_grad_(not frozen)
-    if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
+    trains = stages.values_of_all(any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel)
+    if not any(trains):
         raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(patterns))
+    if not all(trains):
+        want = "patterns that leave weights to train in every stage, or a lower learner.pipeline_parallel"
+        raise ConfigRefused("learner.optimizer.freeze", want, f"{list(patterns)}, which leave none in stage {trains.index(False)}")

@@ -57,6 +57,13 @@ def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_p
     assert list(found.compared) == ["embedding", *layers, "norm", "log_probs"]
 
 
+def test_latent_attention_is_dumped_without_its_projection(here: parallel.Parallel, tmp_path: Path) -> None:
+    policy = build_policy(write_tiny_model(tmp_path, "deepseek_v3"), dtype="float32", parallel=here)
+    outputs = module_outputs(policy, PROMPTS, "layers.1.attention*")
+    assert set(outputs) == {f"{prompt}.layers.1.attention{part}" for prompt in (0, 1) for part in ("", ".core")}
+    assert outputs["0.layers.1.attention.core"].shape == (len(PROMPTS[0]), 4 * 12)
+
+
 def permuted(tensors: dict[str, torch.Tensor], model: Path) -> None:
     """Exchange the first two heads of the queries of layer 1."""
     weight = tensors[f"{LAYER}.q_proj.weight"]

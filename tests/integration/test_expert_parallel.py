@@ -6,7 +6,21 @@ from typing import Any
 import pytest
 
 from tests.integration import expert_ranks
-from tests.integration.expert_ranks import MODELS, ONE, RESUMES, RUNS, RUNS_OF_FOUR, STEPS, VOCAB, resumed, same_run, unbroken
+from tests.integration.expert_ranks import (
+    MODELS,
+    ONE,
+    RESUMES,
+    RUNS,
+    RUNS_OF_FOUR,
+    STEPS,
+    VOCAB,
+    WAYS,
+    learner,
+    resumed,
+    same_run,
+    take,
+    unbroken,
+)
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -105,3 +119,17 @@ def test_the_settings_change_the_numbers(world: World, family: str, one: str, ot
     """Replay, a balancing loss and moving biases are not without effect."""
     ours, wanted = world.one[family, other]["metrics"], world.one[family, one]["metrics"]
     assert abs(ours[-1]["train/loss"] - wanted[-1]["train/loss"]) > 1e-4 * abs(wanted[-1]["train/loss"])
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finite: bool) -> None:
+    way = WAYS["biased"]
+    with one_rank() as here:
+        made = learner(write_tiny_model(tmp_path, "glm4_moe", vocab_size=VOCAB), here, way)
+        monkeypatch.setattr(made.optimizer, "_finite", lambda *_: finite)
+        began, biases = made.policy.digest(), [bias.clone() for bias in made.policy.router_biases()]
+        [metrics] = take(made, (3,), here, way)
+        assert metrics["train/skipped_minibatches"] == (not finite)
+        assert (made.policy.digest() == began) is not finite
+        moved = [not bool((now == before).all()) for now, before in zip(made.policy.router_biases(), biases, strict=True)]
+        assert moved == [finite]

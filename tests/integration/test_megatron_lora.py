@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from launch.checks.model import tensors_in
+from launch.devices.trained import adapter_tensors
 from learner.algorithms.config import AlgorithmConfig
+from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.lora import CONFIG, WEIGHTS, LoraConfig, adapter_refusals
+from learner.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 from learner.megatron import parallel, state
 from learner.megatron.adapter_files import write_adapter
 from learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
@@ -237,3 +240,57 @@ def test_adapter_directories_that_do_not_fit_are_refused(here: Any, model_dir: P
         save_file(changed, tmp_path / WEIGHTS)
         with pytest.raises(ConfigRefused, match=message):
             lora_policy(model_dir, here, fits)
+
+
+EXISTING = {
+    "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "glm4_moe": TARGETS,
+    "qwen2_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mixtral": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v3": ("o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+"""The targets that a family with other layers has."""
+
+
+@pytest.mark.parametrize(("family", "queries"), [(family, 24) for family in EXISTING] + [("deepseek_v3", None)])
+def test_the_check_knows_the_layers_that_have_adapters(here: Any, tmp_path: Path, family: str, queries: int | None) -> None:
+    changes = {"q_lora_rank": queries} if family == "deepseek_v3" else {}
+    model_dir = write_tiny_model(tmp_path, family, vocab_size=VOCAB, **changes)
+    found = {}
+    tensors = tensors_in(model_dir)
+    for targets in (EXISTING[family], TARGETS):
+        found[targets] = set(adapter_tensors(tensors, LearnerConfig(lora=LoraConfig(rank=2, targets=targets))))
+    assert found[TARGETS] == found[EXISTING[family]]
+    policy = lora_policy(model_dir, here, LoraConfig(rank=2, targets=EXISTING[family]), filled=False)
+    assert policy.adapters is not None
+    names = {name.removeprefix("base_model.model.").removesuffix(".weight") for name, _ in policy.adapters.export()}
+    assert names == found[TARGETS]
+
+
+def in_stages(model_dir: Path, out: Path) -> None:
+    """Write what each of two stages says of adapters: their number, or the refusal."""
+    joined = parallel.join(tensor_parallel_size=1, pipeline_parallel_size=2, device=torch.device("cpu"), seed=0)
+    found: dict[str, object] = {}
+    tunings = {
+        "all": Tuning(lora=LoraConfig(rank=2)),
+        "dense": Tuning(lora=LoraConfig(rank=2, targets=("up_proj",))),
+        "frozen": Tuning(freeze=(r"layers[.]0[.]", "embed")),
+    }
+    for name, tuning in tunings.items():
+        try:
+            policy = build_policy(model_dir, dtype="float32", parallel=joined, tuning=tuning)
+            found[name] = len(policy.adapters.names("A")) if policy.adapters is not None else None
+        except ConfigRefused as refused:
+            found[name] = str(refused)
+    parallel.leave()
+    (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
+
+
+def test_stages_agree_on_the_layers_that_are_trained(tmp_path: Path) -> None:
+    """The first layer of this model has an MLP, and the second experts: a target that one stage lacks is not refused."""
+    model_dir = write_tiny_model(tmp_path / "model", "glm4_moe", vocab_size=VOCAB)
+    first, last = run_ranks(in_stages, (model_dir,), world=2, out=tmp_path)
+    assert (first.pop("all"), last.pop("all")) == (7, 4)
+    assert first == last, "a rank that is refused alone leaves the others waiting"
+    assert "lower learner.pipeline_parallel, got 'none in stage 1'" in first["dense"]
+    assert "which leave none in stage 0" in first["frozen"]

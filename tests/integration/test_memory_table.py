@@ -1,6 +1,7 @@
 """The table of memory agrees with a rank: the bytes of its tensors, and of what the layers keep for the backward pass."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,41 @@ def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, fa
         for recompute in RECOMPUTE:
             activations = Activations(dtype=dtype, tensor_parallel=2, recompute=recompute)
             assert found[recompute] == TOKENS * activations.kept_per_token(shape), recompute
+
+
+def measured_experts(model_dir: Path, out: Path) -> None:
+    """Write the bytes of this rank, one of two over which experts are spread, to ``out/rank-<r>.json``."""
+    joined = parallel.join(tensor_parallel_size=1, expert_parallel_size=2, device=torch.device("cpu"), seed=0)
+    policy = build_policy(model_dir, dtype="float32", parallel=joined, replicas=Replicas(distributed_optimizer=True))
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    buffers = [*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers]
+    optimizer.zero_grad()
+    with megatron_device():
+        optimizer.step(1, loss=0.0)
+    state = [
+        tensor
+        for one in optimizer.inner.chained_optimizers
+        for values in one.optimizer.state.values()
+        for tensor in values.values()
+        if torch.is_tensor(tensor) and tensor.dim()
+    ]
+    weights = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in policy.module.parameters()}
+    gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+    found = {"weights": sum(weights.values()), "gradients": gradients, "Adam": sum(tensor.nbytes for tensor in state)}
+    (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
+    parallel.leave()
+
+
+def test_the_table_agrees_with_two_ranks_over_which_experts_are_spread(tmp_path: Path) -> None:
+    """Weights and gradients to the byte; each rank has all of the state of its own experts, and a share of the rest."""
+    model_dir = write_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_hidden_layers=3, **SIZES)
+    given = ("learner.dtype=float32", "learner.data_parallel=2", "learner.expert_parallel=2", "learner.distributed_optimizer=true")
+    table = memory_rows(ModelShape.read(model_dir), load([], given).config, cuda=False)
+    rows = {re.split("[,:]", row.part)[0]: row.bytes for row in table if row.process == "rank"}
+    ranks = run_ranks(measured_experts, (model_dir,), world=2, out=tmp_path)
+    for found in ranks:
+        assert (found["weights"], found["gradients"]) == (rows["weights"], rows["gradients"])
+    assert 0.99 * rows["Adam"] < sum(found["Adam"] for found in ranks) / 2 <= rows["Adam"]
 
 
 def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> None:

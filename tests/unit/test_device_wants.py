@@ -69,11 +69,13 @@ def test_an_engine_has_as_many_devices_as_ranks(engine: EngineConfig, count: int
 
 
 def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
+    tensors = {f"model.layers.{layer}.mlp.up_proj.weight": (GB,) for layer in range(8)}
+
     def wanted(**settings: Any) -> tuple[int, int, int, int]:
         learner = LearnerConfig(dtype=settings.get("dtype", "bfloat16"), tensor_parallel=settings.get("tp", 1))
         weights = WeightsConfig(transport="handles", staging=settings.get("staging", "host"))
         config = RunConfig(learner=learner, weights=weights, engine=settings.get("engine", EngineConfig(dtype="bfloat16")))
-        want = want_of(config, four, learner=True, engines=1, size=ModelSize(8 * GB, GB))
+        want = want_of(config, four, learner=True, engines=1, size=ModelSize(tensors))
         return want.memory_rank // GB, want.memory_sender // GB, want.memory_engine // GB, want.bucket_bytes // GB
 
     assert wanted() == (144, 0, 32, 2)

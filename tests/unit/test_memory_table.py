@@ -94,12 +94,42 @@ def test_an_offloaded_optimizer_is_on_the_host_but_for_a_block() -> None:
 
 def test_the_placement_counts_what_the_table_counts() -> None:
     node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(2)))
-    size = ModelSize(parameters=4_000_000_000)
+    size = ModelSize({"model.layers.0.mlp.up_proj.weight": (4_000_000_000,)})
     needs = {}
     for settings in ((), ("learner.distributed_optimizer=true",), ("learner.offload_optimizer=true",)):
         config = load([], ("learner.dtype=bfloat16", "learner.data_parallel=2", *settings)).config
         needs[settings] = want_of(config, node, learner=True, engines=0, size=size).memory_rank
-    assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000]
+    assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000 + (12 << 26)], "an offloaded optimizer has a block here"
+
+
+def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
+    """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768. An expert's state is divided over its own copies alone."""
+    values = QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    shape = ModelShape.of(values | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}, where="Qwen3-30B-A3B")
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = parameters(shape) - experts
+    node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(8)))
+
+    def needed(*settings: str) -> int:
+        config = load([], ("learner.dtype=bfloat16", "learner.distributed_optimizer=true", *settings)).config
+        found = want_of(config, node, learner=True, engines=0, size=ModelSize(shape.tensors())).memory_rank
+        table = [row for row in memory_rows(shape, config, cuda=True) if re.match("weights|gradients|Adam", row.part)]
+        assert sum(row.bytes for row in table if row.process == "rank") == found
+        return found
+
+    spread = needed("learner.data_parallel=8", "learner.expert_parallel=8")
+    assert spread == pytest.approx((2 + 4 + 12) * experts / 8 + (2 + 4 + 12 / 8) * others, rel=1e-3)
+    assert spread < 80e9 < needed("learner.data_parallel=8") / 2
+    split = needed("learner.tensor_parallel=4", "learner.sequence_parallel=true", "learner.data_parallel=2")
+    assert split == pytest.approx((2 + 4 + 12 / 8) * experts + (2 + 4 + 12 / 2) * others / 4, rel=1e-3)
+
+
+def test_the_placement_counts_the_critic_at_its_own_size() -> None:
+    config = load([], ("learner.dtype=bfloat16", "learner.algorithm.advantage=gae")).config
+    policy, critic = ({f"model.layers.{layer}.mlp.up_proj.weight": (1_000_000,) for layer in range(layers)} for layers in (8, 2))
+    size = ModelSize(policy, critic)
+    node = Node(devices=(Device(index=0, uuid="GPU-0"),))
+    assert want_of(config, node, learner=True, engines=0, size=size).memory_rank == 18 * 10_000_000
 
 
 @pytest.mark.parametrize("tokens", [1024, 8192])

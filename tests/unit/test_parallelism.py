@@ -3,8 +3,9 @@
 import pytest
 
 from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import parameters, rank_parameters, stage_tensors
+from launch.devices.memory_table import parameters, rank_parameters
 from launch.devices.shapes import Node
+from launch.devices.trained import stages_of
 from launch.devices.wanted import want_of
 from launch.settings.config_loader import load
 from learner.config import LearnerConfig
@@ -71,4 +72,4 @@ def test_the_largest_stage_of_a_pipeline() -> None:
     matrix = 151936 * 4096
     layers = parameters(SHAPE) - 2 * matrix - 4096
     assert rank_parameters(SHAPE, 1, 4) == rank_parameters(tied, 1, 4) == layers // 4 + matrix + 4096
-    assert sum(name.endswith("q_proj.weight") for name in stage_tensors(SHAPE, 4)) == 9
+    assert sum(name.endswith("q_proj.weight") for name in stages_of(SHAPE.tensors(), 4)[3]) == 9

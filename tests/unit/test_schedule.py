@@ -153,3 +153,23 @@ def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
     (error,) = (one.text for one in report.errors)
     want = "want layers of this model that can have adapters (k_proj, o_proj, q_proj, v_proj); experts have none"
     assert f"learner.lora.targets: {want}, got down_proj, gate_proj, up_proj" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]"))}, "stage 0 would train nothing"),
+        ({"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=(r"layers[.][23][.]", "norm", "lm_head"))}, "stage 1 would train"),
+        ({"pipeline_parallel": 2, "virtual_pipeline": 2, "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]"))}, ""),
+        ({"pipeline_parallel": 4, "lora": LoraConfig(rank=2, targets=("up_proj",))}, "stage 3 would train nothing"),
+        ({"pipeline_parallel": 2, "lora": LoraConfig(rank=2, targets=("up_proj",))}, ""),
+    ],
+)
+def test_a_stage_that_would_train_nothing_is_named(settings: dict[str, Any], stage: str) -> None:
+    tensors = {"model.embed_tokens.weight": (8, 8), "model.norm.weight": (8,), "lm_head.weight": (8, 8)}
+    tensors |= {f"model.layers.{layer}.mlp.{'up_proj' if layer < 3 else 'gate'}.weight": (8, 8) for layer in range(4)}
+    report = Report()
+    check_tuning(report, RunConfig(run="r", learner=LearnerConfig(**settings)), tensors)
+    errors = [error.text for error in report.errors]
+    assert len(errors) == bool(stage)
+    assert all(stage in text and "lower learner.pipeline_parallel" in text for text in errors)
