@@ -1,8 +1,9 @@
 """Streams of states between an engine and a client: read, and noted as far as they were sent."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
+from actors.errors import EngineError
 from actors.events import data_of
 from bus.wire.json_object import JsonMapping, JsonObject
 
@@ -39,7 +40,7 @@ class SentStates:
 
 
 async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
-    """Yield the states and the errors of a stream."""
+    """Yield the states and the errors of a stream. Raises EngineError for an event that is neither."""
     rest = b""
     async for chunk in chunks:
         *events, rest = (rest + chunk).split(b"\n\n")
@@ -47,12 +48,26 @@ async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping,
             if (state := state_in(each)) is not None:
                 yield state
             elif b'"error"' in each and (data := data_of(each)) is not None:
-                yield json.loads(data)
+                yield _decoded(data)
 
 
 def state_in(line: bytes) -> JsonObject | None:
-    """Return the response state in an event; None for an event without one ([DONE], an error)."""
+    """Return the response state in an event; None for an event without one ([DONE], an error). Raises EngineError for no JSON."""
     if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
-    state = json.loads(data)
-    return state if "meta_info" in state else None
+    state = _decoded(data)
+    if "meta_info" not in state:
+        return None
+    if not isinstance(state["meta_info"], Mapping):
+        raise EngineError(f"event of a stream: want a map in meta_info, got {state['meta_info']!r:.80}")
+    return state
+
+
+def _decoded(data: bytes) -> JsonObject:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"event of a stream: want JSON, got {data[:80]!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"event of a stream: want a map, got {data[:80]!r}")
+    return found

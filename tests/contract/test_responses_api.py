@@ -121,6 +121,20 @@ async def test_a_stream_that_its_engine_ends_too_early_breaks_off(model_dir: Pat
         assert b"no such luck" in await asked(state("a"), {"error": {"message": "no such luck"}}), "an error ends a stream, too"
 
 
+@pytest.mark.parametrize("sent", [b"{", b"{" * 100_000, b'{"meta_info": 1}', b'["error"]', b'"error" x'])
+async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_the_reason(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    async with faulty() as engine, routing(engine.url, **settings) as door:
+        engine.does, engine.events = "events", event(state("a")) + b"data: " + sent + b"\n\n" + DONE
+        asked = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "3 + 4?"}]}
+        with pytest.raises(aiohttp.ClientError):
+            async with door.session.post(door.url + "/v1/chat/completions", json=asked) as answer:
+                await answer.read()
+    assert "answer broken off path=/v1/chat/completions error=event of a stream: want" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
