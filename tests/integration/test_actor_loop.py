@@ -206,7 +206,7 @@ async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
 ) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus), group_size=2)
-        async with acting(bus, nats_server, reward=f"tests.child_rewards:{reward}", reward_timeout_s=0.1):
+        async with acting(bus, nats_server, reward=f"tests.child_rewards:{reward}", reward_timeout_s=0.1 if reward == "hangs" else 60.0):
             await settled(bus)
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
         said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward 'tests.child_rewards:{reward}': ")
