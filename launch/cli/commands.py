@@ -561,7 +561,7 @@ def metrics(args: argparse.Namespace) -> int:
     """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink that is refused."""
     from launch.metrics.export import export, open_sink
 
-    sink = open_sink(args.to, args.option)
+    sink = open_sink(args.to, _options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:
         """Export, and print what was given to the sink."""

@@ -141,9 +141,9 @@ class _Elements:
 
     own: int
     trained: int
-    """Those with a gradient, adapters among them."""
+    """Elements with a gradient, adapters included."""
     share: int
-    """Those whose optimizer state is here."""
+    """Elements whose optimizer state is on this rank."""
     experts: bool
     """True where experts are trained."""
 

@@ -13,13 +13,11 @@ import inspect
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import yaml
 
 from bus.client.repeated import Repeated
 from bus.streams.bus import Bus, connect
@@ -47,19 +45,10 @@ class Exported:
     """Calls of the sink that raised."""
 
 
-def open_sink(name: str, options: list[str]) -> Bound:
-    """Return the sink with its options, ``KEY=VALUE`` each. Raises ValueError with the reason for one that cannot be made."""
-    values: dict[str, Any] = {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--option: want KEY=VALUE, got {option!r}")
-        try:
-            values[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--option {key}: want a YAML value, got {text!r}: {error}") from None
+def open_sink(name: str, options: Mapping[str, object]) -> Bound:
+    """Return the sink with its options. Raises ValueError with the reason for one that cannot be made."""
     try:
-        return bind(name, values, SINK)
+        return bind(name, options, SINK)
     except (UnknownReward, BadRewardOption) as error:
         raise ValueError(str(error)) from None
     except Exception as error:  # the module is the user's, and may raise anything while it is imported

@@ -258,7 +258,7 @@ class Recordings:
             end = list(self._tokenize(turns[: at + 1], whole=True, **tools))
             if tokens[: len(start)] != start or tokens[: len(end)] != end or len(end) <= len(start):
                 raise _unstable(row.where, at, turns)
-            # What the template puts behind the end token is written by nobody: a response ends with that token.
+            # A response ends with its end token; text of the template behind that token is not trained.
             ends = [place for place in range(len(start), len(end)) if end[place] in self._end_ids]
             stop = ends[-1] + 1 if ends else len(end)
             mask[len(start) : stop] = [1] * (stop - len(start))

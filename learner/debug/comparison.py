@@ -61,7 +61,7 @@ class Comparison:
     differences: Sequence[Difference]
     """Those that differ, in order: the first one is the cause of the others, or nearest to it."""
     notes: Sequence[str] = ()
-    """What could not be compared."""
+    """Reasons why some of the two sides were not compared."""
 
     @property
     def first(self) -> Difference | None:

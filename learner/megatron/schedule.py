@@ -24,7 +24,7 @@ from learner.megatron.stages import is_last
 
 
 class ModelInput(Protocol):
-    """What the model needs of a row."""
+    """Attributes of a row that a forward pass reads."""
 
     @property
     def tokens_T(self) -> Tensor:

@@ -181,7 +181,7 @@ async def test_the_sink_posts_the_reward_of_each_step_and_raises_when_nothing_an
 
     one = StepMetrics(run="r", step=3, epoch=1, metrics={"data/reward_mean": 0.5})
     with HTTPServer(("127.0.0.1", 0), Hook) as server:
-        sink = open_sink("my_sink:hook", [f"url=http://127.0.0.1:{server.server_port}/"])
+        sink = open_sink("my_sink:hook", {"url": f"http://127.0.0.1:{server.server_port}/"})
         serving = asyncio.create_task(asyncio.to_thread(server.handle_request))
         await asyncio.to_thread(sink, one)
         await serving
