@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors.teacher_settings import parse_teachers
 from rewards.part_settings import read_parts
 
 
@@ -106,6 +107,15 @@ class ActorConfig:
     """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
     reward_memory_mb: int = 4096
     """Private memory of each of these processes; 0 = no limit."""
+    teachers: dict[str, Any] = field(default_factory=dict)
+    """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one whose ``when`` fits a row scores its
+    samples (docs/distillation.md)."""
+    teacher_top_k: int = 0
+    """Tokens that a teacher lists at each position; derived: ``learner.algorithm.distill_top_k``."""
+    teacher_timeout_s: float = 120.0
+    """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED after them."""
+    teacher_attempts: int = 3
+    """Failures of a teacher, or answers that are no scores, after which the sample is FAILED."""
     generate_timeout_s: float = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
@@ -118,12 +128,15 @@ class ActorConfig:
     """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this process."""
 
     def __post_init__(self) -> None:
-        for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):
+        for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries", "teacher_timeout_s", "teacher_attempts"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.reward and self.reward_parts:
             raise ValueError(f"reward_parts: want either reward or reward_parts, got both (reward is {self.reward!r})")
         read_parts(self.reward_parts)
+        parse_teachers(self.teachers)
+        if self.teacher_top_k < 0:
+            raise ValueError(f"teacher_top_k: want >= 0, got {self.teacher_top_k!r}")
         if self.reward_workers <= 0:
             raise ValueError(f"reward_workers: want > 0, got {self.reward_workers!r}")
         if self.reward_memory_mb < 0:

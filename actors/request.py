@@ -49,7 +49,7 @@ class SamplingParams:
         if not isinstance(given, Mapping):
             raise BadRequest(f"{where}: want a map, got {given!r}")
         known = {field.name for field in fields(cls)}
-        _refuse_unknown(given, known, NEUTRAL_SAMPLING, where)
+        refuse_unknown(given, known, NEUTRAL_SAMPLING, where)
         return cls(**{name: CHECKS[name](given[name], f"{where}.{name}") for name in given if name in known and given[name] is not None})
 
 
@@ -88,7 +88,7 @@ def parse_generate(body: object, limits: Limits) -> Generate:
     """Return a validated body of /generate, with each prompt repeated ``n`` times. Raises BadRequest."""
     if not isinstance(body, Mapping):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
-    _refuse_unknown(body, GENERATE_FIELDS, NEUTRAL_GENERATE, "body")
+    refuse_unknown(body, GENERATE_FIELDS, NEUTRAL_GENERATE, "body")
     prompts, batched = _prompts(body, limits)
     given = body.get("sampling_params")
     if isinstance(given, list):
@@ -100,7 +100,7 @@ def parse_generate(body: object, limits: Limits) -> Generate:
     _check_ids(params, limits)
     if (total := sum(each.n for each in params)) > limits.max_responses:
         raise BadRequest(f"sampling_params.n: want at most {limits.max_responses} responses to a request, got {total}")
-    continued_tokens = _integer(0)(body.get("continued_tokens") or 0, "continued_tokens")
+    continued_tokens = check_integer(0)(body.get("continued_tokens") or 0, "continued_tokens")
     if continued_tokens >= (shortest := min(map(len, prompts))):
         raise BadRequest(f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {continued_tokens}")
     rids = _rids(body.get("rid"), [each.n for each in params])
@@ -112,8 +112,8 @@ def parse_generate(body: object, limits: Limits) -> Generate:
         stream=_boolean(body.get("stream") or False, "stream"),
         return_logprob=_boolean(body.get("return_logprob") or False, "return_logprob"),
         continued_tokens=continued_tokens,
-        min_version=_integer(0)(body.get("min_version") or 0, "min_version"),
-        min_version_timeout_s=_number(0, 1 << 53)(body.get("min_version_timeout_s", 60.0), "min_version_timeout_s"),
+        min_version=check_integer(0)(body.get("min_version") or 0, "min_version"),
+        min_version_timeout_s=check_number(0, 1 << 53)(body.get("min_version_timeout_s", 60.0), "min_version_timeout_s"),
     )
 
 
@@ -128,8 +128,8 @@ def seeds(generate: Generate) -> list[int]:
     return found
 
 
-def token_ids(given: object, where: str, limits: Limits) -> NDArray[np.int32]:
-    """Return one prompt as an array. Raises BadRequest if it is empty, leaves no room for a token or has an id outside the vocabulary."""
+def token_ids(given: object, where: str, limits: Limits, *, room: int = 1) -> NDArray[np.int32]:
+    """Return one prompt as an array. Raises BadRequest if it is empty, has an id outside the vocabulary or leaves no ``room`` (tokens)."""
     try:
         ids = np.asarray(given) if isinstance(given, list) else None
     except ValueError:
@@ -141,7 +141,7 @@ def token_ids(given: object, where: str, limits: Limits) -> NDArray[np.int32]:
     outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if outside.size:
         raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {int(outside[0])}")
-    if ids.size >= limits.max_context:
+    if ids.size + room > limits.max_context:
         raise BadRequest(f"The input ({ids.size} tokens) is longer than the model's context length ({limits.max_context} tokens) allows.")
     return ids.astype(np.int32)
 
@@ -182,7 +182,8 @@ def _rids(given: object, counts: list[int]) -> list[str]:
     raise BadRequest(f"rid: want a string, or {total} of them, got {_shorten(given)}")
 
 
-def _refuse_unknown(given: Mapping[str, object], known: Iterable[str], neutral: Mapping[str, tuple[object, ...]], where: str) -> None:
+def refuse_unknown(given: Mapping[str, object], known: Iterable[str], neutral: Mapping[str, tuple[object, ...]], where: str) -> None:
+    """Raise BadRequest for a name that is not ``known``, unless it has one of the values at which it has no effect (``neutral``)."""
     for name, value in given.items():
         if name in known:
             continue
@@ -199,7 +200,9 @@ def _shorten(value: object) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
-def _integer(low: int) -> Callable[[object, str], int]:
+def check_integer(low: int) -> Callable[[object, str], int]:
+    """Return a check of an integer of at least ``low``."""
+
     def check(value: object, where: str) -> int:
         """Return the integer. Raises BadRequest for other types and for a number below ``low``."""
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -209,7 +212,9 @@ def _integer(low: int) -> Callable[[object, str], int]:
     return check
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Callable[[object, str], float]:
+def check_number(low: float, high: float, *, above: bool = False) -> Callable[[object, str], float]:
+    """Return a check of a number from ``low`` (``above``: greater than it) to ``high``."""
+
     def check(value: object, where: str) -> float:
         """Return the number as a float. Raises BadRequest for other types and for a number out of bounds."""
         fine = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high and not (above and value == low)
@@ -242,7 +247,7 @@ def _strings(value: object, where: str) -> tuple[str, ...]:
 def _ids(value: object, where: str) -> frozenset[int]:
     if not isinstance(value, list):
         raise BadRequest(f"{where}: want a list of integers, got {_shorten(value)}")
-    return frozenset(_integer(0)(each, where) for each in value)
+    return frozenset(check_integer(0)(each, where) for each in value)
 
 
 def _seed(value: object, where: str) -> int:
@@ -252,15 +257,15 @@ def _seed(value: object, where: str) -> int:
 
 
 CHECKS: dict[str, Callable[[object, str], Any]] = {
-    "max_new_tokens": _integer(1),
-    "temperature": _number(0, 1e6),
-    "top_p": _number(0, 1, above=True),
+    "max_new_tokens": check_integer(1),
+    "temperature": check_number(0, 1e6),
+    "top_p": check_number(0, 1, above=True),
     "top_k": _top_k,
     "stop": _strings,
     "stop_token_ids": _ids,
     "ignore_eos": _boolean,
-    "min_new_tokens": _integer(0),
-    "n": _integer(1),
+    "min_new_tokens": check_integer(0),
+    "n": check_integer(1),
     "sampling_seed": _seed,
     "skip_special_tokens": _boolean,
     "no_stop_trim": _boolean,

@@ -329,7 +329,7 @@ class LearnerConfig:
         if self.group_size == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
             raise ValueError(
                 f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1: "
-                "every advantage would be 0; raise it, or take advantage: reinforce or reinforce_pp"
+                "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
             )
         if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
             raise ValueError(

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,19 @@ from tests.forked import Forked
 
 
 def make_samples(
-    *, vocab: int, groups: int = 4, group_size: int = 4, step: int = 3, seed: int = 0, temperature: float = 1.0
+    *,
+    vocab: int,
+    groups: int = 4,
+    group_size: int = 4,
+    step: int = 3,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
 ) -> list[Sample]:
-    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v)."""
+    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v).
+
+    ``top_k``: tokens that their teacher listed at each position; None = they have no teacher.
+    """
     generator = np.random.default_rng((seed, step))
     samples = []
     for task in range(1, groups + 1):
@@ -46,7 +57,18 @@ def make_samples(
                     sampling=Sampling(temperature=temperature, max_new_tokens=12),
                 )
             )
-    return samples
+    return samples if top_k is None else [_taught(sample, vocab, top_k, seed=seed) for sample in samples]
+
+
+def _taught(sample: Sample, vocab: int, top_k: int, *, seed: int) -> Sample:
+    """Return the sample with the scores of a random teacher."""
+    generator = np.random.default_rng((seed, sample.task, sample.index))
+    length = sample.response_length
+    log_probs = -np.log(vocab) + generator.normal(0, 0.5, length)
+    ids = np.stack([generator.choice(vocab, top_k, replace=False) for _ in range(length)])
+    top = np.log(generator.dirichlet(np.ones(top_k + 1), length)[:, :top_k])
+    listed = {"teacher_top_ids": ids.astype(np.int32).ravel(), "teacher_top_log_probs": top.astype(np.float32).ravel()} if top_k else {}
+    return replace(sample, teacher_log_probs=log_probs.clip(max=0).astype(np.float32), **listed)
 
 
 def make_batches(

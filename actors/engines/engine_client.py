@@ -35,7 +35,7 @@ class HttpEngine:
     def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
         self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
         self._batcher = RequestBatcher() if join else None
-        self._api = EngineApi(url, _error, headers=no_headers if keys is None else keys.headers)
+        self._api = EngineApi(url, error_of_call, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
         self,
@@ -123,7 +123,8 @@ class HttpEngine:
         return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
 
 
-def _error(failed: CallFailed) -> EngineError:
+def error_of_call(failed: CallFailed) -> EngineError:
+    """Return the error of ``actors.errors`` for a failed call."""
     url, reason = failed.url, failed.reason
     match failed.failure:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right

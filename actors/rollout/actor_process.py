@@ -18,6 +18,7 @@ from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor
 from actors.rollout.single_turn import SingleTurn
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.teachers.teachers import Teachers
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
@@ -115,8 +116,19 @@ async def _work(
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
             rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns))
+        teachers = Teachers(config) if config.teachers else None
+        if teachers is not None:
+            stack.push_async_callback(teachers.close)
         actor = Actor(
-            bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, group_score=group_score, activity=activity
+            bus,
+            id=id,
+            config=config,
+            responses=responses,
+            rollouts=rollouts,
+            score=score,
+            group_score=group_score,
+            teachers=teachers,
+            activity=activity,
         )
         await _act(bus, id, actor, activity, engines, draining)
 

@@ -337,7 +337,10 @@ _TASK = Table(
 _SAMPLE = Table(
     Sample,
     "sample",
-    later=("rollout", "sequences", "turns", "transcript", "demonstration"),
+    later=(
+        *("rollout", "sequences", "turns", "transcript", "demonstration"),
+        *("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
+    ),
     run=TEXT,
     task=INT,
     index=INT,
@@ -366,6 +369,9 @@ _SAMPLE = Table(
     turns=optional(_TURNS.nested()),
     transcript=many(MAP),
     demonstration=BOOL,
+    teacher_log_probs=optional(_F4),
+    teacher_top_ids=optional(_I4),
+    teacher_top_log_probs=optional(_F4),
 ).compile()
 _PARTIAL = Table(
     Partial,

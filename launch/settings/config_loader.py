@@ -165,6 +165,10 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     )
     if names:
         follow("bus.rollouts", tuple(sorted(names)), "rollouts")
+    if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
+        follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
+        if given("learner.algorithm.distill_top_k"):
+            follow("actor.teacher_top_k", given("learner.algorithm.distill_top_k"), "learner.algorithm.distill_top_k")
     if _all_recorded(rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")):
         for path in ("up.engines", "up.actors"):
             follow(path, 0, "all samples are recorded responses")

@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
+from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
@@ -180,6 +181,9 @@ class RunConfig:
                 del parts["learner"][name]
         if not parts["learner"]["algorithm"]["sft_coef"]:
             del parts["learner"]["algorithm"]["sft_coef"]
+        for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
+            if parts["learner"]["algorithm"][name] == default:
+                del parts["learner"]["algorithm"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         for name in (
@@ -200,6 +204,8 @@ class RunConfig:
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
         if self.actor.reward_parts:  # so the digests of former runs stay
             parts["reward"] = self.actor.reward_parts
+        if self.actor.teachers:  # without their addresses, which are places
+            parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in parse_teachers(self.actor.teachers)]
         if self.actor.group_reward:
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
         if not self.staleness.over_sampling:
@@ -218,6 +224,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_sharing(config)
     _refuse_stale(config)
     _refuse_rewards(config)
+    _refuse_teachers(config)
     _refuse_columns(config)
     _refuse_rollouts(config)
     _refuse_debug(config)
@@ -352,6 +359,29 @@ def _refuse_recorded(config: RunConfig) -> None:
         raise ValueError(f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; set them, or 0")
 
 
+def _refuse_teachers(config: RunConfig) -> None:
+    """Raise ValueError for teachers whose scores nothing uses, and for a loss that needs scores which no teacher makes."""
+    algorithm, teachers = config.learner.algorithm, config.actor.teachers
+    if teachers and not algorithm.needs_teacher:
+        raise ValueError(
+            "actor.teachers: nothing uses their scores; want learner.algorithm.distill_coef > 0 with distill_teacher: engine, got "
+            f"distill_coef {algorithm.distill_coef:g}, distill_teacher {algorithm.distill_teacher}; set it, or remove the teachers"
+        )
+    if algorithm.needs_teacher and not teachers and not config.debug.trains_only:
+        raise ValueError(
+            "learner.algorithm.distill_teacher: engine wants actor.teachers: {NAME: {urls: [http://HOST:PORT]}}, got none; set them, or "
+            "distill_teacher: reference with kl.reference"
+        )
+    if algorithm.advantage == "none" and not algorithm.distill_coef:
+        raise ValueError(
+            "learner.algorithm.advantage: none learns nothing from rewards; want learner.algorithm.distill_coef > 0, or "
+            f"another advantage, got distill_coef {algorithm.distill_coef:g}"
+        )
+    if config.actor.teacher_top_k != (algorithm.distill_top_k if teachers else 0):
+        want = f"{algorithm.distill_top_k if teachers else 0}, as learner.algorithm.distill_top_k"
+        raise ValueError(f"actor.teacher_top_k: want {want}, got {config.actor.teacher_top_k}; leave it out")
+
+
 def _refuse_rewards(config: RunConfig) -> None:
     """Raise ValueError for rewards from which nothing is learnt, and for terms that would outweigh them."""
     algorithm = config.learner.algorithm
@@ -379,7 +409,7 @@ def _refuse_rewards(config: RunConfig) -> None:
         )
     if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
         raise ValueError(f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}")
-    if algorithm.distill_coef and not algorithm.kl.reference:
+    if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(
             f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
             f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"

@@ -179,6 +179,8 @@ class DataSource:
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
         if sample.demonstration and not self.rules.demonstrations:
             return self._invalid(seq, "demonstration", actor)
+        if self.rules.teacher and not sample.demonstration and not self._taught(sample):
+            return self._invalid(seq, "teacher_log_probs", actor)
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
         # every reading of the stream (docs/decisions/016).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
@@ -189,6 +191,11 @@ class DataSource:
             return self._invalid(seq, "task", actor)
         self._early.setdefault(sample.task, []).append((seq, sample, actor))
         return Arrival(Disposition.BUFFERED)
+
+    def _taught(self, sample: Sample) -> bool:
+        """Return whether a sample has the scores of a teacher that the loss needs; one without tokens needs none listed."""
+        listed = sample.teacher_top_k == self.rules.teacher_top_k or not self.rules.teacher_top_k or not sample.response_length
+        return sample.teacher_log_probs is not None and listed
 
     def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
         group = self._groups.get(sample.task)

@@ -27,7 +27,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
-_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations"})
+_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k"})
 """Rules that came after the first release."""
 
 
@@ -63,6 +63,10 @@ class DataRules:
     prompts_digest: str = ""
     demonstrations: bool = False
     """Whether the loss can train demonstrations; else they are invalid."""
+    teacher: bool = False
+    """Whether samples need the scores of a teacher; those without are invalid, except for demonstrations."""
+    teacher_top_k: int = 0
+    """Number of tokens that the teacher must have listed at each position, with ``teacher``."""
     model: str = ""
     """Description of model and tokenizer with their digests; empty = not known."""
 

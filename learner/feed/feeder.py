@@ -108,6 +108,8 @@ def _data_rules(
         model=model.identity,
         filters=identity_of(filters),
         demonstrations=learner.algorithm.demonstration_coef > 0,
+        teacher=learner.algorithm.needs_teacher,
+        teacher_top_k=learner.algorithm.distill_top_k,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )

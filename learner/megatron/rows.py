@@ -34,6 +34,8 @@ class Row:
     """Inputs of the objective, in which demonstrations are masked."""
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
+    listed_TK: Tensor | None = None
+    """Token ids that a teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +93,11 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
 
 def rows_of(batch: StepBatch, here: Parallel) -> list[Row]:
     """Return the micro-batches of a batch on the device of this rank, its part of each."""
-    return [_row(micro_batch, tensor_of(batch.demonstration_N), batch.num_sequences, here) for micro_batch in batch.micro_batches]
+    demonstration_N = tensor_of(batch.demonstration_N)
+    return [_row(micro_batch, demonstration_N, batch.num_sequences, here, batch.teacher_top_k) for micro_batch in batch.micro_batches]
 
 
-def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel) -> Row:
+def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel, top_k: int) -> Row:
     to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
     part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
@@ -108,6 +111,7 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
         turn_T=to(tensor_of(micro_batch.turn_T).long()),
         packed=packed_row(micro_batch.cu_seqlens, to(part(tensor_of(micro_batch.position_ids_T)))),
         demonstrated_T=to(demonstrated_T),
+        listed_TK=to(part(tensor_of(micro_batch.teacher_top_ids_TK).long().view(-1, top_k))) if top_k else None,
         seen=Tokens(
             mask_T=to(mask_T & ~demonstrated_T),
             sample_T=to(sample_T),
@@ -117,6 +121,8 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
             advantages_T=torch.zeros_like(rollout_T),
             sequence_T=to(sequence_T),
             num_sequences=num_sequences,
+            teacher_T=to(tensor_of(micro_batch.teacher_log_probs_T)) if len(micro_batch.teacher_log_probs_T) else None,
+            teacher_top_TK=to(tensor_of(micro_batch.teacher_top_log_probs_TK).view(-1, top_k)) if top_k else None,
         ),
     )
 

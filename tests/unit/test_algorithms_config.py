@@ -259,11 +259,11 @@ def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> None:
-    """The estimator's formula itself decides which those are."""
+    """The estimator's formula itself decides which those are; ``none`` is for another source of learning."""
     alone = Objective(AlgorithmConfig(advantage=advantage, whiten=False)).advantages(
         torch.tensor([1.0, 0.0, 3.0]), torch.arange(3), torch.tensor([2, 3, 4]), torch.tensor([2, 3, 4])
     )
-    if alone.any():
+    if alone.any() or advantage == "none":
         assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
     else:
         with pytest.raises(ValueError, match="group_size: want >= 2"):

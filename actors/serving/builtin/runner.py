@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.serving.builtin import decoder
+from actors.serving.builtin.input_scores import InputScores, Scoring, scores
 from actors.serving.builtin.slots import KVSlots
 from actors.serving.builtin.weights import Weights
 
@@ -64,10 +65,18 @@ class ModelRunner:
         x_N1E = decoder.forward(self.weights, tokens_N1, self._angles(at_N[:, None]), self.slots.decoding(at_N, length))
         return decoder.logits(self.weights, x_N1E[:, 0])
 
-    def _angles(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rope is None or self._rope.length < self.slots.length:
+    def scores(self, batch: list[Scoring], version: int) -> list[InputScores]:
+        """Compute the log-probs of given tokens, keeping no keys and values. Raises ValueError for scores that are NaN."""
+        assert self.weights is not None
+        longest = max(len(one.tokens) for one in batch)
+        angles = self._angles(torch.arange(longest, device=self.device)[None], length=longest)
+        return scores(self.weights, batch, angles, version)
+
+    def _angles(self, positions_BT: Tensor, *, length: int = 0) -> tuple[Tensor, Tensor]:
+        needed = max(self.slots.length, length)
+        if self._rope is None or self._rope.length < needed:
             shape = self._shape
-            self._rope = decoder.RopeTable(shape.rope, self.slots.length, head_dim=shape.head_dim, dtype=self._dtype, device=self.device)
+            self._rope = decoder.RopeTable(shape.rope, needed, head_dim=shape.head_dim, dtype=self._dtype, device=self.device)
         return self._rope.at(positions_BT)
 
     def clear(self, *, free: bool) -> None:

@@ -3,7 +3,7 @@
             calls (submit, abort, pause, flip, ...)
                  |                 consumes  calls and waiting sequences
                  v                 produces  tokens, delivered to each sequence's sink in the loop's thread
-    loop:  take calls -> admit (prefill) -> decode one token for all running -> deliver -> again
+    loop:  take calls -> admit (prefill) -> decode one token for all running -> score given tokens -> deliver -> again
                                    waits for a call when nothing runs and nothing waits, or while paused
 
 Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then nothing is computed
@@ -32,6 +32,7 @@ from torch import Tensor, inference_mode, set_num_threads
 from actors.errors import EngineFailed, UpdateRefused
 from actors.serving.builtin.calls import Call, CallQueue, run
 from actors.serving.builtin.counters import CLOSING, Counters
+from actors.serving.builtin.input_scores import Scoring, take_scorings
 from actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
 from actors.serving.builtin.runner import ModelRunner
 from actors.serving.builtin.sampler import Sampler
@@ -87,6 +88,8 @@ class Scheduler:
         """True while a weight update is open: set by its owner, for the counters."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.scorings: deque[Scoring] = deque()
+        """Sequences whose tokens are to be scored."""
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
         self.device, self.dtype = weights.device, weights.dtype
@@ -136,6 +139,10 @@ class Scheduler:
         """Append sequences to the queue; the future is done once they are in it."""
         return self.call(lambda: self.waiting.extend(sequences))
 
+    def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
+        """Append sequences to score; the future is done once they are in the queue. The results are in the ``done`` of each."""
+        return self.call(lambda: self.scorings.extend(scorings))
+
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
         return self.call(lambda: self._abort(wanted, message))
@@ -155,6 +162,8 @@ class Scheduler:
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
         self._calls.close()
+        for one in self.scorings:
+            one.done.cancel()
 
     def _step(self) -> None:
         try:
@@ -164,11 +173,26 @@ class Scheduler:
         except Exception as error:
             log.exception("decoding step failed running=%d", len(self.running))
             self._fail_all(f"decoding step failed: {error!r}")
+        self._score()
+
+    def _score(self) -> None:
+        """Score the sequences at the head of their queue, in one pass."""
+        if not (batch := take_scorings(self.scorings)):
+            return
+        try:
+            for one, found in zip(batch, self._runner.scores(batch, self.version), strict=True):
+                one.done.set_result(found)
+        except Exception as error:
+            log.exception("scoring failed sequences=%d", len(batch))
+            for one in batch:
+                if not one.done.done():
+                    one.done.set_exception(EngineFailed("builtin", f"scoring failed: {error!r}"))
+        self.counters.scored_tokens += sum(len(one.tokens) for one in batch)
 
     def _take_calls(self) -> None:
         """Run the queued calls; wait for one when there is nothing else to do."""
         while not self._closed:
-            busy = not self.held and (self.running or self.waiting)
+            busy = not self.held and (self.running or self.waiting or self.scorings)
             try:
                 call = self._calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
