@@ -45,13 +45,7 @@ class Teachers:
     """The teachers of a run. ``score`` any number of samples at once; ``close`` at the end."""
 
     def __init__(self, config: ActorConfig) -> None:
-        """Raises ValueError for a teacher without urls."""
         self._teachers = parse_teachers(config.teachers)
-        if silent := [one for one in self._teachers if not one.urls]:
-            raise ValueError(
-                f"actor.teachers.{silent[0].name}: want urls; its model is served by `tidemill up` alone: start `tidemill teacher "
-                f"{silent[0].model}`, and set its address"
-            )
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
         self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.urls}
         self._in_flight = dict.fromkeys(self._servers, 0)
@@ -62,12 +56,15 @@ class Teachers:
         teacher = chosen(self._teachers, metadata)
         if teacher is None:
             raise TeacherFailed("", f"none applies to a row with metadata {dict(metadata)!r:.200}; add one without when")
-        left = right = 0
+        if not teacher.urls:
+            cure = f"start `tidemill teacher {teacher.model}`, and set its address"
+            raise TeacherFailed(teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}")
+        left = 0
         asked = []
         for size in sample.sizes if sample.response_length else ():
             tokens = sample.tokens[left : left + size.num_tokens]
             asked.append((tokens, size.response_length))
-            left, right = left + size.num_tokens, right + size.response_length
+            left += size.num_tokens
         found = await asyncio.gather(*(self._sequence(teacher, *each, sample.sampling.temperature) for each in asked))
         return _with_scores(sample, found, self._top_k)
 

@@ -28,7 +28,7 @@ async def test_sglang_scores_given_tokens_at_temperature_1_alone(
         try:
             found = await asyncio.gather(*(teachers.score(sample, {}) for sample in samples))
             warm = replace(samples[0], sampling=Sampling(temperature=0.7))
-            with pytest.raises(TeacherFailed, match="at temperature 1, the samples at 0.7"):
+            with pytest.raises(TeacherFailed, match=r"at temperature 1, the samples at 0\.7"):
                 await teachers.score(warm, {})
         finally:
             await teachers.close()

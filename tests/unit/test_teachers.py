@@ -16,6 +16,7 @@ from bus.wire.codec import decode_sample, encode_sample
 from bus.wire.episodes import SequenceSize
 from bus.wire.invariants import MIN_LOG_PROB, check_sample
 from bus.wire.messages import SCHEMA, Sample
+from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
 from learner import logprobs
 from learner.algorithms.aggregation import Denominators
@@ -27,7 +28,7 @@ from learner.data.datasource import DataSource
 from learner.data.senders import invalid_words
 from tests import data_kit
 from tests.bus_kit import make_sample
-from tests.check_kit import write_run
+from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
 
 R = 8
@@ -395,3 +396,29 @@ def test_log_probs_of_listed_ids_are_those_of_a_plain_softmax(chunk: int, temper
             expected = (hidden_TH.grad, weight_VH.grad)
     for got, want in zip((hidden_TH.grad, weight_VH.grad), expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-11, rtol=0)
+
+
+# ---- checks before the start
+
+
+def test_a_teacher_of_other_tokens_is_found_before_the_start(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    write_model(tmp_path / "same", num_hidden_layers=2)
+    write_model(tmp_path / "small", vocab_size=8)
+    found = {}
+    for name in ("same", "small", "missing"):
+        settings = [f"actor.teachers={{t: {{model: {tmp_path / name}}}}}", "learner.algorithm.distill_coef=1"]
+        report = check(load([file], settings, {}), Purpose())
+        found[name] = [str(one) for one in report.errors if "teachers" in str(one)]
+    assert found["same"] == []
+    assert "t: 8 ids" in found["small"][0], found
+    assert "missing" in found["missing"][0], found
+    report = check(load([file], [TEACHER, "learner.algorithm.distill_coef=1"], {}), Purpose())
+    assert [one for one in report.errors if "teachers" in str(one)] == [], "a server may start later"
+    assert "a teacher that answers" in " ".join(str(one) for one in report.warnings)
+
+
+def test_a_row_without_a_teacher_is_found_before_the_start(tmp_path: Path) -> None:
+    settings = ["actor.teachers={t: {url: 'http://127.0.0.1:9', when: {reward: math}}}", "learner.algorithm.distill_coef=1"]
+    report = check(load([write_run(tmp_path)], settings, {}), Purpose())
+    assert "a teacher that applies to every row" in " ".join(str(one) for one in report.errors)
