@@ -28,9 +28,14 @@ def reference(model: Any, tokens: list[int], temperature: float) -> torch.Tensor
         return (model(torch.tensor([tokens])).logits[0, :-1].float() / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("family", SERVED)
-async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(family: str, tmp_path: Path) -> None:
-    model_dir, model = write_tiny_model(tmp_path, family), tiny_model(family)
+@pytest.fixture(params=SERVED)
+def teacher(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    """Return a model's directory and the model."""
+    return write_tiny_model(tmp_path, request.param), tiny_model(request.param)
+
+
+async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(teacher: tuple[Path, Any]) -> None:
+    model_dir, model = teacher
     given = prompts(9, low=2)
     async with serving(model_dir, max_running=2) as served:
         generating = asyncio.ensure_future(served.generate(given[0], max_new_tokens=60, temperature=0, ignore_eos=True))
@@ -75,7 +80,7 @@ async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(family
     ],
 )
 async def test_a_request_for_scores_that_cannot_be_is_refused(shared: Any, change: dict[str, Any], reason: str) -> None:
-    async with serving(shared, max_context=512) as served:
+    async with serving(shared) as served:
         status, answer = await served.post("/generate", body([3, 4, 5, 6], 1) | change)
         assert status == 400 and reason in answer["error"]["message"], answer
         status, whole = await served.post("/generate", body([5] * 512, 0))
@@ -84,4 +89,4 @@ async def test_a_request_for_scores_that_cannot_be_is_refused(shared: Any, chang
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=300)
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=300, max_position_embeddings=512)
