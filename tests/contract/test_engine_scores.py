@@ -54,7 +54,8 @@ async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(teache
                 np.testing.assert_allclose(got, want, atol=1e-4)
                 top = want_TV[start:].topk(3, -1)
                 listed = meta["input_top_logprobs"][1:]
-                np.testing.assert_allclose([[one[0] for one in each] for each in listed], top.values, atol=1e-4)
+                values = np.reshape([[one[0] for one in each] for each in listed], (-1, 3))
+                np.testing.assert_allclose(values, top.values, atol=1e-4)
                 assert [[one[1] for one in each] for each in listed] == top.indices.tolist()
                 assert (answer["output_ids"], meta["input_logprobs_temperature"], meta["weight_version"]) == ([], temperature, "0")
         alone = await served.generate(given[0], max_new_tokens=60, temperature=0, ignore_eos=True)

@@ -14,6 +14,7 @@ from launch.settings.run_config import RunConfig
 
 OPEN = {
     "actor.engines": "addresses it asks",
+    "actor.teachers": "addresses it asks; the directory is used by `tidemill up` alone",
     "actor.reward_options": "values for a reward that is allowed",
     "actor.group_reward_options": "values for a reward that is allowed",
     "engine.kind": "a name of a table",
