@@ -61,6 +61,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.routed_experts import ROUTED_EXPERTS
 from bus.wire.turn_records import TurnKind, TurnRecord
 
 __all__ = [
@@ -337,7 +338,7 @@ _TASK = Table(
 _SAMPLE = Table(
     Sample,
     "sample",
-    later=("rollout", "sequences", "turns", "transcript", "demonstration"),
+    later=("rollout", "sequences", "turns", "transcript", "demonstration", "routed_experts"),
     run=TEXT,
     task=INT,
     index=INT,
@@ -366,6 +367,7 @@ _SAMPLE = Table(
     turns=optional(_TURNS.nested()),
     transcript=many(MAP),
     demonstration=BOOL,
+    routed_experts=optional(ROUTED_EXPERTS),
 ).compile()
 _PARTIAL = Table(
     Partial,

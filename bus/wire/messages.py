@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bus.wire.budget import Budget
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.json_object import JsonObject
+from bus.wire.routed_experts import RoutedExperts
 
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
@@ -164,6 +165,9 @@ class Sample:
     """Messages for viewers; the learner never reads them."""
     demonstration: bool = False
     """True: a recorded response whose log-probs are not known; all of them are 0, and only the cross-entropy trains it."""
+    routed_experts: RoutedExperts | None = None
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``bus.wire.routed_experts``);
+    None = not known."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 

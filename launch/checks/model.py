@@ -11,13 +11,14 @@ from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import FAMILIES as DECODED
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
+from bus.wire.routed_experts import EXPERTS_OF
 from launch.checks.findings import Report
 from launch.checks.tuning import check_tuning
 from launch.devices.memory_table import valued
 from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
+from learner.megatron.sizes import FAMILIES, WITH_BIAS, refusals
 from learner.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"

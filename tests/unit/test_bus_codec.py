@@ -339,10 +339,10 @@ def test_a_message_of_another_type_is_refused() -> None:
 
 
 def test_unknown_fields_are_kept_and_passed_on() -> None:
-    sample = codec.decode_sample(wire(routed_experts=b"\1\2", note={"a": [1]}))
-    assert sample.extra == {"routed_experts": b"\1\2", "note": {"a": [1]}}
+    sample = codec.decode_sample(wire(experts=b"\1\2", note={"a": [1]}))
+    assert sample.extra == {"experts": b"\1\2", "note": {"a": [1]}}
     again = msgpack.unpackb(codec.encode_sample(sample))
-    assert again["routed_experts"] == b"\1\2"
+    assert again["experts"] == b"\1\2"
     assert again["note"] == {"a": [1]}
 
 

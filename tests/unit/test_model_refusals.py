@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from bus.wire.routed_experts import sparse_layers
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from learner.config import LearnerConfig
 from learner.megatron.flops import StepFlops
-from learner.megatron.sizes import FAMILIES, refusals, sparse_layers
+from learner.megatron.sizes import FAMILIES, refusals
 from tests.check_kit import write_run
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 
