@@ -17,7 +17,6 @@ from actors.errors import EngineFailed
 from bus.errors import WireError
 from bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
 
-
 FINISHED = ("stop", "length")
 """Finish reasons of a complete response, as ``actors.engines.responses`` has them."""
 
@@ -70,6 +69,7 @@ def _rows(url: str, given: object, num_tokens: int, routed: RoutedShape, *, comp
         raise EngineFailed(url, f"meta_info.routed_experts: want {want}, got {str(given)[:40]!r}: {error}") from None
     rows = whole[:, list(routed.layers)]
     # An aborted request may have fewer: it waited, or ended before its last token was an input.
-    if len(rows) >= num_tokens or (complete and len(rows) < num_tokens - 1) or (len(rows) and not 0 <= rows.min() <= rows.max() < routed.num_experts):
+    lengths = range(num_tokens - 1 if complete else 0, num_tokens)
+    if len(rows) not in lengths or (len(rows) and not 0 <= rows.min() <= rows.max() < routed.num_experts):
         raise EngineFailed(url, f"meta_info.routed_experts: want {want} with ids < {routed.num_experts}, got {whole.shape}")
     return rows

@@ -42,9 +42,8 @@ def test_every_token_goes_to_the_experts_that_its_sample_has(world: World, famil
         known = sum(row["known"] for row in rank["rows"])
         assert (known > 0) is (way != "unknown")
         for row in rank["rows"]:
-            # Only "given" ways of several minibatches have a pass for old log-probs.
-            passes = 1 + ("biased" not in way and "balanced" not in way) + way.endswith("full")
-            assert row["passes"] == passes or not row["known"]
+            wanted = 2 + way.endswith("full")
+            assert row["passes"] == wanted if row["known"] > 3 else row["passes"] >= wanted  # few tokens may have the experts of others
             if family != "glm4_moe":  # whose scores are not the logits alone
                 assert row["own"] == row["others"]
         assert rank["routers_moved"], "the shares of the experts are the router's, with a gradient"
