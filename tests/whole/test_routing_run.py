@@ -1,4 +1,4 @@
-"""`tidemill up` with a tiny mixture of experts and `learner.routing_replay: rollout`: samples have the engine's experts, and all are used."""
+"""`tidemill up` with a tiny mixture of experts and `routing_replay: rollout`: samples have the engine's experts, and all are used."""
 
 import asyncio
 import json
