@@ -161,6 +161,8 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
         follow("weights.overlap", False, "learner.colocated")
     if given("learner.routing_replay") == "rollout":
         for path in ("actor.routed_experts", "engine.routed_experts"):
+            if given(path) is False:
+                raise SettingsError(f"{settings[path].origin}: {path}: follows from learner.routing_replay: rollout; leave it out")
             follow(path, True, "learner.routing_replay")
     rollouts = given("rollouts") or {}
     names = {path.split(".")[1] for path in settings if path.startswith("rollouts.")} | set(

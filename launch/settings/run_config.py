@@ -256,10 +256,8 @@ def _refuse_routing(config: RunConfig) -> None:
     """Raise ValueError for a replay of the engines' experts that samples cannot have, and for what follows from it."""
     wanted = config.learner.routing_replay == ROLLOUT
     for path, given in (("actor.routed_experts", config.actor.routed_experts), ("engine.routed_experts", config.engine.routed_experts)):
-        if given is not wanted:
-            raise ValueError(
-                f"{path}: follows from learner.routing_replay; want {str(wanted).lower()}, got {str(given).lower()}; leave it out"
-            )
+        if given and not wanted:
+            raise ValueError(f"{path}: follows from learner.routing_replay: rollout; set that one")
     if not wanted:
         return
     programs = sorted(config.data.rollouts(parse_rollouts(config.rollouts)) - config.recorded_rollouts)

@@ -44,7 +44,7 @@ def test_every_token_goes_to_the_experts_that_its_sample_has(world: World, famil
         for row in rank["rows"]:
             wanted = 2 + way.endswith("full")
             assert row["passes"] == wanted if row["known"] > 3 else row["passes"] >= wanted  # few tokens may have the experts of others
-            if family != "glm4_moe":  # whose scores are not the logits alone
+            if family != "glm4_moe" and (row["known"] > 3 or way == "unknown"):  # the scores of glm4_moe are not the logits alone
                 assert row["own"] == row["others"]
         assert rank["routers_moved"], "the shares of the experts are the router's, with a gradient"
 
