@@ -70,6 +70,8 @@ class EngineConfig:
     """Requests that wait together with the same prompt share one prefill."""
     colocated: bool = False
     """Derived from ``learner.colocated``: the engine releases its memory for each step. Engines on other machines never do."""
+    routed_experts: bool = False
+    """Derived from ``learner.routing_replay: rollout``: a SGLang server is started with ``--enable-return-routed-experts``."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The SGLang server, for ``engine.kind: sglang``."""
 
@@ -120,6 +122,8 @@ class ActorConfig:
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
     """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the longest is done."""
+    routed_experts: bool = False
+    """Derived from ``learner.routing_replay: rollout``: engines return the experts of each token, which become part of samples."""
     retries: int = 3
     """Attempts at one response on any engine before its task is reported as failed."""
     partials: bool = True

@@ -251,7 +251,8 @@ class LearnerConfig:
     expert_parallel: int = 1
     """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
     routing_replay: str = "none"
-    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    """none | old | rollout. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass; rollout =
+    with those that the engine has chosen, in both (docs/models.md)."""
     moe_aux_loss_coef: float = 0.0
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: float = 0.0

@@ -11,6 +11,7 @@ import numpy as np
 
 from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status
+from bus.wire.routed_experts import RoutedShape
 from learner.data.batch import StepBatch, build_batches
 from learner.data.packing import assign
 from tests.forked import Forked
@@ -81,6 +82,7 @@ def make_batches(
     recorded: bool = False,
     state: bytes = b"",
     pad_to: int = 1,
+    routed: RoutedShape | None = None,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
@@ -106,7 +108,20 @@ def make_batches(
         chain="",
         rows=rows if (rows > 1).any() else None,
     )
-    return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to)
+    return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to, routed=routed)
+
+
+def with_random_experts(samples: list[Sample], routed: RoutedShape, *, unknown_share: float = 0.2, seed: int = 0) -> list[Sample]:
+    """Return the samples with random experts for their tokens; some rows, and the last one of each, are unknown."""
+    generator, found = np.random.default_rng(seed), []
+    for sample in samples:
+        size = (len(sample.tokens), len(routed.layers), routed.num_experts)
+        experts = generator.random(size).argsort(axis=-1)[..., : routed.top_k].astype(routed.dtype)
+        unknown = generator.random(len(experts)) < unknown_share
+        unknown[-1] = True
+        experts[unknown] = np.iinfo(routed.dtype).max
+        found.append(replace(sample, routed_experts=experts))
+    return found
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

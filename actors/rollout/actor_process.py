@@ -77,7 +77,13 @@ async def run_actor(
                 actor_config,
                 rollouts,
                 draining,
-                engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)),
+                engine
+                or partial(
+                    HttpEngine,
+                    join=actor_config.join_requests,
+                    keys=api_keys(bus),
+                    routed_experts=actor_config.routed_experts,
+                ),
             )
 
 

@@ -61,6 +61,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.routed_experts import ROUTED_EXPERTS
 from bus.wire.turn_records import TurnKind, TurnRecord
 
 __all__ = [
@@ -339,7 +340,7 @@ _SAMPLE = Table(
     "sample",
     later=(
         *("rollout", "sequences", "turns", "transcript", "demonstration"),
-        *("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
+        *("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "routed_experts"),
     ),
     run=TEXT,
     task=INT,
@@ -372,6 +373,7 @@ _SAMPLE = Table(
     teacher_log_probs=optional(_F4),
     teacher_top_ids=optional(_I4),
     teacher_top_log_probs=optional(_F4),
+    routed_experts=optional(ROUTED_EXPERTS),
 ).compile()
 _PARTIAL = Table(
     Partial,

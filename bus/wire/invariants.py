@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bus.errors import WireError
 from bus.wire.episode_invariants import check_sequences, check_turns
 from bus.wire.messages import Partial, Sample, Span, Timings, score_of
+from bus.wire.routed_experts import RoutedShape, check_routed_experts
 
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, of each of its parts and of the score made of them.
@@ -33,8 +34,11 @@ _ID_LIMIT = 2**63
 _SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
 
 
-def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
-    """Check a sample. Raises WireError naming the field. Costs one pass over each array, no copies."""
+def check_sample(sample: Sample, *, vocab_size: int | None = None, routed: RoutedShape | None = None) -> None:
+    """Check a sample; ``routed``: sizes of the model's routing, None = not known. Raises WireError naming the field.
+
+    Costs one pass over each array, and copies of routed experts alone.
+    """
     _check_identity(sample)
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
@@ -48,6 +52,8 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)
     check_reward(sample.reward)
     _check_seconds(sample.timings, sample.created_s)
+    if sample.routed_experts is not None:
+        check_routed_experts(sample.routed_experts, len(sample.tokens), routed)
 
 
 def check_partial(partial: Partial) -> None:

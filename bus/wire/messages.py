@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bus.wire.budget import Budget
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.json_object import JsonObject
+from bus.wire.routed_experts import RoutedExperts
 
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
@@ -170,6 +171,9 @@ class Sample:
     """Token ids of the K most probable next tokens under the teacher, [R x K] in one dimension; with ``teacher_log_probs`` only."""
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
+    routed_experts: RoutedExperts | None = None
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``bus.wire.routed_experts``);
+    None = not known."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 

@@ -159,6 +159,11 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     if given("learner.colocated") is True:
         follow("engine.colocated", True, "learner.colocated")
         follow("weights.overlap", False, "learner.colocated")
+    if given("learner.routing_replay") == "rollout":
+        for path in ("actor.routed_experts", "engine.routed_experts"):
+            if given(path) is False:
+                raise SettingsError(f"{settings[path].origin}: {path}: follows from learner.routing_replay: rollout; leave it out")
+            follow(path, True, "learner.routing_replay")
     rollouts = given("rollouts") or {}
     names = {path.split(".")[1] for path in settings if path.startswith("rollouts.")} | set(
         rollouts if isinstance(rollouts, Mapping) else ()

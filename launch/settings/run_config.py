@@ -21,6 +21,7 @@ from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
+from learner.parallelism import ROLLOUT
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -159,11 +160,14 @@ class RunConfig:
         sources, recorded = self.data.used, self.recorded_rollouts
         return bool(sources) and not self.eval.every and all(one.rollout in recorded and not one.rollout_key for one in sources)
 
-    def stream_bytes(self, max_prompt_tokens: int) -> int:
-        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
+    def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
+        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible.
+
+        ``routed_bytes``: bytes of the experts of one token, where samples have them.
+        """
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
         tokens = max(tokens, *(one.budget.total_tokens for one in self.trained_rollouts.values()), 0)
-        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * tokens
+        per_sample = SAMPLE_BYTES + (SAMPLE_BYTES_PER_TOKEN + routed_bytes) * tokens
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
         history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
@@ -222,6 +226,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     if config.run and not RUN_NAME.fullmatch(config.run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
     _refuse_sharing(config)
+    _refuse_routing(config)
     _refuse_stale(config)
     _refuse_rewards(config)
     _refuse_teachers(config)
@@ -252,6 +257,26 @@ def _refuse_sharing(config: RunConfig) -> None:
         )
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
         raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+
+
+def _refuse_routing(config: RunConfig) -> None:
+    """Raise ValueError for a replay of the engines' experts that samples cannot have, and for what follows from it."""
+    wanted = config.learner.routing_replay == ROLLOUT
+    for path, given in (("actor.routed_experts", config.actor.routed_experts), ("engine.routed_experts", config.engine.routed_experts)):
+        if given and not wanted:
+            raise ValueError(f"{path}: follows from learner.routing_replay: rollout; set that one")
+    if not wanted:
+        return
+    programs = sorted(config.data.rollouts(parse_rollouts(config.rollouts)) - config.recorded_rollouts)
+    if programs:
+        raise ValueError(
+            f"learner.routing_replay: want none or old with data.rollout: {programs[0]}, got rollout: the samples of programs do not have "
+            "the experts that engines have chosen"
+        )
+    if config.engine.sglang.arguments.get("enable_return_routed_experts") is False:
+        raise ValueError(
+            "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: rollout, got false; leave it out"
+        )
 
 
 def _refuse_stale(config: RunConfig) -> None:

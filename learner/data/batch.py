@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Plan, Sample, Status
+from bus.wire.routed_experts import RoutedShape, unknown_rows
 from learner.errors import FeedError
 
 Array = NDArray[Any]
@@ -53,6 +54,9 @@ class MicroBatch:
     """Token ids that the teacher listed as the next token, [T x K] in one dimension; empty = it listed none (K = 0)."""
     teacher_top_log_probs_TK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Their log-probs (nats) under the teacher, [T x K] in one dimension."""
+    experts: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
+    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not known. Empty where a
+    step replays none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +107,10 @@ class StepBatch:
     """Names of the parts that the rewards of the step have, K in all; empty if every reward is one number."""
     parts_NK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Parts of the rewards, [N x K] in one dimension, sample by sample; NaN = the sample has no such part."""
+    routing: tuple[int, int] = (0, 0)
+    """Layers with experts and experts of a token in ``experts`` of the rows; (0, 0) = none are replayed."""
+    routing_known: float = 0.0
+    """Share of the tokens before a target, on all ranks, whose experts are known."""
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
@@ -144,6 +152,7 @@ _DTYPES: Mapping[str, str] = {
     "teacher_log_probs_T": "<f4",
     "teacher_top_ids_TK": "<i4",
     "teacher_top_log_probs_TK": "<f4",
+    "experts": "<i2",
     "rewards_N": "<f4",
     "groups_N": "<i8",
     "response_lengths_N": "<i4",
@@ -169,12 +178,14 @@ def build_batches(
     pad_to: int = 1,
     eos_ids: frozenset[int] = frozenset(),
     token_limits: Mapping[int, int] | None = None,
+    routed: RoutedShape | None = None,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal parts).
     ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that an episode of a
-    task may have, by task; a task that is not in it has ``max_new_tokens``.
+    task may have, by task; a task that is not in it has ``max_new_tokens``. ``routed``: sizes of the model's routing, if the experts in the
+    samples are replayed; else None.
     """
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
     temperatures = {sample.sampling.temperature for sample in samples}
@@ -182,6 +193,8 @@ def build_batches(
     _check_rows(plan, samples)
     turns = [_turns(sample) for sample in samples]
     aligned = _aligned(plan, samples, turns)
+    if routed is not None:
+        aligned = with_experts(aligned, samples, routed)
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     rows = _rows(plan, samples, rewards_N, eos_ids)
@@ -202,6 +215,8 @@ def build_batches(
             num_sequences=len(aligned),
             teacher_top_k=max(_teacher_top_k(samples), 0),
             part_names=part_names,
+            routing=(0, 0) if routed is None else (len(routed.layers), routed.top_k),
+            routing_known=0.0 if routed is None else known_share(aligned, len(routed.layers) * routed.top_k),
             state=state,
             **rows,
         )
@@ -325,6 +340,26 @@ def _taught(sample: Sample, region: slice, mask_T: NDArray[np.bool_], top_k: int
     }
 
 
+def with_experts(aligned: Sequence[MicroBatch], samples: Sequence[Sample], routed: RoutedShape) -> list[MicroBatch]:
+    """Return the sequences of the samples with the experts of their tokens; -1 where a sample does not have them."""
+    parts: list[NDArray[np.int16]] = []
+    for sample in samples:
+        indices = np.full((len(sample.tokens), len(routed.layers), routed.top_k), -1, np.int16)
+        given = sample.routed_experts
+        # Samples of recorded plans are not checked again: with other sizes they were recorded for another setting.
+        if given is not None and given.shape == indices.shape:
+            known_L = ~unknown_rows(given)
+            indices[known_L] = given[known_L]
+        parts += np.split(indices, np.cumsum([size.num_tokens for size in sample.sizes])[:-1])
+    return [replace(row, experts=part.reshape(-1)) for row, part in zip(aligned, parts, strict=True)]
+
+
+def known_share(aligned: Sequence[MicroBatch], per_token: int) -> float:
+    """Return the share of the tokens before a target whose experts are known; 0 without such tokens."""
+    known = sum(int((row.experts[: (len(row.tokens_T) - 1) * per_token : per_token] >= 0).sum()) for row in aligned)
+    return known / max(1, sum(len(row.tokens_T) - 1 for row in aligned))
+
+
 def _align(
     tokens: NDArray[np.int32],
     lags_R: NDArray[np.int32],
@@ -372,7 +407,7 @@ def _trained(plan: Plan, samples: Sequence[Sample], aligned: Sequence[MicroBatch
     }
 
 
-def _padding(length: int, top_k: int) -> MicroBatch:
+def _padding(length: int, top_k: int, experts: int) -> MicroBatch:
     sizes = {"teacher_log_probs_T": length * (top_k >= 0)} | dict.fromkeys(_OF_TEACHER[1:], length * max(top_k, 0))
     return MicroBatch(
         tokens_T=np.zeros(length, np.int64),
@@ -385,6 +420,7 @@ def _padding(length: int, top_k: int) -> MicroBatch:
         loss_mask_T=np.zeros(length, np.bool_),
         rollout_log_probs_T=np.zeros(length, np.float32),
         lag_T=np.full(length, -1, np.int32),
+        experts=np.full(length * experts, -1, np.int16),
         **{name: np.zeros(size, np.dtype(_DTYPES[name])) for name, size in sizes.items()},
     )
 
@@ -394,15 +430,16 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
     for row in np.flatnonzero(plan.ranks == rank):
         bins[int(plan.micro_batches[row])].append(aligned[int(row)])
     top_k = len(aligned[0].teacher_top_ids_TK) // len(aligned[0].tokens_T) if len(aligned[0].teacher_log_probs_T) else -1
-    return tuple(_concatenate(parts, pad_to, top_k) for parts in bins)
+    experts = len(aligned[0].experts) // len(aligned[0].tokens_T)
+    return tuple(_concatenate(parts, pad_to, top_k, experts) for parts in bins)
 
 
-def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int) -> MicroBatch:
-    """Return sequences as one row. ``top_k``: that of the teacher; -1 = there is none."""
+def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
+    """Return sequences as one row. ``top_k``: that of the teacher, -1 = there is none; ``experts``: how many a token has, 0 = none."""
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to
-    padded = [*parts, _padding(missing, top_k)] if missing else list(parts)
+    padded = [*parts, _padding(missing, top_k, experts)] if missing else list(parts)
     arrays = {name: np.concatenate([getattr(part, name) for part in padded]) for name in _TOKENS if name != "cu_seqlens"}
     lengths = [len(part.tokens_T) for part in padded]
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
@@ -422,6 +459,8 @@ def encode(batch: StepBatch) -> list[Frame]:
         "num_sequences": batch.num_sequences,
         "teacher_top_k": batch.teacher_top_k,
         "part_names": batch.part_names,
+        "routing": batch.routing,
+        "routing_known": batch.routing_known,
         "num_micro_batches": len(batch.micro_batches),
     }
     frames: list[Frame] = [msgpack.packb(header), batch.state]
@@ -442,6 +481,7 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
     rows = {name: _array(name, rest.pop(0)) for name in _ROWS}
     if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
         raise FeedError(f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"]))
+    layers, top_k = header["routing"]
     groups = [rest[at : at + len(_TOKENS)] for at in range(0, len(rest), len(_TOKENS))]
     return StepBatch(
         step=header["step"],
@@ -454,7 +494,9 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         num_sequences=header["num_sequences"],
         teacher_top_k=header["teacher_top_k"],
         part_names=tuple(header["part_names"]),
-        micro_batches=tuple(_micro_batch(header["step"], group, header["teacher_top_k"]) for group in groups),
+        routing=(layers, top_k),
+        routing_known=header["routing_known"],
+        micro_batches=tuple(_micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups),
         state=state,
         **rows,
     )
@@ -473,13 +515,15 @@ def _array(name: str, frame: Any) -> Array:
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 
-def _micro_batch(step: int, frames: Sequence[Frame], top_k: int) -> MicroBatch:
+def _micro_batch(step: int, frames: Sequence[Frame], top_k: int, experts: int) -> MicroBatch:
     micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(_TOKENS, frames, strict=True)})
-    lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name not in ("cu_seqlens", *_OF_TEACHER)}
+    lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name not in ("cu_seqlens", "experts", *_OF_TEACHER)}
     taught = len(micro_batch.teacher_log_probs_T)
     wanted = (taught, taught * top_k, taught * top_k)
     if taught not in (0, lengths["tokens_T"]) or wanted != tuple(len(getattr(micro_batch, name)) for name in _OF_TEACHER):
         raise FeedError(f"batch {step}", f"scores of a teacher for {lengths['tokens_T']} tokens, {top_k} listed at each", wanted)
+    if len(micro_batch.experts) != lengths["tokens_T"] * experts:
+        raise FeedError(f"batch {step}", f"{experts} experts of each of {lengths['tokens_T']} tokens", len(micro_batch.experts))
     if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:
         raise FeedError(f"batch {step}", f"arrays of {micro_batch.cu_seqlens[-1]} tokens", lengths)
     return micro_batch

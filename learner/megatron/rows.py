@@ -17,6 +17,7 @@ from learner.data.batch import MicroBatch, StepBatch
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.context import own_part
 from learner.megatron.parallel import Parallel
+from learner.megatron.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +92,21 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
     )
 
 
-def rows_of(batch: StepBatch, here: Parallel) -> list[Row]:
-    """Return the micro-batches of a batch on the device of this rank, its part of each."""
+def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) -> list[Row]:
+    """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model they are for."""
     demonstration_N = tensor_of(batch.demonstration_N)
-    return [_row(micro_batch, demonstration_N, batch.num_sequences, here, batch.teacher_top_k) for micro_batch in batch.micro_batches]
+    rows = [_row(micro_batch, demonstration_N, batch.num_sequences, here, batch.teacher_top_k) for micro_batch in batch.micro_batches]
+    if routing is not None and batch.routing != (0, 0):
+        for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
+            experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
+            row.packed.experts = routing.own(_part_of_router(experts_TEK, here).to(here.device, non_blocking=True))
+    return rows
+
+
+def _part_of_router(values_T: Tensor, here: Parallel) -> Tensor:
+    """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the tokens there, too."""
+    part = own_part(values_T, here.cp_rank, here.cp_size)
+    return own_part(part, here.tp_rank, here.tp_size)  # with experts, tensor parallelism is never without sequence parallelism
 
 
 def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel, top_k: int) -> Row:

@@ -108,11 +108,13 @@ class Trainer:
             raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
-        step, rows = step_of(batch, constant=self._algorithm.loss_constant), rows_of(batch, self._policy.parallel)
+        step = step_of(batch, constant=self._algorithm.loss_constant)
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
             if self._collector is not None:
-                self._collector.begin(batch, self._forward_only(rows, step.temperature))
+                with self._policy.routing.given():
+                    self._collector.begin(batch, self._forward_only(rows, step.temperature))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             minibatches = [
@@ -144,8 +146,9 @@ class Trainer:
         Raises MemoryReleased.
         """
         self._policy.memory.want("log-probs")
-        with megatron_device():
-            return [log_probs_T for log_probs_T, _ in self._forward_only(rows_of(batch, self._policy.parallel), batch.temperature)]
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
+        with megatron_device(), self._policy.routing.given():
+            return [log_probs_T for log_probs_T, _ in self._forward_only(rows, batch.temperature)]
 
     # ---- parts of a step
 
@@ -413,4 +416,5 @@ def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
     kept_N, unended = batch.scored_N, batch.unended_share
     columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
-    return diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
+    metrics = diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
+    return metrics if batch.routing == (0, 0) else metrics | {"train/routing_known": batch.routing_known}

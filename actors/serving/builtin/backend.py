@@ -15,6 +15,7 @@ from actors.events import DONE, event
 from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
 from actors.request import Generate, parse_generate, seeds
 from actors.score_request import asks_for_scores, parse_scores
+from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
 from actors.serving.builtin.input_scores import Scoring, scores_json
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
@@ -118,7 +119,7 @@ class BuiltinBackend:
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
-        progress = Progress()
+        progress, routed = Progress(), self._shape.routed if generate.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
             progress.add(
                 Sequence(
@@ -130,6 +131,7 @@ class BuiltinBackend:
                     sink=progress.update,
                     stream=generate.stream,
                     continued_tokens=generate.continued_tokens,
+                    experts=None if routed is None else CapturedExperts(routed),
                 )
             )
         self._scheduler.submit(list(progress.sequences))
@@ -218,6 +220,7 @@ class BuiltinBackend:
             "paused": scheduler.paused,
             "released": sorted(scheduler.released),
             "internal_states": [host.stats()],
+            "routed_experts": None if self._shape.routed is None else self._shape.routed.described(),
         }
 
     async def loads(self, request: web.Request) -> web.Response:

@@ -221,7 +221,7 @@ class Scheduler:
         """Fill free rows, oldest request first, up to the token budget of one step."""
         started, budget, shared = time.perf_counter(), PREFILL_TOKENS, self._donors.keys() if self._share_prefix else None
         while self.waiting and len(self.running) < self._max_running and budget > 0:
-            if self.waiting[0].key in self._donors:
+            if self._can_copy(self.waiting[0]):
                 self._copy_prompt(self.waiting.popleft())
             else:
                 free = self._max_running - len(self.running)
@@ -229,9 +229,16 @@ class Scheduler:
             self.counters.prefill_s += time.perf_counter() - started
             started = time.perf_counter()
 
+    def _can_copy(self, sequence: Sequence) -> bool:
+        """Return whether a running sequence with the same prompt has all that this one needs of it."""
+        donor = self._donors.get(sequence.key)
+        return donor is not None and (sequence.experts is None or donor.sequence.experts is not None)
+
     def _copy_prompt(self, sequence: Sequence) -> None:
         """Admit a sequence by copying keys, values and first scores from a running one with the same prompt."""
         donor, row = self._donors[sequence.key], len(self.running)
+        if sequence.experts is not None and donor.sequence.experts is not None:
+            sequence.experts.copy(donor.sequence.experts, sequence.length)
         self._runner.slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
         # A copy, as ``_sample`` writes into the scores; others may need them later.
@@ -244,7 +251,12 @@ class Scheduler:
             self._enter(same[:1], cached=False)
             self._enter(same[1:], cached=True)
         prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
+        self._runner.captures = any(sequence.experts is not None for sequence in admitted)
         scores_RV, num_padded = self._runner.prefill([same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row)
+        for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
+            if sequence.experts is not None:
+                assert self._runner.experts_BTGJ is not None, "they are captured where a sequence needs them"
+                sequence.experts.add(self._runner.experts_BTGJ[prompt, : sequence.length], 0)
         if self._share_prefix:
             for prompt, (key, same) in enumerate(prompts.items()):
                 self._donors[key] = Donor(same[0], scores_RV[prompt_of_R.index(prompt)].clone())
@@ -265,13 +277,19 @@ class Scheduler:
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
-        self._sample(self.running, self._runner.decode(self._last_N, self._positions_N), first_row=0)
+        scores_NV = self._runner.decode(self._last_N, self._positions_N)
+        if self._runner.experts_BTGJ is not None:
+            for sequence, experts_1GJ in zip(self.running, self._runner.experts_BTGJ, strict=True):
+                if sequence.experts is not None:
+                    sequence.experts.add(experts_1GJ, sequence.length - 1)
+        self._sample(self.running, scores_NV, first_row=0)
         self.counters.steps += 1
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
         """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self.device)
+        self._runner.captures = any(each.experts is not None for each in self.running)
         self._last_N = np.array([each.tokens[-1] for each in self.running], np.int64)
         self._positions_N = np.array([each.length - 1 for each in self.running], np.int64)
 
