@@ -35,6 +35,7 @@ from actors.router.dialects import DIALECTS
 from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
+from bus.client.reach import HERE, Reach
 from bus.streams.turns import Superseded
 from bus.wire.messages import Timings
 from weightstore.listener import Access, Listener
@@ -97,9 +98,10 @@ class Gateway:
         self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
         self.url = ""
 
-    async def start(self, host: str = "127.0.0.1") -> str:
+    async def start(self, at: Reach = HERE) -> str:
         """Listen, and return the URL. Raises OSError."""
-        self.url = await self._listener.start(host, 0, name="gateway.host")
+        # insecure: no key of the run is wanted, because every request needs the key of an episode.
+        self.url = await self._listener.start(at.bind, 0, advertise=at.advertised, insecure=True, name="actor.gateway.host")
         return self.url
 
     async def close(self) -> None:
