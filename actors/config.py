@@ -86,6 +86,17 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The listener of an actor through which programs of episodes ask the model. Every request needs the key of its episode."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; auto = the address of the interface that leads to the bus, 0.0.0.0 = all. Beyond loopback it is for agents in
+    containers and on other hosts; their requests are not encrypted (docs/security.md)."""
+    advertise: str = ""
+    """Host, or host:port, in the ``base_url`` of programs, where that is not ``host`` (containers, NAT)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The rollout loop."""
 
@@ -126,6 +137,8 @@ class ActorConfig:
     """Derived from ``learner.routing_replay: rollout``: engines return the experts of each token, which become part of samples."""
     retries: int = 3
     """Attempts at one response on any engine before its task is reported as failed."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """Where programs of episodes reach the actor."""
     partials: bool = True
     """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first."""
     drain_finish_s: float = 10.0

@@ -96,6 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
     parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")
+    parser.addoption("--gyms-python", metavar="PYTHON", help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)")
     parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 

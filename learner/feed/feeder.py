@@ -42,7 +42,7 @@ class ModelFacts:
     """Directory of the model."""
 
 
-_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
 """Settings of the learner that the data depends on."""
 
 

@@ -164,6 +164,12 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
     ("settings", "reason"),
     [
         ("learner.group_size=1", "learner.group_size: want >= 2"),
+        ("learner.min_group_size=9", "learner.min_group_size: want 0 (all) .. group_size = 8, got 9"),
+        ("learner.min_group_size=1", "learner.min_group_size: want >= 2 with algorithm.advantage"),
+        (
+            "learner.algorithm.advantage=pass_at_k learner.algorithm.pass_k=4 learner.min_group_size=3",
+            "learner.min_group_size: want >= algorithm.pass_k = 4, got 3",
+        ),
         ("learner.group_size=1 learner.algorithm.advantage=opo", "learner.group_size: want >= 2"),
         ("learner.group_size=1 learner.algorithm.advantage=reinforce staleness.filter_zero_variance=true", "every group would be dropped"),
         ("learner.algorithm.veto=1.5", "learner.algorithm.veto: want < 1"),
