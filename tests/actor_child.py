@@ -1,9 +1,7 @@
-"""An actor as a process of its own, for tests that kill it: ``python -m tests.actor_child '{...}'``. Loads no torch."""
+"""An actor as a process of its own, for tests that kill it; ``tests.actor_kit.actor_process`` forks it."""
 
 import asyncio
 import itertools
-import json
-import sys
 from typing import Any
 
 from actors.config import ActorConfig
@@ -30,7 +28,3 @@ def main(told: dict[str, Any]) -> int:
         lambda draining: run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]),
         drain_s=told["drain_s"],
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forked
+
 pytest_plugins = ["tests.bus_fixtures"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +37,12 @@ LIMIT_S = {"unit": 120.0, "contract": 120.0}
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Start the process from which ``tests.forked`` forks: for async tests, whose loop the start would block."""
+    forked.start_server()
 
 
 @pytest.hookimpl(tryfirst=True)
