@@ -52,6 +52,12 @@ distil: setup
 	$(BIN)/tidemill up launch/configs/teacher.yaml --fresh $(ARGS)
 	$(BIN)/tidemill up launch/configs/distil.yaml --fresh $(ARGS)
 
+# Sums: written answers first, then RL from there.
+.PHONY: arithmetic
+arithmetic: setup
+	$(BIN)/tidemill up launch/configs/arithmetic.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up launch/configs/arithmetic_rl.yaml --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
+
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)

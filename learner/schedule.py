@@ -23,8 +23,12 @@ class OptimizerConfig:
     """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after the warm-up)."""
     lr_decay_steps: int = 0
     """Step at which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = the last step of the run."""
+    warmup_tokens: int = 0
+    """Trained tokens of linear warm-up, in a schedule by tokens."""
+    lr_decay_tokens: int = 0
+    """Trained tokens at which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps."""
     wsd_share: float = 0.2
-    """Share of the steps in which ``wsd`` decays."""
+    """Share of the steps, or tokens, in which ``wsd`` decays."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay; the least one of ``inverse_sqrt``."""
     beta1: float = 0.9
@@ -55,11 +59,12 @@ class OptimizerConfig:
         for name, choices in (("name", OPTIMIZERS), ("lr_decay", DECAYS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: want {', '.join(choices[:-1])} or {choices[-1]}, got {getattr(self, name)!r}")
-        for name in ("warmup_steps", "lr_decay_steps", "momentum"):
+        for name in ("warmup_steps", "lr_decay_steps", "warmup_tokens", "lr_decay_tokens", "momentum"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:
             raise ValueError(f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}")
+        self._refuse_mixed()
         if not self.momentum < 1:
             raise ValueError(f"momentum: want < 1, got {self.momentum!r}")
         if not self.wsd_share > 0:
@@ -74,20 +79,44 @@ class OptimizerConfig:
             except re.error as error:
                 raise ValueError(f"freeze: want regular expressions, got {pattern!r}: {error}") from None
 
+    @property
+    def by_tokens(self) -> bool:
+        """Whether the learning rate is a function of the trained tokens, instead of the step."""
+        return bool(self.warmup_tokens or self.lr_decay_tokens)
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    def _refuse_mixed(self) -> None:
+        """Refuse schedules by steps and by tokens together, and ones by tokens without an end or a warm-up that they need."""
+        if not self.by_tokens:
+            return
+        for name in ("warmup_steps", "lr_decay_steps"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: want 0 with warmup_tokens or lr_decay_tokens, got {getattr(self, name)}")
+        if self.lr_decay in ("linear", "cosine", "wsd") and self.lr_decay_tokens <= self.warmup_tokens:
+            raise ValueError(
+                f"lr_decay_tokens: want > warmup_tokens = {self.warmup_tokens} with lr_decay: {self.lr_decay}, got {self.lr_decay_tokens}"
+            )
+        if self.lr_decay in ("constant", "inverse_sqrt") and self.lr_decay_tokens:
+            raise ValueError(f"lr_decay_tokens: want 0 with lr_decay: {self.lr_decay}, which has no end, got {self.lr_decay_tokens}")
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: float = 0) -> float:
     """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay.
 
+    ``tokens``: trained until the end of this step; they stand for the step in a schedule by tokens.
     Source: wsd, Hu et al. 2024 (MiniCPM, arXiv:2404.06395), here with a linear end; inverse_sqrt, Vaswani et al. 2017, section 5.3.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    place: float
+    if config.by_tokens:
+        place, warmup, end = tokens, config.warmup_tokens, config.lr_decay_tokens
+    else:
+        place, warmup, end = step, config.warmup_steps, config.lr_decay_steps or steps
+    if place <= warmup:
+        return config.lr * place / max(1, warmup)
     if config.lr_decay == "constant":
         return config.lr
     if config.lr_decay == "inverse_sqrt":
-        return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / step))
-    end = config.lr_decay_steps or steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+        return max(config.min_lr, config.lr * math.sqrt(max(1, warmup) / place))
+    progress = min(1.0, (place - warmup) / max(1, end - warmup))
     if config.lr_decay == "wsd":
         progress = max(0.0, (progress - (1 - config.wsd_share)) / config.wsd_share)
     falling = (1 + math.cos(math.pi * progress)) / 2 if config.lr_decay == "cosine" else 1 - progress

@@ -1,4 +1,7 @@
-"""Adam or SGD, with clipping and a learning rate that is a pure function of the step. All ranks skip a step that is not finite."""
+"""Adam or SGD, with clipping and a learning rate that is a pure function of the step or of the trained tokens.
+
+All ranks skip a step that is not finite.
+"""
 
 import logging
 import math
@@ -40,6 +43,8 @@ class PolicyOptimizer:
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
         """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         self._config, self._steps, self._policy = config, steps, policy
+        self.tokens = 0.0
+        """Tokens trained until the end of this step, which the trainer sets: the place in a schedule by tokens."""
         self._has_state = False
         self._reset_for = 0
         """Step for which the state was last set to 0."""
@@ -87,6 +92,11 @@ class PolicyOptimizer:
                 one.init_state_fn = _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
         return inner
 
+    @property
+    def by_tokens(self) -> bool:
+        """Whether the learning rate follows ``tokens``."""
+        return self._config.by_tokens
+
     def zero_grad(self) -> None:
         """Set the gradients to 0; call it before the first micro-batch of a step."""
         for ddp in self._policy.ddps:
@@ -105,7 +115,7 @@ class PolicyOptimizer:
         if step in self._config.reset_at and step != self._reset_for:
             self._reset()
             self._reset_for = step
-        rate = scale * learning_rate(self._config, step, self._steps)
+        rate = scale * learning_rate(self._config, step, self._steps, self.tokens)
         if not self._finite(step, loss, rate):
             return None, rate
         for group in self.inner.param_groups:

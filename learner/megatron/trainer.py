@@ -6,6 +6,7 @@ Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,10 +89,29 @@ class Trainer:
         self._turn_gamma, self._critic = turn_gamma, critic
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
+        self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         _prepare(policy, optimizer)
         if critic is not None:
             _prepare(critic.model, critic.optimizer)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """State beside weights and optimizers, equal on all ranks: part of the checkpoint."""
+        return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a schedule needs."""
+        self.kl_scale = numbers["kl_scale"]
+        if "trained_tokens" not in numbers and any(optimizer.by_tokens for optimizer in self._optimizers):
+            raise ConfigRefused(
+                "learner.optimizer.warmup_tokens, lr_decay_tokens", "0: the checkpoint has no count of trained tokens", "> 0"
+            )
+        self._trained_tokens = numbers.get("trained_tokens", 0.0)
+
+    @property
+    def _optimizers(self) -> list[PolicyOptimizer]:
+        return [self._optimizer] if self._critic is None else [self._optimizer, self._critic.optimizer]
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
@@ -108,6 +128,9 @@ class Trainer:
             raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
+        self._trained_tokens += batch.num_tokens
+        for optimizer in self._optimizers:
+            optimizer.tokens = self._trained_tokens
         step = step_of(batch, constant=self._algorithm.loss_constant)
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         per_minibatch = len(rows) // batch.num_minibatches

@@ -260,7 +260,7 @@ class Rank:
         with self._sigterm_noted():
             start = start or self._feed.hello()
             if start.checkpoint is not None:
-                self._trainer.kl_scale = self.checkpoints.load(start)["kl_scale"]
+                self._trainer.restore(self.checkpoints.load(start))
             elif start.initial is not None:
                 self._begin_with(Path(start.initial))
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
@@ -307,7 +307,7 @@ class Rank:
         if self.pushes.published_step != last.step:
             self.pushes.publish()
         if last.state:
-            self.checkpoints.begin(last.step, start.epoch, last.state, numbers={"kl_scale": self._trainer.kl_scale})
+            self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
 
     def _step(self, batch: StepBatch, start: Start) -> None:
         with self._debug.around(batch):
@@ -340,7 +340,7 @@ class Rank:
                 metrics["train/skipped_minibatches"],
             )
         if batch.state:
-            self.checkpoints.begin(batch.step, start.epoch, batch.state, numbers={"kl_scale": self._trainer.kl_scale})
+            self.checkpoints.begin(batch.step, start.epoch, batch.state, numbers=self._trainer.numbers)
         self._models.after(batch.step, checkpointed=bool(batch.state))
 
     def _watched(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:

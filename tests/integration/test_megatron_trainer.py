@@ -439,6 +439,20 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     assert rates("cosine") == pytest.approx([0.5, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1, 0.1])
 
 
+def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:
+    config = OptimizerConfig(lr=1e-3, warmup_tokens=10**6)
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
+    first, second = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4))
+    assert trainer.train(first)["train/lr"] == pytest.approx(1e-9 * first.num_tokens)
+    again = Trainer(policy, PolicyOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
+    again.restore(trainer.numbers)
+    for each in (trainer, again):
+        assert each.train(second)["train/lr"] == pytest.approx(1e-9 * (first.num_tokens + second.num_tokens))
+    with pytest.raises(ConfigRefused, match="no count of trained tokens"):
+        again.restore({"kl_scale": 1.0})
+
+
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=30))
 def test_packed_rows_find_every_token_and_waste_less_than_half(lengths: list[int]) -> None:

@@ -40,6 +40,17 @@ def test_inverse_sqrt_continues_the_warm_up_without_a_jump() -> None:
     assert learning_rate(OptimizerConfig(lr=1.0, lr_decay="inverse_sqrt", min_lr=0.1), 400, 500) == 0.1
 
 
+def test_a_schedule_by_tokens_follows_the_tokens_alone() -> None:
+    for decay in ("linear", "cosine", "wsd"):
+        by_steps = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, lr_decay=decay, lr_decay_steps=12)
+        by_tokens = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_tokens=2000, lr_decay=decay, lr_decay_tokens=12000)
+        wanted = [learning_rate(by_steps, step, 99) for step in range(1, 15)]
+        assert [learning_rate(by_tokens, 99, 99, tokens) for tokens in range(1000, 15000, 1000)] == pytest.approx(wanted)
+    root = OptimizerConfig(lr=1.0, warmup_tokens=2000, lr_decay="inverse_sqrt")
+    assert [learning_rate(root, 7, 9, tokens) for tokens in (1000, 2000, 8000)] == pytest.approx([0.5, 1, 0.5])
+    assert learning_rate(OptimizerConfig(lr=1.0, warmup_tokens=2000), 7, 9, 500) == 0.25
+
+
 def test_names_are_searched_by_patterns() -> None:
     names = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.11.mlp.up_proj.weight"]
     assert frozen_names((r"layers\.1\.", "^model.embed"), names) == set(names[:2])
@@ -52,6 +63,13 @@ def test_names_are_searched_by_patterns() -> None:
         ({"optimizer": {"name": "muon"}}, "name: want adamw, adam or sgd, got 'muon': Megatron's Muon needs"),
         ({"optimizer": {"lr_decay": "exp"}}, "lr_decay: want constant, linear, cosine, wsd or inverse_sqrt, got 'exp'"),
         ({"optimizer": {"warmup_steps": 5, "lr_decay_steps": 5}}, "lr_decay_steps: want > warmup_steps = 5, or 0, got 5"),
+        ({"optimizer": {"warmup_tokens": 5, "warmup_steps": 1}}, "warmup_steps: want 0 with warmup_tokens or lr_decay_tokens, got 1"),
+        (
+            {"optimizer": {"lr_decay": "cosine", "warmup_tokens": 5}},
+            "lr_decay_tokens: want > warmup_tokens = 5 with lr_decay: cosine, got 0",
+        ),
+        ({"optimizer": {"lr_decay_tokens": 5}}, "lr_decay_tokens: want 0 with lr_decay: constant, which has no end, got 5"),
+        ({"optimizer": {"lr_decay_tokens": -1}}, "lr_decay_tokens: want >= 0, got -1"),
         ({"optimizer": {"reset_at": (0,)}}, "reset_at: want steps >= 1, got [0]"),
         ({"optimizer": {"freeze": ("(",)}}, "freeze: want regular expressions, got '(': "),
         ({"optimizer": {"name": "sgd"}, "distributed_optimizer": True}, "distributed_optimizer: want false with optimizer.name: sgd"),
