@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 from actors.config import ActorConfig
+from actors.engines.membership import section
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from launch.run.process import run
@@ -22,7 +23,7 @@ async def answers_twice(request: RewardRequest) -> float:
 
 def main(told: dict[str, Any]) -> int:
     """Run the actor until it is drained; ``told`` has url, run, id, drain_s, actor, bus (the last two may be None)."""
-    config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
+    config = None if told["actor"] is None else section(told, "actor", ActorConfig)
     bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
     return run(
         lambda draining: run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]),
