@@ -18,7 +18,7 @@ from tests.sglang.server import CONTEXT, config, serving
 from tests.tiny_models import tiny_model, write_tiny_model
 
 PROMPTS = [(5, 70, 9, 31), (8, 9), tuple(range(40, 90))]
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "max_position_embeddings": CONTEXT}
+SIZES: dict[str, Any] = {"max_position_embeddings": CONTEXT}
 
 
 async def test_the_experts_of_prompt_and_response_are_those_of_transformers(python: str, tmp_path: Path) -> None:
