@@ -138,6 +138,8 @@ async def audit(
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
             reading.task(task)
+    async for _, dead in bus.dead.scan():
+        reading.dead.add(dead.task)
     await reading.samples(bus, progress)
     reading.close()
     return reading.accounting, reading.outcomes
@@ -158,11 +160,13 @@ class _Audit:
         self._dropped_seq: dict[int, str] = {}
         self._dropped_task: dict[int, str] = {}
         self._planned: dict[int, Place] = {}
+        """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
+        self.dead: set[int] = set()
+        """Tasks that actors gave up."""
         self._sizes: dict[int, int] = {}
         """Samples of a trained task in its plan."""
         self._asked: dict[int, int] = {}
         """Samples that a trained task asked for, by its samples that are still there."""
-        """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
         self._found: dict[int, Place] = {}
         """Place of each trained sequence by the sample itself."""
         self._late: dict[int, Place] = {}
@@ -352,9 +356,9 @@ class _Audit:
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
 
     def _short(self, task: int) -> bool:
-        """Return whether a task was trained with fewer samples than it asked for (``learner.min_group_size``)."""
+        """Return whether a dead task was trained with fewer samples than it asked for (``learner.min_group_size``)."""
         size = self._sizes.get(task, 0)
-        return size < self._asked.get(task, size)
+        return task in self.dead and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
         """Return whether a sample may be the one that its plan lists there. A plan has no indexes: those of a short group have gaps."""
