@@ -45,8 +45,7 @@ class PackedRow(PackedSeqParams):
     give_T: Tensor | None = None
     """Padded position of each token."""
     experts: tuple[Tensor, ...] = ()
-    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
-    -1 = not known."""
+    """Experts of this rank's tokens in each layer that has any, [T, K] int16, where they are recorded (``routing``)."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:

@@ -183,7 +183,7 @@ def build_policy(
         replicas=replicas,
         memory=memory,
         mixture=mixture,
-        routing=Routing(chunks, given=mixture.given),
+        routing=Routing(chunks),
         adapters=adapters,
     )
 

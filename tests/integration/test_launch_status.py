@@ -23,12 +23,17 @@ from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
-from tests.launched import ROOT, run_tidemill
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def tidemill(*arguments: str) -> tuple[int, str, str]:
-    done = await asyncio.to_thread(run_tidemill, *arguments)
-    return done.returncode, done.out, done.errors
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launch", *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, errors = await child.communicate()
+    assert child.returncode is not None
+    return child.returncode, out.decode(), errors.decode()
 
 
 async def make_run(bus: Bus) -> None:
