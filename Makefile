@@ -9,6 +9,7 @@ ARGS   ?=
 SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
+GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
@@ -44,6 +45,12 @@ sglang: setup $(SGLANG)/.ready
 warm-start: setup
 	$(BIN)/tidemill up launch/configs/sft.yaml --fresh $(ARGS)
 	$(BIN)/tidemill up launch/configs/warm_rl.yaml --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
+
+# A larger model learns from written answers, then teaches a small one, from random weights, on the small one's own responses.
+.PHONY: distil
+distil: setup
+	$(BIN)/tidemill up launch/configs/teacher.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up launch/configs/distil.yaml --fresh $(ARGS)
 
 # Sums: written answers first, then RL from there.
 .PHONY: arithmetic
@@ -85,8 +92,8 @@ test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
-test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready
-	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python
+test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
 
 $(OPENENV)/.ready: tests/env/requirements-openenv.txt
 	$(PYTHON) -m venv $(OPENENV)
@@ -96,6 +103,11 @@ $(OPENENV)/.ready: tests/env/requirements-openenv.txt
 $(VERIFIERS)/.ready: tests/env/requirements-verifiers.txt
 	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(GYMS)/.ready: tests/env/requirements-gyms.txt
+	$(PYTHON) -m venv $(GYMS)
+	$(GYMS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt

@@ -21,8 +21,11 @@ VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
 """``use`` of a rollout whose samples are the recorded responses of the rows: the learner's feeder makes them, and no actor does."""
-BUILT_IN = {"multi_turn": "actors.episodes.programs.multi_turn:MultiTurn"}
+MULTI_TURN = "multi_turn"
+BUILT_IN = {MULTI_TURN: "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
+MULTI_TURN_FILE = f"{Path(__file__).parent / 'episodes/programs/multi_turn_file.py'}:MultiTurn"
+"""The same for an interpreter that has nothing of ours."""
 _USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
 AGAIN = ("restart", "replay", "resume")
@@ -41,7 +44,7 @@ class RolloutConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of the program, which needs nothing of Tidemill; empty = the actor's own."""
+    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn`` needs aiohttp); empty = the actor's own."""
     processes: int = 4
     """Child processes of an actor; they are started when there is work."""
     episodes_per_child: int = 8
@@ -65,6 +68,8 @@ class RolloutConfig:
             return SLIME
         if self.taskset:
             return VERIFIERS
+        if self.use == MULTI_TURN and self.python:
+            return MULTI_TURN_FILE
         return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
 
     @property
@@ -134,7 +139,7 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(python, str):
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
-    if python and not use.startswith((PROGRAM, OF_VERIFIERS)):
+    if python and use != MULTI_TURN and not use.startswith((PROGRAM, OF_VERIFIERS)):
         raise ValueError(f"{where}.python: want none with {use}, which runs in the actor's own interpreter, got {python!r}")
     counts = {
         one: _count(value.get(one, default), f"{where}.{one}", least=1)

@@ -220,6 +220,8 @@ class LearnerConfig:
     """Groups (prompts) in the batch of one step."""
     group_size: int = 8
     """Samples of one task (n)."""
+    min_group_size: int = 0
+    """Samples with which the group of a dead task is trained, when others of it failed for good; 0 = all: it is dropped."""
     credit: str = "episode"
     """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or grpo_no_std)."""
     credit_gamma: float = 1.0
@@ -251,7 +253,8 @@ class LearnerConfig:
     expert_parallel: int = 1
     """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
     routing_replay: str = "none"
-    """none | old. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass (docs/models.md)."""
+    """none | old | rollout. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass; rollout =
+    with those that the engine has chosen, in both (docs/models.md)."""
     moe_aux_loss_coef: float = 0.0
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: float = 0.0
@@ -329,13 +332,14 @@ class LearnerConfig:
         if self.group_size == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
             raise ValueError(
                 f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1: "
-                "every advantage would be 0; raise it, or take advantage: reinforce or reinforce_pp"
+                "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
             )
         if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
             raise ValueError(
                 f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {self.group_size}: "
                 "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
             )
+        self._refuse_group_size()
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         for name in ("checkpoint_every", "num_epochs", "save_hf_every", "keep_hf"):
@@ -365,6 +369,18 @@ class LearnerConfig:
     def row_multiple(self) -> int:
         """Number that must divide the tokens of every row, for equal parts of it."""
         return self.tensor_parallel * self.context_parallel
+
+    def _refuse_group_size(self) -> None:
+        """Raise ValueError for groups that would have too few samples to be compared."""
+        least, algorithm = self.min_group_size, self.algorithm
+        if not 0 <= least <= self.group_size:
+            raise ValueError(f"min_group_size: want 0 (all) .. group_size = {self.group_size}, got {least}")
+        if least == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
+            raise ValueError(
+                f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1"
+            )
+        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
+            raise ValueError(f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn")
 
     def _refuse_credit(self) -> None:
         """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""

@@ -1,7 +1,8 @@
 """Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all tokens in memory.
 
 Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in ``main_grad``.
-Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns (token ids) of one chunk of it.
+Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns (token ids) of one chunk of it,
+K = listed ids of each token, J = 1 + K: the target and the listed ids.
 """
 
 from collections.abc import Iterator
@@ -36,27 +37,53 @@ def log_probs_and_entropy(
     ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group)
+    return log_probs_TJ[:, 0], entropy_T
+
+
+def listed_log_probs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    listed_TK: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the same pass.
+
+    All are differentiable. An id may be listed twice, or be the target.
+    """
+    ids_TJ = torch.cat([targets_T[:, None], listed_TK], dim=1)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group)
+    return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
+
+
+def _log_probs(
+    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     scale = 1.0 if temperature == 0 else 1.0 / temperature
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    log_probs_T, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, targets_T, scale, group)
-    return log_probs_T, entropy_T
+    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group)
+    return log_probs_TJ, entropy_T
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: float, group: dist.ProcessGroup | None
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [T]."""
-        local_T, mine_T = _local_targets(targets_T, len(weight_VH), group)
+        """Return log-probs, [T, J], and entropies, [T]."""
+        local_TJ, mine_TJ = _local_ids(ids_TJ, len(weight_VH), group)
         logits = _Logits(hidden_TH, weight_VH, scale)
-        highest_T = torch.full(targets_T.shape, torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
-        picked_T, sum_T, moment_T = (torch.zeros_like(highest_T) for _ in range(3))
+        highest_T = torch.full(ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
+        sum_T, moment_T = torch.zeros_like(highest_T), torch.zeros_like(highest_T)
+        picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
         # With m, the highest logit so far: sum(e^(z - m)) and its moment, sum((z - m) e^(z - m)), which gives the entropy.
         for start, z_TC in logits.chunks():
-            column_T, inside_T = _columns(local_T, mine_T, start, z_TC.shape[1])
-            picked_T = torch.where(inside_T, z_TC.gather(1, column_T[:, None])[:, 0], picked_T)
+            column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
+            picked_TJ = torch.where(inside_TJ, z_TC.gather(1, column_TJ), picked_TJ)
             top_T = torch.maximum(highest_T, z_TC.amax(1))
             sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
             z_TC -= top_T[:, None]  # the largest logit becomes 0, so that no exponential overflows
@@ -66,33 +93,34 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             top_T = _all_reduced(highest_T.clone(), group, dist.ReduceOp.MAX)
             sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
             highest_T = top_T
-        picked_T = torch.where(mine_T, picked_T - highest_T, 0.0)
-        picked_T, sum_T, moment_T = _all_reduced(torch.stack([picked_T, sum_T, moment_T]), group, dist.ReduceOp.SUM)
+        picked_TJ = torch.where(mine_TJ, picked_TJ - highest_T[:, None], 0.0)
+        *picked_JT, sum_T, moment_T = _all_reduced(torch.stack([*picked_TJ.unbind(1), sum_T, moment_T]), group, dist.ReduceOp.SUM)
         # log p = (z - m) - log Z and H = log Z - sum((z - m) e^(z - m)) / Z with Z = sum(e^(z - m)).
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - moment_T / sum_T
-        ctx.save_for_backward(hidden_TH, weight_VH, local_T, mine_T, highest_T + log_sum_T, entropy_T, logits.kept)
+        ctx.save_for_backward(hidden_TH, weight_VH, local_TJ, mine_TJ, highest_T + log_sum_T, entropy_T, logits.kept)
         ctx.scale, ctx.group = scale, group
-        return picked_T - log_sum_T, entropy_T
+        return torch.stack([picked_T - log_sum_T for picked_T in picked_JT], dim=1), entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of hidden states and weight; None for a weight with ``main_grad``, to which it was added."""
-        hidden_TH, weight_VH, local_T, mine_T, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
+        hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
+        grad_log_probs_T = grad_log_probs_TJ.sum(1)
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
         for start, z_TC in logits.chunks():
-            column_T, inside_T = _columns(local_T, mine_T, start, z_TC.shape[1])
+            column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
             log_p_TC = z_TC.sub_(normalizer_T[:, None])
-            # The logits' gradient g (1[target] - p) - h p (log p + H), with g that of the log-prob and h that of the entropy.
+            # The logits' gradient sum_J g (1[id] - p) - h p (log p + H), with g that of the log-probs and h that of the entropy.
             if with_entropy:
                 p_TC = torch.exp(log_p_TC, out=logits.spare(z_TC))
                 grad_TC = log_p_TC.add_(entropy_T[:, None]).mul_(-grad_entropy_T[:, None]).sub_(grad_log_probs_T[:, None]).mul_(p_TC)
             else:
                 grad_TC = log_p_TC.exp_().mul_(-grad_log_probs_T[:, None])
-            grad_TC.scatter_add_(1, column_T[:, None], torch.where(inside_T, grad_log_probs_T, 0.0)[:, None])
+            grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, grad_log_probs_TJ, 0.0))
             totals.add(start, logits.scaled(grad_TC).to(weight_VH.dtype))
         grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
         return grad_TH, None if totals.in_main_grad else totals.weight_VH, None, None, None
@@ -179,16 +207,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _local_targets(targets_T: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return the targets as columns of this rank's part, and a mask of those that are in it."""
-    local_T = targets_T - (0 if group is None else dist.get_rank(group) * num_local)
-    return local_T, (local_T >= 0) & (local_T < num_local)
+def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return the ids as columns of this rank's part, and a mask of those that are in it."""
+    local_TJ = ids_TJ - (0 if group is None else dist.get_rank(group) * num_local)
+    return local_TJ, (local_TJ >= 0) & (local_TJ < num_local)
 
 
-def _columns(local_T: Tensor, mine_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the targets as columns of the chunk that begins at ``start``, and a mask of those in it; another target is any column."""
-    column_T = local_T - start
-    return column_T.clamp(0, width - 1), mine_T & (column_T >= 0) & (column_T < width)
+def _columns(local_TJ: Tensor, mine_TJ: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the ids as columns of the chunk that begins at ``start``, and a mask of those in it; another id is any column."""
+    column_TJ = local_TJ - start
+    return column_TJ.clamp(0, width - 1), mine_TJ & (column_TJ >= 0) & (column_TJ < width)
 
 
 def _relative(sum_T: Tensor, moment_T: Tensor, drop_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,11 @@ if TYPE_CHECKING:
     from learner.config import LearnerConfig
 
 
+ROLLOUT = "rollout"
+REPLAYS = ("none", "old", ROLLOUT)
+"""Values of ``learner.routing_replay``."""
+
+
 def refuse_sizes(learner: "LearnerConfig") -> None:
     """Raise ValueError for sizes that contradict each other."""
     groups = learner.num_ranks // learner.tensor_parallel
@@ -35,9 +40,8 @@ def refuse_sizes(learner: "LearnerConfig") -> None:
 
 def refuse_experts(learner: "LearnerConfig") -> None:
     """Raise ValueError for settings about mixtures of experts that cannot be."""
-    if learner.routing_replay not in ("none", "old"):
-        why = ": samples do not have the experts that an engine has chosen" if learner.routing_replay == "rollout" else ""
-        raise ValueError(f"routing_replay: want none or old, got {learner.routing_replay!r}{why}")
+    if learner.routing_replay not in REPLAYS:
+        raise ValueError(f"routing_replay: want {' or '.join(REPLAYS)}, got {learner.routing_replay!r}")
     if learner.routing_replay != "none" and learner.virtual_pipeline > 1:
         raise ValueError(f"routing_replay: want none with virtual_pipeline > 1, got {learner.routing_replay!r}")
     for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):

@@ -1,12 +1,11 @@
-"""An actor as a process of its own, for tests that kill it: ``python -m tests.actor_child '{...}'``. Loads no torch."""
+"""An actor as a process of its own, for tests that kill it; ``tests.actor_kit.actor_process`` forks it."""
 
 import asyncio
 import itertools
-import json
-import sys
 from typing import Any
 
 from actors.config import ActorConfig
+from actors.engines.membership import section
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from launch.run.process import run
@@ -24,13 +23,9 @@ async def answers_twice(request: RewardRequest) -> float:
 
 def main(told: dict[str, Any]) -> int:
     """Run the actor until it is drained; ``told`` has url, run, id, drain_s, actor, bus (the last two may be None)."""
-    config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
+    config = None if told["actor"] is None else section(told, "actor", ActorConfig)
     bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
     return run(
         lambda draining: run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]),
         drain_s=told["drain_s"],
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))

@@ -3,12 +3,10 @@
 import asyncio
 import atexit
 import functools
-import json
 import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +26,8 @@ from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
+from tests import actor_child
+from tests.forked import Forked
 
 PROMPT = "482="
 LABEL = "284"
@@ -153,8 +153,12 @@ async def paused(built: BuiltinEngine) -> AsyncIterator[HttpEngine]:
 class ActorProcess:
     """A real actor process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Forked) -> None:
         self._process = process
+
+    @property
+    def log(self) -> str:
+        return self._process.output.read_text()
 
     def kill(self) -> None:
         self._process.kill()
@@ -163,7 +167,7 @@ class ActorProcess:
         self._process.send_signal(signal.SIGTERM)
 
     async def exit_code(self) -> int:
-        return await self._process.wait()
+        return await self._process.ended()
 
 
 @asynccontextmanager
@@ -179,11 +183,11 @@ async def actor_process(
         "actor": None if config is None else asdict(config),
         "bus": None if config is None else bus_settings,
     }
-    root = Path(__file__).parents[1]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.actor_child", json.dumps(told), cwd=root)
-    try:
-        yield ActorProcess(process)
-    finally:
-        if process.returncode is None:
+    with tempfile.TemporaryDirectory(prefix="tidemill-actor-") as directory:
+        process = await asyncio.to_thread(Forked, actor_child.main, (told,), {}, Path(directory) / "log")
+        try:
+            yield ActorProcess(process)
+        finally:
             process.kill()
-            await process.wait()
+            await process.ended()
+            print(process.output.read_text())

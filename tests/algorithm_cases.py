@@ -6,10 +6,13 @@ from typing import Any
 from learner.algorithms.config import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, PRESETS, AlgorithmConfig, KLConfig
 
 KL = KLConfig(coef=0.1)
+ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    # First, so that every stride over the cases has it.
+    "distillation over listed tokens": (ENGINE | {"distill_loss": "forward_kl", "distill_top_k": 3}, 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
     **{f"{name} in 2 minibatches": ({"correction": name}, 2) for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")},
-    **{f"advantage {name}": ({"advantage": name}, 1) for name in ADVANTAGES if name != "grpo"},
+    **{f"advantage {name}": ({"advantage": name}, 1) for name in ADVANTAGES if name not in ("grpo", "none")},
     **{f"aggregation {name}": ({"aggregation": name, "entropy_coef": 0.01}, 2) for name in AGGREGATIONS},
     **{f"kl {name}": ({"kl": KLConfig(coef=0.1, estimator=name)}, 1) for name in KL_ESTIMATORS},
     "kpop, tight": ({"correction": "kpop", "binary_kl_limit": 0.003}, 1),
@@ -18,6 +21,8 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
     "kl in the reward of tokens": ({"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")}, 1),
     "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
+    "distillation from an engine": (ENGINE | {"advantage": "grpo"}, 2),
+    "reverse distillation over listed tokens": (ENGINE | {"distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
     "whitened": ({"whiten": True}, 1),
     "overlong": ({"overlong_buffer": 6, "overlong_penalty": 0.5}, 1),
     "dual clip": ({"correction": "bypass", "clip_dual": 1.5}, 1),

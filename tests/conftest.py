@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forked
+
 pytest_plugins = ["tests.bus_fixtures"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +37,12 @@ LIMIT_S = {"unit": 120.0, "contract": 120.0}
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Start the process from which ``tests.forked`` forks: for async tests, whose loop the start would block."""
+    forked.start_server()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,6 +104,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
     parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")
+    parser.addoption("--gyms-python", metavar="PYTHON", help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)")
     parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 

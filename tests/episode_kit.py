@@ -18,6 +18,7 @@ from actors.episodes.gateway import Gateway
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
+from bus.client.reach import HERE, Reach
 from bus.streams.turns import TurnStream
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling, Task
@@ -117,13 +118,14 @@ async def stage(
     timeout_s: float = 60.0,
     turns: TurnStream | None = None,
     again: str = "restart",
+    at: Reach = HERE,
 ) -> AsyncIterator[Stage]:
     async with serving(model_dir) as served, aiohttp.ClientSession() as session:
         engines = EnginePool(UrlDiscovery([served.engine.url], HttpEngine), HttpEngine)
         running = asyncio.create_task(engines.run())
         responses = Responses(engines, timeout_s=timeout_s, retries=3, activity=Activity())
         gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses)
-        await gateway.start()
+        await gateway.start(at)
         programs = InProcess(session, program)
         try:
             rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again)

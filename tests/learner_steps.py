@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,26 @@ import numpy as np
 
 from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status
+from bus.wire.routed_experts import RoutedShape
 from learner.data.batch import StepBatch, build_batches
 from learner.data.packing import assign
 from tests.forked import Forked
 
 
 def make_samples(
-    *, vocab: int, groups: int = 4, group_size: int = 4, step: int = 3, seed: int = 0, temperature: float = 1.0
+    *,
+    vocab: int,
+    groups: int = 4,
+    group_size: int = 4,
+    step: int = 3,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
 ) -> list[Sample]:
-    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v)."""
+    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v).
+
+    ``top_k``: tokens that their teacher listed at each position; None = they have no teacher.
+    """
     generator = np.random.default_rng((seed, step))
     samples = []
     for task in range(1, groups + 1):
@@ -46,7 +58,18 @@ def make_samples(
                     sampling=Sampling(temperature=temperature, max_new_tokens=12),
                 )
             )
-    return samples
+    return samples if top_k is None else [_taught(sample, vocab, top_k, seed=seed) for sample in samples]
+
+
+def _taught(sample: Sample, vocab: int, top_k: int, *, seed: int) -> Sample:
+    """Return the sample with the scores of a random teacher."""
+    generator = np.random.default_rng((seed, sample.task, sample.index))
+    length = sample.response_length
+    log_probs = -np.log(vocab) + generator.normal(0, 0.5, length)
+    ids = np.stack([generator.choice(vocab, top_k, replace=False) for _ in range(length)])
+    top = np.log(generator.dirichlet(np.ones(top_k + 1), length)[:, :top_k])
+    listed = {"teacher_top_ids": ids.astype(np.int32).ravel(), "teacher_top_log_probs": top.astype(np.float32).ravel()} if top_k else {}
+    return replace(sample, teacher_log_probs=log_probs.clip(max=0).astype(np.float32), **listed)
 
 
 def make_batches(
@@ -59,6 +82,7 @@ def make_batches(
     recorded: bool = False,
     state: bytes = b"",
     pad_to: int = 1,
+    routed: RoutedShape | None = None,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
@@ -84,7 +108,20 @@ def make_batches(
         chain="",
         rows=rows if (rows > 1).any() else None,
     )
-    return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to)
+    return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to, routed=routed)
+
+
+def with_random_experts(samples: list[Sample], routed: RoutedShape, *, unknown_share: float = 0.2, seed: int = 0) -> list[Sample]:
+    """Return the samples with random experts for their tokens; some rows, and the last one of each, are unknown."""
+    generator, found = np.random.default_rng(seed), []
+    for sample in samples:
+        size = (len(sample.tokens), len(routed.layers), routed.num_experts)
+        experts = generator.random(size).argsort(axis=-1)[..., : routed.top_k].astype(routed.dtype)
+        unknown = generator.random(len(experts)) < unknown_share
+        unknown[-1] = True
+        experts[unknown] = np.iinfo(routed.dtype).max
+        found.append(replace(sample, routed_experts=experts))
+    return found
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A world of one rank inside the test process."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ def one_rank(wanted: str = "cpu") -> Iterator[parallel.Parallel]:
         yield joined
     finally:
         parallel.leave()
+        gc.collect()  # models and optimizers are in cycles that keep their groups, and with them dozens of threads of gloo
         torch.use_deterministic_algorithms(False)
         os.environ.clear()
         os.environ.update(before)

@@ -19,6 +19,8 @@ class RolloutCounters:
     tasks_handed_back: int = 0
     failures: int = 0
     """Samples that could not be generated or scored."""
+    teacher_failures: int = 0
+    """Samples that no teacher has scored."""
     partials_stored: int = 0
     """Unfinished responses stored for other actors."""
     partials_continued: int = 0

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from actors.engines.batching import RequestBatcher
 from actors.engines.port import EngineInfo, Generation
+from actors.engines.routed_experts import experts_of
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.events import END, data_in
 from bus.liveness.keys import RunKeys
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling, Span
+from bus.wire.routed_experts import RoutedShape
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
 COMMAND_S = 30.0
@@ -29,13 +31,25 @@ class HttpEngine:
     """A client of one engine. Connections are opened on first use, one per concurrent request.
 
     ``join``: requests for one prompt that start together are sent as one (``batching.py``).
-    ``keys``: keys of the run, for engines that require one.
+    ``keys``: keys of the run, for engines that require one. ``routed_experts``: every response has the experts of its tokens; EngineFailed
+    for an engine that does not return them.
     """
 
-    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        command_timeout_s: float = COMMAND_S,
+        join: bool = False,
+        keys: RunKeys | None = None,
+        routed_experts: bool = False,
+    ) -> None:
         self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
         self._batcher = RequestBatcher() if join else None
-        self._api = EngineApi(url, _error, headers=no_headers if keys is None else keys.headers)
+        self._wants_experts = routed_experts
+        self._routed: RoutedShape | None = None
+        """Sizes of the routing of the engine's model, from the first request on that needs them."""
+        self._api = EngineApi(url, error_of_call, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
         self,
@@ -48,8 +62,10 @@ class HttpEngine:
         begun: Generation | None = None,
     ) -> Generation:
         """Send /generate; with ``join``, as one request with others of the same turn of the loop, unless it continues a response."""
+        routed = await self._routing()
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
+        body |= {} if routed is None else {"return_routed_experts": True}
         # A batch has one value of ``continued_tokens`` for all of its requests.
         batcher = None if begun is not None else self._batcher
 
@@ -57,7 +73,8 @@ class HttpEngine:
             """Return the decoded answer of /generate."""
             return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
-        return _whole(self.url, await (send(body) if batcher is None else batcher.request(body, send)), sampling, begun)
+        answer = await (send(body) if batcher is None else batcher.request(body, send))
+        return _whole(self.url, answer, sampling, begun, prompt_tokens=len(prompt), routed=routed)
 
     async def stream(
         self,
@@ -70,13 +87,15 @@ class HttpEngine:
         begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
         """Send /generate and yield a response per event. Raises EngineFailed also for a stream that ends without [DONE]."""
+        routed = await self._routing()
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
+        body |= {} if routed is None else {"return_routed_experts": True}
         async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
             async for data in data_in(response.content.iter_any()):
                 if data == END:
                     return
-                yield _whole(self.url, _decoded(self.url, data), sampling, begun)
+                yield _whole(self.url, _decoded(self.url, data), sampling, begun, prompt_tokens=len(prompt), routed=routed)
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
@@ -119,11 +138,26 @@ class HttpEngine:
             await self._batcher.close()
         await self._api.close()
 
+    async def _routing(self) -> RoutedShape | None:
+        """Return the sizes of the engine's routing; None = experts are not wanted. Raises EngineFailed for an engine that returns none."""
+        if not self._wants_experts or self._routed is not None:
+            return self._routed
+        found = (await self._call("GET", "/server_info")).get("routed_experts")
+        if found is None:
+            cure = "a model with experts, and a SGLang server with --enable-return-routed-experts"
+            raise EngineFailed(self.url, f"it returns no experts of tokens, which learner.routing_replay: rollout needs: want {cure}")
+        try:
+            self._routed = RoutedShape.read(found)
+        except ValueError as error:
+            raise EngineFailed(self.url, f"/server_info, routed_experts: {error}") from None
+        return self._routed
+
     async def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
 
 
-def _error(failed: CallFailed) -> EngineError:
+def error_of_call(failed: CallFailed) -> EngineError:
+    """Return the error of ``actors.errors`` for a failed call."""
     url, reason = failed.url, failed.reason
     match failed.failure:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
@@ -182,9 +216,14 @@ def _decoded(url: str, data: bytes) -> Any:
         raise EngineFailed(url, f"an event of its stream: want JSON, got {data[:80]!r}") from error
 
 
-def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) -> Generation:
+def _whole(
+    url: str, answer: Any, sampling: Sampling, begun: Generation | None, *, prompt_tokens: int = 0, routed: RoutedShape | None = None
+) -> Generation:
     """Return the answer, appended to the response it continues. Raises EngineFailed if it cannot be parsed or runs past a stop string."""
     generation = _generation(url, answer)
+    if routed is not None:
+        experts = experts_of(url, answer, generation, begun, prompt_tokens=prompt_tokens, routed=routed)
+        generation = replace(generation, routed_experts=experts)
     if begun is None or not len(begun.tokens):
         return generation
     text = generation.text

@@ -101,12 +101,18 @@ async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, id: str
 
 def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
     """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
-    values = dict(config.get(name, {}))
+    given = config.get(name, {})
+    if not isinstance(given, dict):
+        raise BadRow(f"{name}: want a map of settings, got {given!r}")
+    values = dict(given)
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
             raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
-        if isinstance(values[key], list):  # JSON has no tuples, which the settings have
+        inner = known[key].default_factory
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):  # a section of its own
+            values[key] = section({f"{name}.{key}": values[key]}, f"{name}.{key}", inner)
+        elif isinstance(values[key], list):  # JSON has no tuples, which the settings have
             values[key] = tuple(values[key])
     try:
         return kind(**values)

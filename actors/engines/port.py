@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.wire.messages import Sampling, Span
+from bus.wire.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class Generation:
     """Versions that generated the tokens, in order; their lengths sum to R, no length is 0. May be empty while unfinished."""
     finish: str | None
     """stop | length | abort; None = unfinished (streaming only)."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``bus.wire.routed_experts``): those of unfinished responses,
+    and of positions that were computed for them, are unknown. None = not requested, or not known for any token."""
     matched: int | str | None = None
     """The token id or stop string that ended it."""
     text: str = ""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +79,8 @@ class Episode:
     """Engine of the last turn."""
     text: str = ""
     """Text of the last answer."""
-    transcript: tuple[JsonObject, ...] = ()
-    """Messages of the last model call, its answer included."""
+    show: Callable[[], tuple[JsonObject, ...]] = tuple
+    """Returns the messages of the last model call, its answer included. Called once: only those of the last call are wanted."""
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -93,6 +94,11 @@ class Episode:
     _asked: Counter[bytes] = field(default_factory=Counter)
     _turns: dict[str, int] = field(default_factory=dict)
     """Number of a turn by its id."""
+    sampling: Sampling = field(init=False)
+    """Sampling parameters of the task, with the seed of this member."""
+
+    def __post_init__(self) -> None:
+        self.sampling = seeded(self.task.sampling, self.index)
 
     @property
     def name(self) -> str:
@@ -103,11 +109,6 @@ class Episode:
     def budget(self) -> Budget:
         """Limits of its task."""
         return self.task.budget or Budget()
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of the task, with the seed of this member."""
-        return seeded(self.task.sampling, self.index)
 
     def stop(self, *, failed: str = "", handed_back: str = "", superseded: bool = False) -> None:
         """End it, with the first reason that is given."""
@@ -149,10 +150,10 @@ class Episode:
         """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded."""
         async with self.log.lock:
             number = len(self.recorder)
-            if stored is None:
-                await self.log.turn(number, *self.recorder.behind(prompt), output, response)
-            else:
+            if stored is not None:
                 self.log.noted(number, stored)
+            elif self.log.stores:
+                await self.log.turn(number, *self.recorder.behind(prompt), output, response)
             self._turns[output.id] = self.recorder.record(prompt, output)
         self.engine, self.text = response.engine, response.generation.text
         self.queued_s += response.timings.queued_s
@@ -171,7 +172,7 @@ class Episode:
             self._asked[digest(turn.prompt)] += 1
             self.engine, self.text = turn.record.engine, turn.record.text
             messages += [{"role": "user", "content": text_of(context)}, {"role": "assistant", "content": self.text}]
-        self.transcript = bounded(messages)
+        self.show = partial(bounded, messages)
         if self.log.state is not None:
             numbers = {turn.record.number: number for number, turn in enumerate(self.log.restored)}
             self._turns = {name: numbers[stored] for name, stored in self.log.state.ids.items()}

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,7 @@ from actors.router.dialects import DIALECTS
 from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
+from bus.client.reach import HERE, Reach
 from bus.streams.turns import Superseded
 from bus.wire.messages import Timings
 from weightstore.listener import Access, Listener
@@ -71,10 +73,19 @@ class _Open:
     episode: Episode
     history: TokenHistory
     slots: asyncio.Semaphore
+    prefix: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Beginning of the ids of its answers."""
+    answers: int = 0
+    """Answers so far."""
     running: set[asyncio.Task[_Made]] = field(default_factory=set)
     left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
     """Answers whose clients have gone, by request."""
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
+
+    def next_id(self) -> str:
+        """Return an id that no other answer has."""
+        self.answers += 1
+        return f"{self.prefix}{self.answers:08x}"
 
 
 class Gateway:
@@ -87,9 +98,10 @@ class Gateway:
         self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
         self.url = ""
 
-    async def start(self, host: str = "127.0.0.1") -> str:
+    async def start(self, at: Reach = HERE) -> str:
         """Listen, and return the URL. Raises OSError."""
-        self.url = await self._listener.start(host, 0, name="gateway.host")
+        # insecure: no key of the run is wanted, because every request needs the key of an episode.
+        self.url = await self._listener.start(at.bind, 0, advertise=at.advertised, insecure=True, name="actor.gateway.host")
         return self.url
 
     async def close(self) -> None:
@@ -136,8 +148,10 @@ class Gateway:
             if _streams(open.episode, path, body):
                 return await self._stream(open, given, path, body)
             made = await self._made(open, given, path, body)
-            if made.status == HTTPStatus.OK:  # to the end, also when the client goes: what is stored must be recorded
-                await asyncio.shield(_deliver(open.episode, made, body, path))
+            if made.status == HTTPStatus.OK:
+                delivering = _deliver(open.episode, made, body, path)
+                # To the end, also when the client goes: what is stored must be recorded. Where nothing is stored, nothing is waited for.
+                await (asyncio.shield(delivering) if open.episode.log.stores else delivering)
             else:
                 open.episode.refused = made.content[:500].decode(errors="replace")
         except _ENDS as error:
@@ -182,7 +196,7 @@ class Gateway:
             if calls.stream is not None:
                 await calls.stream.end()
                 if calls.stream.recorded:
-                    open.episode.transcript = messages_of(body, path, open.episode.text)
+                    open.episode.show = partial(messages_of, body, path, open.episode.text)
             calls.held.close()
         return response
 
@@ -225,7 +239,7 @@ class Gateway:
 
     def _asked(self, open: _Open, given: web.Request, path: str, body: bytes, *, streams: bool) -> tuple[Request, ModelCalls]:
         """Return a request with the handler of its model calls."""
-        id = secrets.token_hex(12)
+        id = open.next_id()
         calls = ModelCalls(
             open.episode,
             self._responses,
@@ -294,7 +308,7 @@ async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> Non
     for called in made.calls.outputs:
         await episode.record(called.prompt, called.output, called.response, called.stored)
     if made.calls.outputs:
-        episode.transcript = messages_of(body, path, episode.text)
+        episode.show = partial(messages_of, body, path, episode.text)
 
 
 def _remember(history: TokenHistory, model: ModelText, episode: Episode) -> None:

@@ -1,7 +1,5 @@
 """Token ids in and out, as training clients ask (``/inference/v1/generate``): its body and answer made of those of /generate."""
 
-import json
-
 from actors.errors import BadRequest
 from actors.http_api import json_map
 from actors.router.exchange import Answer, Handler, Request
@@ -25,7 +23,7 @@ async def answered(request: Request, handler: Handler) -> Answer:
     params |= {theirs: given[name] for name, theirs in _RENAMED.items() if name in given}
     prompt = body.get("token_ids")
     async with await handler(request.with_body({"input_ids": prompt, "sampling_params": params}, "/generate")) as answer:
-        found = json.loads(await answer.read())
+        found = await answer.json()
         answers = found if isinstance(found, list) else [found]
         choices = [_choice(each, place) for place, each in enumerate(answers)]
         return Answer.of(answer.status, {"request_id": request.id, "prompt_token_ids": prompt, "choices": choices})

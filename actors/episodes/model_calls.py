@@ -84,16 +84,20 @@ class ModelCalls:
             self.stream = StreamedCalls([partial(self._grown, *each) for each in asked], self._record, request.id)
             await self.stream.begin()
             return Answer.of_states(HTTPStatus.OK, self.stream.states())
+        self.outputs = [await self._call(*asked[0], 0)] if len(asked) == 1 else await self._all(asked)
+        answers = [answer_of(each, request.id, place) for place, each in enumerate(self.outputs)]
+        if streamed:
+            return Answer.of_states(HTTPStatus.OK, _whole(answers))
+        return Answer.of(HTTPStatus.OK, answers if many else answers[0])
+
+    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[Called]:
+        """Make the calls together. Raises as a call does: of several errors the first."""
         try:
             async with asyncio.TaskGroup() as group:
                 calls = [group.create_task(self._call(*each, place)) for place, each in enumerate(asked)]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        self.outputs = [call.result() for call in calls]
-        answers = [answer_of(each, request.id, place) for place, each in enumerate(self.outputs)]
-        if streamed:
-            return Answer.of_states(HTTPStatus.OK, _whole(answers))
-        return Answer.of(HTTPStatus.OK, answers if many else answers[0])
+        return [call.result() for call in calls]
 
     def _models(self) -> JsonObject:
         limit = self._episode.budget.context
@@ -214,9 +218,14 @@ def _read(body: JsonMapping) -> tuple[list[NDArray[np.int32]], list[JsonMapping]
 def _prompt(given: object) -> NDArray[np.int32]:
     if not isinstance(given, list) or not given:
         raise BadRequest(f"input_ids: want a list of token ids, at least one, got {str(given)[:80]}")
-    if not all(type(each) is int and 0 <= each < 2**31 for each in given):
+    if not _whole_numbers(given):
         raise BadRequest("input_ids: want whole numbers >= 0")
     return np.array(given, np.int32)
+
+
+def _whole_numbers(given: list[object]) -> bool:
+    """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts are long."""
+    return set(map(type, given)) == {int} and min(given) >= 0 and max(given) < 2**31  # type: ignore[type-var, operator]
 
 
 def _sampling(task: Sampling, given: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
@@ -270,6 +279,6 @@ def _stops(given: object, default: tuple[str, ...]) -> tuple[str, ...]:
 def _ids(given: object, default: tuple[int, ...]) -> tuple[int, ...]:
     if not given:
         return default
-    if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 2**31 for each in given):
+    if not isinstance(given, list) or not _whole_numbers(given):
         raise BadRequest(f"sampling_params.stop_token_ids: want token ids, got {given!r}")
     return tuple(given)

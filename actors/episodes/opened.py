@@ -12,16 +12,19 @@ from actors.episodes.turn_log import RESUME
 from actors.errors import BadRow
 from actors.rollout_settings import RolloutPrograms
 from actors.router.token_history import ModelText
+from bus.client.reach import HERE, Reach
 from bus.streams.turns import TurnStream
 
 
 @asynccontextmanager
 async def opened_rollouts(
-    programs: RolloutPrograms, responses: Responses, turns: TurnStream | None = None
+    programs: RolloutPrograms, responses: Responses, turns: TurnStream | None = None, at: Reach = HERE
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
-    """Give the rollouts by name; ``turns`` is where their episodes are logged. Every program is loaded once, in a child that stays.
+    """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    Raises BadRow for a program that cannot be loaded, and for a model that is not on this machine.
+    ``turns``: where their episodes are logged; ``at``: where programs ask.
+
+    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, and for an address that is not.
     """
     try:
         text = ModelText.read(programs.model, "model.path")
@@ -29,7 +32,10 @@ async def opened_rollouts(
         raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
     async with AsyncExitStack() as stack:
         gateway = Gateway(text, responses)
-        await gateway.start()
+        try:
+            await gateway.start(at)
+        except OSError as error:
+            raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
         stack.push_async_callback(gateway.close)
         found = {}
         for name, config in programs.programs.items():

@@ -94,15 +94,12 @@ class Recorder:
         """Recorded turns that are context only, by reason."""
         self.total_tokens = 0
         """Most tokens that the sequences of all turns can have, L."""
+        self.sampled_tokens = 0
+        """Tokens of all outputs."""
 
     def __len__(self) -> int:
         """Return the number of recorded turns."""
         return len(self._nodes)
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens of all outputs."""
-        return sum(len(node.output.tokens) for node in self._nodes if node.output is not None)
 
     def record(self, prompt: NDArray[np.int32], output: Output) -> int:
         """Record a delivered turn, in order of delivery, and return its number.
@@ -121,6 +118,7 @@ class Recorder:
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
         self.places[place] += 1
         self.total_tokens += len(node.ids) // _ID_BYTES if place == EXTENDS else node.end // _ID_BYTES
+        self.sampled_tokens += len(output.tokens)
         parent.children.append(node)
         self._nodes.append(node)
         return node.number

@@ -171,7 +171,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         rollout=task.rollout,
         sequences=found.sequences if len(found.sequences) > 1 else (),
         turns=turns,
-        transcript=episode.transcript,
+        transcript=episode.show(),
     )
     return Made(sample=sample, scored=scored)
 

@@ -4,6 +4,7 @@
 
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (acked when all n are stored)
                        |                          |
+                       |                          |        a teacher, if there is one, scores the tokens beside the reward
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
                        |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
@@ -31,6 +32,7 @@ from actors.engines.activity import Activity
 from actors.engines.responses import GenerationFailed, Responses
 from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from actors.rollout.single_turn import failed, failed_sample
+from actors.teachers.teachers import TeacherFailed, Teachers
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
@@ -93,14 +95,15 @@ class Actor:
         score: Scorer | None,
         activity: Activity,
         group_score: GroupScorer | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none.
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none. ``teachers``: None = samples need none.
 
         ``score``: the reward of each sample; None = the reward of groups alone, ``group_score``.
         """
         self.id = id
         self._bus, self._config, self._responses, self._score, self._activity = bus, config, responses, score, activity
-        self._group_score = group_score
+        self._group_score, self._teachers = group_score, teachers
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0
@@ -303,7 +306,7 @@ class Actor:
             made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial, first=first)
             counters.tokens_generated += made.sample.response_length
             counters.partials_continued += made.continued
-            made = replace(made, sample=await self._scored(task, made))
+            made = replace(made, sample=await self._judged(task, made))
             check_sample(made.sample)
         except Unfinished as error:
             return RolloutOutcome(unfinished=error.reason, partial=error.partial)
@@ -353,6 +356,31 @@ class Actor:
             return [replace(sample, reward=reward) for sample, reward in zip(samples, found, strict=True)]
         self._repeated("group reward failed", f"task={task.id} error={reason}")
         return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
+
+    async def _judged(self, task: Task, made: Made) -> Sample:
+        """Return the sample with its reward and, for training, the scores of its teacher; FAILED with the reason if one of them fails."""
+        if self._teachers is None or task.kind is not Kind.TRAIN:
+            return await self._scored(task, made)
+        sample, taught = await asyncio.gather(self._scored(task, made), self._taught(self._teachers, task, made.sample))
+        if sample.status is Status.FAILED or taught.status is Status.FAILED:
+            return sample if sample.status is Status.FAILED else taught
+        return replace(
+            sample,
+            teacher_log_probs=taught.teacher_log_probs,
+            teacher_top_ids=taught.teacher_top_ids,
+            teacher_top_log_probs=taught.teacher_top_log_probs,
+        )
+
+    async def _taught(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
+        """Return the sample with the scores of its teacher, or FAILED with the reason; its tokens stay either way."""
+        try:
+            check_sample(sample)  # its sizes are used
+            with self._activity:
+                return await teachers.score(sample, task.metadata)
+        except TeacherFailed as error:
+            self._activity.counters.teacher_failures += 1
+            self._repeated("teacher failed", f"task={sample.task} index={sample.index} error={error}")
+            return failed(sample, str(error))
 
     async def _scored(self, task: Task, made: Made) -> Sample:
         """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""

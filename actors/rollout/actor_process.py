@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
-from actors.config import ActorConfig
+from actors.config import ActorConfig, GatewayConfig
 from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
@@ -18,7 +19,9 @@ from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor
 from actors.rollout.single_turn import SingleTurn
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
-from bus.config import BusConfig
+from actors.teachers.teachers import Teachers
+from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
+from bus.config import BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
@@ -76,8 +79,26 @@ async def run_actor(
                 actor_config,
                 rollouts,
                 draining,
-                engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)),
+                engine
+                or partial(
+                    HttpEngine,
+                    join=actor_config.join_requests,
+                    keys=api_keys(bus),
+                    routed_experts=actor_config.routed_experts,
+                ),
+                await asyncio.to_thread(reach_of_gateway, actor_config.gateway, bus_url),
             )
+
+
+def reach_of_gateway(config: GatewayConfig, bus_url: str) -> Reach:
+    """Return where the gateway listens, and its address for programs. Blocking. Raises BadRow."""
+    if is_loopback(config.host) and not config.advertise:
+        return HERE if config.host == LOOPBACK else Reach(config.host, config.host)
+    try:
+        route = replace(route_to(bus_url), is_here=True)  # it may serve this machine alone
+        return reach(config.host, config.advertise, route, name="actor.gateway.host")
+    except ValueError as error:
+        raise BadRow(str(error)) from None
 
 
 def programs_in(found: JsonMapping) -> RolloutPrograms:
@@ -96,6 +117,7 @@ async def _work(
     programs: RolloutPrograms | None,
     draining: asyncio.Event,
     engine: Callable[[str], Engine],
+    at: Reach,
 ) -> None:
     activity = Activity()
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
@@ -114,9 +136,20 @@ async def _work(
         if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
-            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns))
+            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at))
+        teachers = Teachers(config) if config.teachers else None
+        if teachers is not None:
+            stack.push_async_callback(teachers.close)
         actor = Actor(
-            bus, id=id, config=config, responses=responses, rollouts=rollouts, score=score, group_score=group_score, activity=activity
+            bus,
+            id=id,
+            config=config,
+            responses=responses,
+            rollouts=rollouts,
+            score=score,
+            group_score=group_score,
+            teachers=teachers,
+            activity=activity,
         )
         await _act(bus, id, actor, activity, engines, draining)
 

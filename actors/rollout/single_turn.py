@@ -12,7 +12,7 @@ from actors.engines.responses import GenerationFailed, Interrupted, Prompt, Resp
 from actors.episodes.port import Made, Unfinished
 from actors.errors import BadRequest
 from bus.wire.codec import check_sample
-from bus.wire.messages import Partial, Sample, Status, Task, Timings
+from bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 """Sample status by an engine's finish reason. A response with any other reason is unfinished."""
@@ -132,4 +132,5 @@ def _sample(task: Task, index: int, attempt: str, answer: Generation, *, engine:
         engine=engine,
         timings=timings,
         finish_reason=answer.finish or "",
+        routed_experts=answer.routed_experts if task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
     )

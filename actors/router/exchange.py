@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from actors.errors import BadRequest
 from actors.events import DONE, event
 from actors.http_api import json_map
@@ -37,12 +39,18 @@ class Request:
     headers: Mapping[str, str]
     """Headers; the case of their names does not matter."""
     body: bytes = b""
+    """The body as it was received; empty where it was made in this process."""
     session: str = ""
     """Session id. Requests of one session go to one engine, as long as it serves; empty = none."""
     id: str = ""
     """Id for the answer; empty = one is made."""
     value: JsonMapping | None = None
-    """The body as a map, where it was made in this process; None = only ``body`` is known."""
+    """The body as a map, where it was read or made in this process; None = only ``body`` is known."""
+
+    @property
+    def content(self) -> bytes:
+        """The body as bytes."""
+        return self.body if self.body or self.value is None else json.dumps(self.value).encode()
 
     def json(self) -> JsonObject:
         """Return a copy of the body's map. Raises BadRequest unless it is a JSON map that can be encoded again."""
@@ -51,20 +59,20 @@ class Request:
     @property
     def map(self) -> JsonObject:
         """The body as a JSON map; empty when it is no map, or one that engines refuse."""
-        if not self.body.lstrip().startswith(b"{"):
+        if self.value is None and not self.body.lstrip().startswith(b"{"):
             return {}
         try:
-            return json_map(self.body)
+            return self.json()
         except BadRequest:
             return {}
 
     def field(self, name: str) -> object:
         """Return one field of the map; None when it is absent. A large body is parsed only if the name is in it."""
-        return self.map.get(name) if f'"{name}"'.encode() in self.body else None
+        return self.map.get(name) if self.value is not None or f'"{name}"'.encode() in self.body else None
 
     def with_body(self, body: Mapping[str, object], path: str | None = None) -> "Request":
         """Return the same request with another body, and another path if given."""
-        return replace(self, body=json.dumps(body).encode(), value=body, path=self.path if path is None else path)
+        return replace(self, body=b"", value=body, path=self.path if path is None else path)
 
 
 class Answer:
@@ -166,7 +174,10 @@ async def _once(content: bytes) -> AsyncIterator[bytes]:
 
 
 async def _encoded(content: object) -> AsyncIterator[bytes]:
-    yield json.dumps(content).encode()
+    try:
+        yield msgspec.json.encode(content)  # many times as fast for lists of log-probs
+    except ValueError:  # half an emoji in the JSON of an engine
+        yield json.dumps(content).encode()
 
 
 async def _events(states: AsyncIterator[JsonMapping]) -> AsyncGenerator[bytes, None]:

@@ -154,7 +154,7 @@ class Forwarder:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 response = await stack.enter_async_context(
-                    self._session.request(request.method, where, data=request.body or None, headers=headers, allow_redirects=False)
+                    self._session.request(request.method, where, data=request.content or None, headers=headers, allow_redirects=False)
                 )
                 if response.status == UNAVAILABLE:
                     raise _refused(id, response, await response.content.read(MAX_REFUSAL_BYTES))

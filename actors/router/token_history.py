@@ -101,7 +101,7 @@ class TokenHistory:
         body = request.json()
         text = body.pop("text", None)
         if text is None:
-            return await handler(request)
+            return await handler(replace(request, value=body))
         texts = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(each, str) for each in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
@@ -247,7 +247,7 @@ class TokenHistory:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
         if time.monotonic() < self._engine_context_until_s:
             return self._engine_context
-        answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b""))
+        answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b"", value=None))
         async with answer:
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
                 return await _refused(answer)

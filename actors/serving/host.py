@@ -72,7 +72,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     def _alive(self) -> bool:
         """False once the engine cannot generate any more, for good."""
 
-    def _read_limits(self, vocab_size: int, max_positions: int) -> None:
+    def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
         """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for a context that is too long for the model."""
         if self.config.max_context > max_positions:
             given = self.config.max_context
@@ -83,6 +83,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             max_context=self.config.max_context or max_positions,
             encode=text.encode if text is not None else None,
             max_responses=self.config.max_running + self.config.max_waiting,
+            experts=experts,
         )
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:

@@ -14,6 +14,7 @@ from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.wire import parts, subjects
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Cursor, Kind, Sample
+from bus.wire.routed_experts import RoutedShape
 
 SAMPLE_HEADER = "Tm-Sample"
 """Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)."""
@@ -104,6 +105,7 @@ class SampleStream:
         *,
         kinds: Collection[Kind] | None = None,
         vocab_size: int | None = None,
+        routed: RoutedShape | None = None,
         check: bool = True,
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
@@ -112,10 +114,11 @@ class SampleStream:
 
         None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are decoded and, with
         ``check``, checked against the invariants, except sequences in ``checked_before``: those passed the invariants of their time.
+        ``vocab_size`` and ``routed``, the sizes of the model's routing: None = not known.
         ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled ones included.
         Raises StreamReplaced, StreamTrimmed when messages after the cursor are gone.
         """
-        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before)
+        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before, routed)
         return reading.messages(self._filters(kinds), on_passed)
 
     async def cursor(self) -> Cursor:
@@ -249,9 +252,16 @@ class _Reading:
     """One read of SAMPLES."""
 
     def __init__(
-        self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None, checked_before: Container[int] = ()
+        self,
+        jet: JetStream,
+        stream: str,
+        cursor: Cursor | None,
+        vocab_size: int | None,
+        checked_before: Container[int] = (),
+        routed: RoutedShape | None = None,
     ) -> None:
         self._jet, self._stream, self._vocab_size, self._checked_before = jet, stream, vocab_size, checked_before
+        self._routed = routed
         self._created = None if cursor is None else cursor.created
         self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
         self._start = 1 if cursor is None else cursor.floor + 1
@@ -280,7 +290,7 @@ class _Reading:
                 data = await payload_of(self._jet, delivered)
             sample = decode_sample(data)
             if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
-                check_sample(sample, vocab_size=self._vocab_size)
+                check_sample(sample, vocab_size=self._vocab_size, routed=self._routed)
             if sample.run != self._jet.run:
                 raise WireError("run", self._jet.run, sample.run)
         except WireError as error:

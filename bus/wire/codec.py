@@ -61,6 +61,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.routed_experts import ROUTED_EXPERTS
 from bus.wire.turn_records import TurnKind, TurnRecord
 
 __all__ = [
@@ -337,7 +338,10 @@ _TASK = Table(
 _SAMPLE = Table(
     Sample,
     "sample",
-    later=("rollout", "sequences", "turns", "transcript", "demonstration"),
+    later=(
+        *("rollout", "sequences", "turns", "transcript", "demonstration"),
+        *("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "routed_experts"),
+    ),
     run=TEXT,
     task=INT,
     index=INT,
@@ -366,6 +370,10 @@ _SAMPLE = Table(
     turns=optional(_TURNS.nested()),
     transcript=many(MAP),
     demonstration=BOOL,
+    teacher_log_probs=optional(_F4),
+    teacher_top_ids=optional(_I4),
+    teacher_top_log_probs=optional(_F4),
+    routed_experts=optional(ROUTED_EXPERTS),
 ).compile()
 _PARTIAL = Table(
     Partial,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bus.errors import WireError
 from bus.wire.episode_invariants import check_sequences, check_turns
 from bus.wire.messages import Partial, Sample, Span, Timings, score_of
+from bus.wire.routed_experts import RoutedShape, check_routed_experts
 
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, of each of its parts and of the score made of them.
@@ -33,19 +34,26 @@ _ID_LIMIT = 2**63
 _SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
 
 
-def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
-    """Check a sample. Raises WireError naming the field. Costs one pass over each array, no copies."""
+def check_sample(sample: Sample, *, vocab_size: int | None = None, routed: RoutedShape | None = None) -> None:
+    """Check a sample; ``routed``: sizes of the model's routing, None = not known. Raises WireError naming the field.
+
+    Costs one pass over each array, and copies of routed experts alone.
+    """
     _check_identity(sample)
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
     _check_response(sample)
     if sample.demonstration and sample.rollout_log_probs.any():
         raise WireError("rollout_log_probs", "0 everywhere in a demonstration, whose log-probs are not known", "others")
+    if sample.teacher_log_probs is not None or sample.teacher_top_ids is not None or sample.teacher_top_log_probs is not None:
+        check_teacher(sample, vocab_size=vocab_size)
     check_covered(sample.spans, sample.response_length)
     check_sequences(sample)
     check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)
     check_reward(sample.reward)
     _check_seconds(sample.timings, sample.created_s)
+    if sample.routed_experts is not None:
+        check_routed_experts(sample.routed_experts, len(sample.tokens), routed)
 
 
 def check_partial(partial: Partial) -> None:
@@ -110,13 +118,39 @@ def _check_response(sample: Sample) -> None:
             raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
 
 
-def check_log_probs(log_probs: NDArray[np.float32]) -> None:
-    """Check log-probs of sampled tokens. Raises WireError."""
+def check_log_probs(log_probs: NDArray[np.float32], field: str = "rollout_log_probs") -> None:
+    """Check log-probs of tokens, those of ``field``. Raises WireError."""
     # NaN fails both comparisons
     if not len(log_probs) or (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB):
         return
     where = int(np.argmax(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK))))
-    raise WireError(f"rollout_log_probs[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
+    raise WireError(f"{field}[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
+
+
+def check_teacher(sample: Sample, *, vocab_size: int | None = None) -> None:
+    """Check the scores of a teacher in a sample. Raises WireError naming the field."""
+    response, log_probs = sample.response_length, sample.teacher_log_probs
+    if log_probs is None:
+        raise WireError("teacher_log_probs", "values with teacher_top_ids or teacher_top_log_probs", "none")
+    if len(log_probs) != response:
+        raise WireError("teacher_log_probs", f"response_length = {response} values", len(log_probs))
+    check_log_probs(log_probs, "teacher_log_probs")
+    outside = np.flatnonzero((sample.loss_mask == 0) & (log_probs != 0))
+    if len(outside):
+        raise WireError(f"teacher_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
+    ids, top = sample.teacher_top_ids, sample.teacher_top_log_probs
+    if (ids is None) != (top is None):
+        raise WireError("teacher_top_ids, teacher_top_log_probs", "both or none", "one of them")
+    if ids is None or top is None:
+        return
+    if len(ids) != len(top) or len(ids) != response * sample.teacher_top_k:
+        want = f"as many values, a multiple of response_length = {response}"
+        raise WireError("teacher_top_ids, teacher_top_log_probs", want, f"{len(ids)}, {len(top)}")
+    check_log_probs(top, "teacher_top_log_probs")
+    limit = _TOKEN_LIMIT if vocab_size is None else vocab_size
+    outside = np.flatnonzero((ids < 0) | (ids >= limit))
+    if len(outside):
+        raise WireError(f"teacher_top_ids[{outside[0]}]", f"0 <= id < {limit}", int(ids[outside[0]]))
 
 
 def check_covered(spans: Sequence[Span], length: int) -> None:

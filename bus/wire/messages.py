@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bus.wire.budget import Budget
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.json_object import JsonObject
+from bus.wire.routed_experts import RoutedExperts
 
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
@@ -164,6 +165,15 @@ class Sample:
     """Messages for viewers; the learner never reads them."""
     demonstration: bool = False
     """True: a recorded response whose log-probs are not known; all of them are 0, and only the cross-entropy trains it."""
+    teacher_log_probs: NDArray[np.float32] | None = None
+    """Log-probability (nats) of each token under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0. None = not scored."""
+    teacher_top_ids: NDArray[np.int32] | None = None
+    """Token ids of the K most probable next tokens under the teacher, [R x K] in one dimension; with ``teacher_log_probs`` only."""
+    teacher_top_log_probs: NDArray[np.float32] | None = None
+    """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
+    routed_experts: RoutedExperts | None = None
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``bus.wire.routed_experts``);
+    None = not known."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
@@ -178,6 +188,11 @@ class Sample:
     def sizes(self) -> tuple[SequenceSize, ...]:
         """Sizes of its sequences, at least one."""
         return self.sequences or (SequenceSize(len(self.tokens), self.response_length),)
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Number of tokens that its teacher listed at each position, K; 0 = none."""
+        return 0 if self.teacher_top_ids is None or not self.response_length else len(self.teacher_top_ids) // self.response_length
 
     @property
     def message_id(self) -> str:

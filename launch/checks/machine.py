@@ -12,11 +12,12 @@ from actors.errors import EngineFailed
 from actors.serving.sglang.releases import OLDEST, release_of, written
 from bus.client.address import parse
 from bus.config import OLDEST_SERVER
+from bus.wire.parts import MAX_SAMPLE_BYTES
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
-from launch.settings.run_config import RunConfig
+from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from launch.settings.wiring import ENGINES
 
 ANSWER_S = 0.5
@@ -100,11 +101,18 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
     """
     known = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
-    needed, severity = config.stream_bytes(longest), report.error if known else report.warning
+    routed = model.routed_bytes if model is not None else 0
+    needed, severity = config.stream_bytes(longest, routed), report.error if known else report.warning
     if config.bus.samples_max_bytes < needed:
         want = f">= {needed} for what lies between the kept checkpoints, the lag and the history, in samples of {longest} prompt tokens"
         cure = "raise it, or lower data.max_prompt_tokens, learner.checkpoint_every or bus.history_samples"
         severity("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
+    whole = (SAMPLE_BYTES_PER_TOKEN + routed) * (longest + config.sampling.max_new_tokens)
+    if routed and whole > MAX_SAMPLE_BYTES:
+        per_token = f"{routed} bytes of experts and {SAMPLE_BYTES_PER_TOKEN} more"
+        want = f"samples of at most {MAX_SAMPLE_BYTES} bytes, in which a token has {per_token}"
+        cure = "use learner.routing_replay: old, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+        severity("bus", report.at("learner.routing_replay"), want=want, got=f"{whole} bytes", cure=cure)
 
 
 def _reach(report: Report, where: str, url: str) -> None:

@@ -11,14 +11,16 @@ from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import FAMILIES as DECODED
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
+from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
 from launch.checks.tuning import check_tuning
 from launch.devices.memory_table import valued
 from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.sizes import EXPERTS_OF, FAMILIES, WITH_BIAS, refusals
+from learner.megatron.sizes import FAMILIES, WITH_BIAS, refusals
 from learner.megatron_arguments import refusals as argument_refusals
+from learner.parallelism import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
@@ -47,6 +49,8 @@ class CheckedModel:
     """Shapes of the weights by name."""
     critic: ModelShape | None = None
     """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks."""
+    routed_bytes: int = 0
+    """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
     num_trained: int | None = None
     """Parameters that the learner trains; None = all."""
 
@@ -89,6 +93,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         shape=shape,
         tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions),
+        routed_bytes=_routed_bytes(config, values),
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
     )
     if prepare is None:
@@ -104,6 +109,11 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
             f"{model.vocab_size} tokens, context {model.context}",
         )
     return model
+
+
+def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:
+    routed = RoutedShape.of(values) if config.learner.routing_replay == ROLLOUT else None
+    return 0 if routed is None else routed.bytes_per_token
 
 
 def prepared_values(prepare: PrepareConfig) -> dict[str, object]:

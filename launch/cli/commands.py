@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ROUTER_DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
+TEACHER_DRAIN_S = 30.0
+"""Seconds that a teacher has to finish its requests."""
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
@@ -310,6 +312,36 @@ def reward_server(args: argparse.Namespace) -> int:
             refused.append(error)
 
     code = process.run(body, drain_s=args.timeout + 5)
+    if refused:
+        raise refused[0]
+    return code
+
+
+def teacher(args: argparse.Namespace) -> int:
+    """Serve a fixed model until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use."""
+    if not (args.model / "config.json").is_file():
+        raise ValueError(f"MODEL_DIR: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
+    if not 0 <= args.port < 65536 or args.max_context < 0:
+        raise ValueError(f"want --port 0 to 65535 and --max-context >= 0, got {args.port}, {args.max_context}")
+    require("engine")
+    from actors.config import EngineConfig
+    from actors.errors import UnsupportedModel
+    from launch.run import process
+    from launch.run.teacher import run_teacher
+
+    names = ("host", "port", "insecure", "device", "dtype", "threads", "max_context")
+    config = EngineConfig(**{name: getattr(args, name) for name in names})
+    process.set_up_logging("teacher", args.model.name)
+    refused: list[ValueError] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        """Serve. An error of wrong use is recorded, for the caller to raise."""
+        try:
+            await run_teacher(args.model, config, draining, drain_s=TEACHER_DRAIN_S)
+        except (ValueError, UnsupportedModel) as error:
+            refused.append(ValueError(str(error)))
+
+    code = process.run(body, drain_s=TEACHER_DRAIN_S + 5)
     if refused:
         raise refused[0]
     return code

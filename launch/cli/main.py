@@ -53,7 +53,7 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_hosts, _add_dead, _add_onlookers, debug.add):
+    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_teacher, _add_hosts, _add_dead, _add_onlookers, debug.add):
         add(commands)
     return parser
 
@@ -194,6 +194,18 @@ def _add_reward_server(commands: "Commands") -> None:
     server.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for one call of the reward")
     server.add_argument("--workers", type=int, default=16, metavar="N", help="child processes of a plain reward")
     server.add_argument("--memory-mb", type=int, default=4096, metavar="MB", help="private memory of each; 0 = no limit")
+
+
+def _add_teacher(commands: "Commands") -> None:
+    teacher = commands.add_parser("teacher", help="serve a model that scores samples, for on-policy distillation; needs no bus")
+    teacher.add_argument("model", type=Path, metavar="MODEL_DIR", help="directory of the model, with the vocabulary of the trained one")
+    teacher.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    teacher.add_argument("--port", type=int, default=30000, help="0 = any free port")
+    teacher.add_argument("--insecure", action="store_true", help="answer other machines: they need no key, and may do anything with it")
+    teacher.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it computes")
+    teacher.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto = bfloat16 on CUDA, else float32")
+    teacher.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads")
+    teacher.add_argument("--max-context", type=int, default=0, metavar="N", help="tokens of a sequence; 0 = what the model allows")
 
 
 def _add_hosts(commands: "Commands") -> None:

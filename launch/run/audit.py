@@ -138,6 +138,8 @@ async def audit(
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
             reading.task(task)
+    async for _, dead in bus.dead.scan():
+        reading.dead.add(dead.task)
     await reading.samples(bus, progress)
     reading.close()
     return reading.accounting, reading.outcomes
@@ -159,6 +161,12 @@ class _Audit:
         self._dropped_task: dict[int, str] = {}
         self._planned: dict[int, Place] = {}
         """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
+        self.dead: set[int] = set()
+        """Tasks that actors gave up."""
+        self._sizes: dict[int, int] = {}
+        """Samples of a trained task in its plan."""
+        self._asked: dict[int, int] = {}
+        """Samples that a trained task asked for, by its samples that are still there."""
         self._found: dict[int, Place] = {}
         """Place of each trained sequence by the sample itself."""
         self._late: dict[int, Place] = {}
@@ -199,6 +207,7 @@ class _Audit:
                 self.accounting.add_problem(f"task {task} is in step {plan.step} and was settled before")
             self._step_of_task[task] = plan.step
         places = [(task, index) for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True) for index in range(size)]
+        self._sizes.update(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
             if seq in self._step_of_seq or seq in self._dropped_seq:
                 self._twice(f"sample {seq} is in step {plan.step} and was settled before")
@@ -257,6 +266,7 @@ class _Audit:
         if seq in self._step_of_seq:
             accounting.trained_here += 1
             self._found[seq] = (sample.task, sample.index)
+            self._asked[sample.task] = sample.group_size
             self._count_trained(seq, sample, self._plans[self._step_of_seq[seq]])
         elif seq in self._dropped_seq:
             accounting.dropped[self._dropped_seq[seq]] += 1
@@ -331,19 +341,28 @@ class _Audit:
                 continue
             if place in trained:
                 self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
-            elif place != self._planned[seq]:
+            elif not self._is_planned(place, self._planned[seq]):
                 self.accounting.add_problem(f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}")
             trained[place] = seq
             if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
                 self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")
         for seq, place in self._late.items():
-            if place in trained:
+            if place in trained or self._short(place[0]):
                 self.accounting.duplicates += 1
             else:
                 self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
         if self.accounting.trimmed and self._cursor is not None:
             counted = (Counter(self._cursor.invalid_by_field), Counter(self._cursor.invalid_by_actor))
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
+
+    def _short(self, task: int) -> bool:
+        """Return whether a dead task was trained with fewer samples than it asked for (``learner.min_group_size``)."""
+        size = self._sizes.get(task, 0)
+        return task in self.dead and size < self._asked.get(task, size)
+
+    def _is_planned(self, place: Place, planned: Place) -> bool:
+        """Return whether a sample may be the one that its plan lists there. A plan has no indexes: those of a short group have gaps."""
+        return place == planned or (place[0] == planned[0] and place[1] > planned[1] and self._short(place[0]))
 
     def _twice(self, text: str) -> None:
         self.accounting.trained_twice += 1

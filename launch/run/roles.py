@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from actors.serving.engine_process import HeldDevices
     from bus.wire.budget import Budget
     from bus.wire.messages import Capabilities, Sampling
+    from bus.wire.routed_experts import RoutedShape
     from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
     from learner.config import DataConfig
@@ -464,7 +465,9 @@ async def run_feeder(
         rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
     )
     if debug.trains_only:
-        await recorded_steps.run_recorded_feeder(places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model))
+        await recorded_steps.run_recorded_feeder(
+            places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model), routed=routed_of(model)
+        )
         return
     facts = {"identity": model_identity(model), "directory": str(await asyncio.to_thread(model.resolve))}
     # Without training there is one rank, whose batches are one part.
@@ -472,7 +475,7 @@ async def run_feeder(
     await feeder.run_feeder(
         places,
         open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
-        model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), **facts),
+        model=feeder.ModelFacts(vocab_size=vocab_size, routed=routed_of(model), max_context=max_context, eos_ids=eos_ids(model), **facts),
         learner=learner,
         staleness=config.staleness,
         sampling=sampling,
@@ -607,6 +610,15 @@ def model_shape(model: Path) -> tuple[int, int]:
         raise SettingsError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
+
+
+def routed_of(model: Path) -> "RoutedShape | None":
+    """Return the sizes of the model's routing, by its config.json; None for a dense model."""
+    import json
+
+    from bus.wire.routed_experts import RoutedShape
+
+    return RoutedShape.of(json.loads((model / "config.json").read_text()))
 
 
 def eos_ids(model: Path) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """``tidemill up``: a whole run on this machine, with a live view, and its accounting at the end.
 
-    prepare -> bus -> engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
+    prepare -> bus -> teachers, engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
             -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
 
 Consumes the end of the learner; waits for it, for a process that is given up, or for Ctrl-C, which drains in the order actors and
@@ -32,7 +32,7 @@ from bus.wire.messages import Done, VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
-from launch.run import audit_progress, desired, evaluated, process, roles, summary, view
+from launch.run import audit_progress, desired, evaluated, process, roles, summary, teacher, view
 from launch.run.audit import audit, read_cursor
 from launch.run.engine_devices import EngineDevices
 from launch.run.host import Host
@@ -169,7 +169,9 @@ class Up:
     """One start of a run on this machine."""
 
     def __init__(self, config: RunConfig, console: Console, *, resume: bool) -> None:
-        self._config, self._console, self._resume = config, console, resume
+        self._ports = contextlib.ExitStack()
+        """Ports of the teachers that it starts."""
+        self._config, self._console, self._resume = teacher.placed(config, self._ports), console, resume
         self._root = config.root
         self._supervisor = Supervisor(
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
@@ -207,6 +209,7 @@ class Up:
         finally:
             await self._drain()
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
+            self._ports.close()
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams would mix."""
@@ -266,6 +269,9 @@ class Up:
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
         self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
+            if not self._config.debug.trains_only:
+                for name, arguments in teacher.commands(self._config).items():
+                    self._supervisor.keep(name, arguments)
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()])
             self._host = Host(
                 bus,
@@ -341,7 +347,7 @@ class Up:
         if self._host is not None:
             await self._host.settled()
         await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
-        await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
+        await self._supervisor.end(self._supervisor.names("engine") + self._supervisor.names("teacher"), within_s=within_s)
 
     async def _audit(self, bus: Bus, seconds: float) -> None:
         assert self._watch is not None

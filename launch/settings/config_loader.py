@@ -159,12 +159,21 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     if given("learner.colocated") is True:
         follow("engine.colocated", True, "learner.colocated")
         follow("weights.overlap", False, "learner.colocated")
+    if given("learner.routing_replay") == "rollout":
+        for path in ("actor.routed_experts", "engine.routed_experts"):
+            if given(path) is False:
+                raise SettingsError(f"{settings[path].origin}: {path}: follows from learner.routing_replay: rollout; leave it out")
+            follow(path, True, "learner.routing_replay")
     rollouts = given("rollouts") or {}
     names = {path.split(".")[1] for path in settings if path.startswith("rollouts.")} | set(
         rollouts if isinstance(rollouts, Mapping) else ()
     )
     if names:
         follow("bus.rollouts", tuple(sorted(names)), "rollouts")
+    if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
+        follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
+        if given("learner.algorithm.distill_top_k"):
+            follow("actor.teacher_top_k", given("learner.algorithm.distill_top_k"), "learner.algorithm.distill_top_k")
     if _all_recorded(rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")):
         for path in ("up.engines", "up.actors"):
             follow(path, 0, "all samples are recorded responses")

@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
+from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
@@ -20,6 +21,7 @@ from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
+from learner.parallelism import ROLLOUT
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -158,11 +160,14 @@ class RunConfig:
         sources, recorded = self.data.used, self.recorded_rollouts
         return bool(sources) and not self.eval.every and all(one.rollout in recorded and not one.rollout_key for one in sources)
 
-    def stream_bytes(self, max_prompt_tokens: int) -> int:
-        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
+    def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
+        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible.
+
+        ``routed_bytes``: bytes of the experts of one token, where samples have them.
+        """
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
         tokens = max(tokens, *(one.budget.total_tokens for one in self.trained_rollouts.values()), 0)
-        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * tokens
+        per_sample = SAMPLE_BYTES + (SAMPLE_BYTES_PER_TOKEN + routed_bytes) * tokens
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
         history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
@@ -180,6 +185,9 @@ class RunConfig:
                 del parts["learner"][name]
         if not parts["learner"]["algorithm"]["sft_coef"]:
             del parts["learner"]["algorithm"]["sft_coef"]
+        for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
+            if parts["learner"]["algorithm"][name] == default:
+                del parts["learner"]["algorithm"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         for name in (
@@ -200,6 +208,8 @@ class RunConfig:
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
         if self.actor.reward_parts:  # so the digests of former runs stay
             parts["reward"] = self.actor.reward_parts
+        if self.actor.teachers:  # without their addresses, which are places
+            parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in parse_teachers(self.actor.teachers)]
         if self.actor.group_reward:
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
         if not self.staleness.over_sampling:
@@ -216,8 +226,10 @@ def _refuse_contradictions(config: RunConfig) -> None:
     if config.run and not RUN_NAME.fullmatch(config.run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
     _refuse_sharing(config)
+    _refuse_routing(config)
     _refuse_stale(config)
     _refuse_rewards(config)
+    _refuse_teachers(config)
     _refuse_columns(config)
     _refuse_rollouts(config)
     _refuse_debug(config)
@@ -245,6 +257,26 @@ def _refuse_sharing(config: RunConfig) -> None:
         )
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
         raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+
+
+def _refuse_routing(config: RunConfig) -> None:
+    """Raise ValueError for a replay of the engines' experts that samples cannot have, and for what follows from it."""
+    wanted = config.learner.routing_replay == ROLLOUT
+    for path, given in (("actor.routed_experts", config.actor.routed_experts), ("engine.routed_experts", config.engine.routed_experts)):
+        if given and not wanted:
+            raise ValueError(f"{path}: follows from learner.routing_replay: rollout; set that one")
+    if not wanted:
+        return
+    programs = sorted(config.data.rollouts(parse_rollouts(config.rollouts)) - config.recorded_rollouts)
+    if programs:
+        raise ValueError(
+            f"learner.routing_replay: want none or old with data.rollout: {programs[0]}, got rollout: the samples of programs do not have "
+            "the experts that engines have chosen"
+        )
+    if config.engine.sglang.arguments.get("enable_return_routed_experts") is False:
+        raise ValueError(
+            "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: rollout, got false; leave it out"
+        )
 
 
 def _refuse_stale(config: RunConfig) -> None:
@@ -352,6 +384,29 @@ def _refuse_recorded(config: RunConfig) -> None:
         raise ValueError(f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; set them, or 0")
 
 
+def _refuse_teachers(config: RunConfig) -> None:
+    """Raise ValueError for teachers whose scores nothing uses, and for a loss that needs scores which no teacher makes."""
+    algorithm, teachers = config.learner.algorithm, config.actor.teachers
+    if teachers and not algorithm.needs_teacher:
+        raise ValueError(
+            "actor.teachers: nothing uses their scores; want learner.algorithm.distill_coef > 0 with distill_teacher: engine, got "
+            f"distill_coef {algorithm.distill_coef:g}, distill_teacher {algorithm.distill_teacher}; set it, or remove the teachers"
+        )
+    if algorithm.needs_teacher and not teachers and not config.debug.trains_only:
+        raise ValueError(
+            "learner.algorithm.distill_teacher: engine wants actor.teachers: {NAME: {urls: [http://HOST:PORT]}}, got none; set them, or "
+            "distill_teacher: reference with kl.reference"
+        )
+    if algorithm.advantage == "none" and not algorithm.distill_coef:
+        raise ValueError(
+            "learner.algorithm.advantage: none learns nothing from rewards; want learner.algorithm.distill_coef > 0, or "
+            f"another advantage, got distill_coef {algorithm.distill_coef:g}"
+        )
+    if config.actor.teacher_top_k != (algorithm.distill_top_k if teachers else 0):
+        want = f"{algorithm.distill_top_k if teachers else 0}, as learner.algorithm.distill_top_k"
+        raise ValueError(f"actor.teacher_top_k: want {want}, got {config.actor.teacher_top_k}; leave it out")
+
+
 def _refuse_rewards(config: RunConfig) -> None:
     """Raise ValueError for rewards from which nothing is learnt, and for terms that would outweigh them."""
     algorithm = config.learner.algorithm
@@ -379,7 +434,7 @@ def _refuse_rewards(config: RunConfig) -> None:
         )
     if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
         raise ValueError(f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}")
-    if algorithm.distill_coef and not algorithm.kl.reference:
+    if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(
             f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
             f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"

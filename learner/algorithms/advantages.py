@@ -147,6 +147,14 @@ def reinforce(
     return _own(rewards_N, valid_N)
 
 
+def none(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """Return 0 for every sample: rewards are measured, and nothing is learnt from them (distillation alone)."""
+    _counted(valid_N, members)
+    return torch.zeros_like(rewards_N)
+
+
 def opo(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
@@ -248,6 +256,7 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "maxrl": Estimator(maxrl),
     "pass_at_k": Estimator(pass_at_k),
     "gdpo": Estimator(grpo, whiten=True),
+    "none": Estimator(none),
 }
 """Estimators by the name in ``AlgorithmConfig.advantage``; ``gdpo`` of a reward without parts, which is then the only part.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k", "gdpo")
 """Estimators that compare the samples of a group; in a group of one the advantage is 0."""
-ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp")
+ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
 BY_CRITIC = ("gae", "vtrace")
 """Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
 CREDITS = ("episode", "turn")
@@ -233,7 +233,16 @@ class AlgorithmConfig:
     """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0 = none
     (docs/sft.md)."""
     distill_coef: float = 0.0
-    """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
+    """On-policy distillation: adds coef (log pi_teacher - log pi) to each token's advantage, or coef times a KL of the teacher's top-k
+    tokens to the loss (``distill_loss``)."""
+    distill_teacher: str = "reference"
+    """The teacher: reference (``kl.reference``, a model of the trained one's architecture) | engine (the scores in the samples, from one
+    of ``actor.teachers``); derived: engine where there are ``actor.teachers``."""
+    distill_loss: str = "token"
+    """token (the sampled token alone, as an advantage) | forward_kl, reverse_kl (of the teacher's ``distill_top_k`` tokens and the rest,
+    as a loss; teacher: engine)."""
+    distill_top_k: int = 0
+    """Tokens that the teacher lists at each position, for forward_kl and reverse_kl."""
 
     loss: str | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro |
@@ -349,7 +358,12 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         """True if log-probs under the reference model are needed."""
-        return bool(self.kl.coef or self.kl.reward_coef or self.distill_coef)
+        return bool(self.kl.coef or self.kl.reward_coef or (self.distill_coef and self.distill_teacher == "reference"))
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if the samples need the scores of a teacher."""
+        return bool(self.distill_coef) and self.distill_teacher == "engine"
 
     @property
     def coupled(self) -> bool:
@@ -364,6 +378,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "weight": ("none", "token", "sequence", "geometric", "prefix"),
     "weight_action": ("clip", "truncate", "mask"),
     "m2_tokens": ("all", "harmful"),
+    "distill_teacher": ("reference", "engine"),
+    "distill_loss": ("token", "forward_kl", "reverse_kl"),
     "aggregation": AGGREGATIONS,
 }
 _BY_PATH = ("weight", "aggregation")
@@ -395,6 +411,8 @@ _OF_ADVANTAGE: Mapping[str, tuple[str, ...]] = {
     "vtrace_c": ("vtrace",),
 }
 """Settings that only some of the built-in estimators use."""
+MOST_LISTED = 1024
+"""Most tokens that a teacher may list at each position."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
 
@@ -518,9 +536,17 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
         )
+    if config.distill_loss != "token" and not config.needs_teacher:
+        raise ValueError(
+            f"distill_loss: {config.distill_loss} compares with tokens that an engine lists; want distill_coef > 0 and distill_teacher: "
+            f"engine (actor.teachers), or distill_loss: token, got distill_coef {config.distill_coef!r}, {config.distill_teacher}"
+        )
+    if (config.distill_loss == "token") != (config.distill_top_k == 0) or not 0 <= config.distill_top_k <= MOST_LISTED:
+        want = "0 with distill_loss: token" if config.distill_loss == "token" else f"1 to {MOST_LISTED} with {config.distill_loss}"
+        raise ValueError(f"distill_top_k: want {want}, got {config.distill_top_k!r}")
     for name in ("reference", "reference_every", "reference_ema"):
         if getattr(config.kl, name) and not config.needs_reference:
-            want = "kl.coef, kl.reward_coef or distill_coef > 0 as well, or no reference"
+            want = "kl.coef, kl.reward_coef or distill_coef (with distill_teacher: reference) > 0 as well, or no reference"
             raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
     if config.loss != "sft":
         return

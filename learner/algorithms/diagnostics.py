@@ -380,6 +380,10 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
         metrics |= {f"offpolicy/{name}": value for name, value in mean.items() if name.startswith("rejected/")}
     if "kl_reference" in total:
         metrics["train/kl_reference"] = mean["kl_reference"]
+    if "teacher_kl" in total:
+        metrics["train/teacher_kl"] = mean["teacher_kl"]
+    if "teacher_top_kl" in total:
+        metrics["train/teacher_top_kl"] = mean["teacher_top_kl"]
     return metrics
 
 

@@ -23,6 +23,7 @@ from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass
 from learner.algorithms.aggregation import Denominators, Reducer, aggregate
 from learner.algorithms.config import ANCHORED, BY_COVARIANCE, AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
+from learner.algorithms.distillation import top_k_divergence
 from learner.algorithms.importance_weights import WeightFunction, Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
@@ -66,6 +67,10 @@ class Tokens:
     """Log-probs of the proximal policy; None = the proximal policy is the trained one, detached."""
     reference_T: Tensor | None = None
     """Log-probs of the reference; None = the config uses no reference."""
+    teacher_T: Tensor | None = None
+    """Log-probs of the targets under the teacher that scored the samples; None = the samples have no scores."""
+    teacher_top_TK: Tensor | None = None
+    """Log-probs of the tokens that the teacher listed at each position, [T, K]; None = it listed none."""
     sequence_T: Tensor | None = None
     """Index of the token's sequence in the step, 0..M-1; -1 in padding; None = every sample is one sequence."""
     num_sequences: int = 0
@@ -230,10 +235,10 @@ class Objective:
         The student is the policy of this moment: with log-probs from before the step, the gradient would be that of
         KL(pi || teacher) - KL(pi || pi_old), which pushes the policy away from where the step began.
         """
-        if not self.config.distill_coef:
+        if not self.config.distill_coef or self.config.distill_loss != "token":
             return tokens
-        assert tokens.reference_T is not None
-        distilled_T = distillation_advantages(log_probs_T, tokens.reference_T, tokens.mask_T)
+        teacher_T = _teacher(tokens) if self.config.needs_teacher else _reference(tokens)
+        distilled_T = distillation_advantages(log_probs_T, teacher_T, tokens.mask_T)
         return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill_coef * distilled_T)
 
     def advantages(
@@ -414,10 +419,12 @@ class Objective:
         coupled: Coupled,
         *,
         kl_scale: float = 1.0,
+        listed_TK: Tensor | None = None,
     ) -> tuple[Tensor, TokenLoss, Tensor | None]:
         """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or None).
 
-        The scalar is ``loss + kl.coef KL - entropy_coef H``, each aggregated in the same way: this row's part of the update's number.
+        The scalar is ``loss + kl.coef KL - entropy_coef H``, and ``+ distill_coef KL`` of the tokens that a teacher listed (``listed_TK``:
+        their log-probs under the trained policy), each aggregated in the same way: this row's part of the update's number.
         """
         config = self.config
         loss = self.token_loss(log_probs_T, tokens, coupled)
@@ -435,9 +442,21 @@ class Objective:
             else:
                 penalty_T = kl_T(log_probs_T, tokens.reference_T, tokens.mask_T, estimator=config.kl.estimator)
             total = total + kl_scale * config.kl.coef * aggregate(penalty_T, *place, mode=mode)
+        if self.by_listed:
+            total = total + config.distill_coef * aggregate(self.listed_divergence(tokens, listed_TK), *place, mode=mode)
         if config.entropy_coef:
             total = total - config.entropy_coef * aggregate(entropy_T, *place, mode=mode)
         return total, loss, divergence_T
+
+    @property
+    def by_listed(self) -> bool:
+        """True if the loss has a divergence over the tokens that the teacher listed."""
+        return self.config.needs_teacher and self.config.distill_loss != "token"
+
+    def listed_divergence(self, tokens: Tokens, listed_TK: Tensor | None) -> Tensor:
+        """Return the divergence from the teacher over its listed tokens, [T]."""
+        assert listed_TK is not None and tokens.teacher_top_TK is not None, "a divergence over listed tokens needs them"
+        return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill_loss)
 
 
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
@@ -458,6 +477,11 @@ def _old(tokens: Tokens) -> Tensor:
 def _reference(tokens: Tokens) -> Tensor:
     assert tokens.reference_T is not None, "a divergence needs reference_T"
     return tokens.reference_T
+
+
+def _teacher(tokens: Tokens) -> Tensor:
+    assert tokens.teacher_T is not None, "distillation from an engine needs teacher_T"
+    return tokens.teacher_T
 
 
 def _old_entropy(tokens: Tokens) -> Tensor:

@@ -2,11 +2,12 @@
 
 Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
 Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples (episodes) of the step on all
-ranks, M = their token sequences, C = their turns. L = tokens of one sample, R = tokens of its response. Knows numpy, no torch, no bus.
+ranks, M = their token sequences, C = their turns, K = tokens that a teacher listed at each position. L = tokens of one sample, R =
+tokens of its response. Knows numpy, no torch, no bus.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Plan, Sample, Status
+from bus.wire.routed_experts import RoutedShape, unknown_rows
 from learner.errors import FeedError
 
 Array = NDArray[Any]
@@ -46,6 +48,15 @@ class MicroBatch:
     """Log-prob (nats) of the target under the distribution it was sampled from; 0 where not trainable."""
     lag_T: NDArray[np.int32]
     """Step of the weights being trained less step of the version that made the target; -1 where not trainable."""
+    teacher_log_probs_T: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Log-prob (nats) of the target under the sample's teacher; 0 where not trainable. Empty = the step's samples have no teacher."""
+    teacher_top_ids_TK: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Token ids that the teacher listed as the next token, [T x K] in one dimension; empty = it listed none (K = 0)."""
+    teacher_top_log_probs_TK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Their log-probs (nats) under the teacher, [T x K] in one dimension."""
+    experts: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
+    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not known. Empty where a
+    step replays none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,10 +101,16 @@ class StepBatch:
     """Reward of each turn's own; 0 = none."""
     turn_tokens_C: NDArray[np.int32]
     """Trainable tokens of each turn, after the gate."""
+    teacher_top_k: int = 0
+    """K."""
     part_names: tuple[str, ...] = ()
     """Names of the parts that the rewards of the step have, K in all; empty if every reward is one number."""
     parts_NK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Parts of the rewards, [N x K] in one dimension, sample by sample; NaN = the sample has no such part."""
+    routing: tuple[int, int] = (0, 0)
+    """Layers with experts and experts of a token in ``experts`` of the rows; (0, 0) = none are replayed."""
+    routing_known: float = 0.0
+    """Share of the tokens before a target, on all ranks, whose experts are known."""
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
@@ -120,6 +137,7 @@ _ROWS = (
     *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
 )
 _TOKENS = tuple(one.name for one in fields(MicroBatch))
+_OF_TEACHER = ("teacher_log_probs_T", "teacher_top_ids_TK", "teacher_top_log_probs_TK")
 _DTYPES: Mapping[str, str] = {
     "tokens_T": "<i8",
     "targets_T": "<i8",
@@ -131,6 +149,10 @@ _DTYPES: Mapping[str, str] = {
     "loss_mask_T": "|b1",
     "rollout_log_probs_T": "<f4",
     "lag_T": "<i4",
+    "teacher_log_probs_T": "<f4",
+    "teacher_top_ids_TK": "<i4",
+    "teacher_top_log_probs_TK": "<f4",
+    "experts": "<i2",
     "rewards_N": "<f4",
     "groups_N": "<i8",
     "response_lengths_N": "<i4",
@@ -156,12 +178,14 @@ def build_batches(
     pad_to: int = 1,
     eos_ids: frozenset[int] = frozenset(),
     token_limits: Mapping[int, int] | None = None,
+    routed: RoutedShape | None = None,
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal parts).
     ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that an episode of a
-    task may have, by task; a task that is not in it has ``max_new_tokens``.
+    task may have, by task; a task that is not in it has ``max_new_tokens``. ``routed``: sizes of the model's routing, if the experts in the
+    samples are replayed; else None.
     """
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
     temperatures = {sample.sampling.temperature for sample in samples}
@@ -169,6 +193,8 @@ def build_batches(
     _check_rows(plan, samples)
     turns = [_turns(sample) for sample in samples]
     aligned = _aligned(plan, samples, turns)
+    if routed is not None:
+        aligned = with_experts(aligned, samples, routed)
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     rows = _rows(plan, samples, rewards_N, eos_ids)
@@ -187,7 +213,10 @@ def build_batches(
             temperature=samples[0].sampling.temperature,
             max_new_tokens=max(limits.get(sample.task, sample.sampling.max_new_tokens) for sample in samples),
             num_sequences=len(aligned),
+            teacher_top_k=max(_teacher_top_k(samples), 0),
             part_names=part_names,
+            routing=(0, 0) if routed is None else (len(routed.layers), routed.top_k),
+            routing_known=0.0 if routed is None else known_share(aligned, len(routed.layers) * routed.top_k),
             state=state,
             **rows,
         )
@@ -266,7 +295,7 @@ def _turns(sample: Sample) -> _SampleTurns:
 def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns]) -> list[MicroBatch]:
     """Return every sequence of every sample as a row of its own, [M]."""
     rows: list[MicroBatch] = []
-    first_turn = 0
+    first_turn, top_k = 0, _teacher_top_k(samples)
     left_out = set[int]() if plan.masked is None else set(np.flatnonzero(np.isin(plan.seqs, plan.masked)).tolist())
     for number, (sample, its) in enumerate(zip(samples, turns, strict=True)):
         lags_R = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
@@ -278,10 +307,57 @@ def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns
             region = slice(right, right + size.response_length)
             tokens = sample.tokens[left : left + size.num_tokens]
             log_probs = sample.rollout_log_probs[region]
-            rows.append(_align(tokens, lags_R[region], turn_R[region], log_probs, place=(number, len(rows))))
+            row = _align(tokens, lags_R[region], turn_R[region], log_probs, place=(number, len(rows)))
+            rows.append(row if top_k < 0 else replace(row, **_taught(sample, region, row.loss_mask_T, top_k)))
             left, right = left + size.num_tokens, right + size.response_length
         first_turn += len(its.rewards_C)
     return rows
+
+
+def _teacher_top_k(samples: Sequence[Sample]) -> int:
+    """Return K if a teacher has scored every sample of a policy, listing K tokens at each position; -1 = not every one was scored so."""
+    scored = [sample for sample in samples if not sample.demonstration]
+    if not scored or any(sample.teacher_log_probs is None for sample in scored):
+        return -1
+    found = {sample.teacher_top_k for sample in scored if sample.response_length}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _taught(sample: Sample, region: slice, mask_T: NDArray[np.bool_], top_k: int) -> dict[str, Array]:
+    """Return the teacher's scores of a sequence, target-aligned; 0 where its targets are not trainable. ``region``: its response in R."""
+    start, length = len(mask_T) - (region.stop - region.start) - 1, len(mask_T)
+    taught_T, ids_TK = np.zeros(length, np.float32), np.zeros((length, top_k), np.int32)
+    log_probs_TK = np.zeros((length, top_k), np.float32)
+    if sample.teacher_log_probs is not None:  # a demonstration has none
+        taught_T[start:-1] = sample.teacher_log_probs[region]
+    if top_k and sample.teacher_top_ids is not None and sample.teacher_top_log_probs is not None:
+        ids_TK[start:-1] = sample.teacher_top_ids.reshape(-1, top_k)[region]
+        log_probs_TK[start:-1] = sample.teacher_top_log_probs.reshape(-1, top_k)[region]
+    return {
+        "teacher_log_probs_T": np.where(mask_T, taught_T, np.float32(0)),
+        "teacher_top_ids_TK": np.where(mask_T[:, None], ids_TK, 0).astype(np.int32).ravel(),
+        "teacher_top_log_probs_TK": np.where(mask_T[:, None], log_probs_TK, np.float32(0)).ravel(),
+    }
+
+
+def with_experts(aligned: Sequence[MicroBatch], samples: Sequence[Sample], routed: RoutedShape) -> list[MicroBatch]:
+    """Return the sequences of the samples with the experts of their tokens; -1 where a sample does not have them."""
+    parts: list[NDArray[np.int16]] = []
+    for sample in samples:
+        indices = np.full((len(sample.tokens), len(routed.layers), routed.top_k), -1, np.int16)
+        given = sample.routed_experts
+        # Samples of recorded plans are not checked again: with other sizes they were recorded for another setting.
+        if given is not None and given.shape == indices.shape:
+            known_L = ~unknown_rows(given)
+            indices[known_L] = given[known_L]
+        parts += np.split(indices, np.cumsum([size.num_tokens for size in sample.sizes])[:-1])
+    return [replace(row, experts=part.reshape(-1)) for row, part in zip(aligned, parts, strict=True)]
+
+
+def known_share(aligned: Sequence[MicroBatch], per_token: int) -> float:
+    """Return the share of the tokens before a target whose experts are known; 0 without such tokens."""
+    known = sum(int((row.experts[: (len(row.tokens_T) - 1) * per_token : per_token] >= 0).sum()) for row in aligned)
+    return known / max(1, sum(len(row.tokens_T) - 1 for row in aligned))
 
 
 def _align(
@@ -331,7 +407,8 @@ def _trained(plan: Plan, samples: Sequence[Sample], aligned: Sequence[MicroBatch
     }
 
 
-def _padding(length: int) -> MicroBatch:
+def _padding(length: int, top_k: int, experts: int) -> MicroBatch:
+    sizes = {"teacher_log_probs_T": length * (top_k >= 0)} | dict.fromkeys(_OF_TEACHER[1:], length * max(top_k, 0))
     return MicroBatch(
         tokens_T=np.zeros(length, np.int64),
         targets_T=np.zeros(length, np.int64),
@@ -343,6 +420,8 @@ def _padding(length: int) -> MicroBatch:
         loss_mask_T=np.zeros(length, np.bool_),
         rollout_log_probs_T=np.zeros(length, np.float32),
         lag_T=np.full(length, -1, np.int32),
+        experts=np.full(length * experts, -1, np.int16),
+        **{name: np.zeros(size, np.dtype(_DTYPES[name])) for name, size in sizes.items()},
     )
 
 
@@ -350,14 +429,17 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
     bins: list[list[MicroBatch]] = [[] for _ in range(plan.num_micro_batches)]
     for row in np.flatnonzero(plan.ranks == rank):
         bins[int(plan.micro_batches[row])].append(aligned[int(row)])
-    return tuple(_concatenate(parts, pad_to) for parts in bins)
+    top_k = len(aligned[0].teacher_top_ids_TK) // len(aligned[0].tokens_T) if len(aligned[0].teacher_log_probs_T) else -1
+    experts = len(aligned[0].experts) // len(aligned[0].tokens_T)
+    return tuple(_concatenate(parts, pad_to, top_k, experts) for parts in bins)
 
 
-def _concatenate(parts: Sequence[MicroBatch], pad_to: int) -> MicroBatch:
+def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
+    """Return sequences as one row. ``top_k``: that of the teacher, -1 = there is none; ``experts``: how many a token has, 0 = none."""
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to
-    padded = [*parts, _padding(missing)] if missing else list(parts)
+    padded = [*parts, _padding(missing, top_k, experts)] if missing else list(parts)
     arrays = {name: np.concatenate([getattr(part, name) for part in padded]) for name in _TOKENS if name != "cu_seqlens"}
     lengths = [len(part.tokens_T) for part in padded]
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
@@ -375,7 +457,10 @@ def encode(batch: StepBatch) -> list[Frame]:
         "temperature": batch.temperature,
         "max_new_tokens": batch.max_new_tokens,
         "num_sequences": batch.num_sequences,
+        "teacher_top_k": batch.teacher_top_k,
         "part_names": batch.part_names,
+        "routing": batch.routing,
+        "routing_known": batch.routing_known,
         "num_micro_batches": len(batch.micro_batches),
     }
     frames: list[Frame] = [msgpack.packb(header), batch.state]
@@ -396,6 +481,7 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
     rows = {name: _array(name, rest.pop(0)) for name in _ROWS}
     if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
         raise FeedError(f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"]))
+    layers, top_k = header["routing"]
     groups = [rest[at : at + len(_TOKENS)] for at in range(0, len(rest), len(_TOKENS))]
     return StepBatch(
         step=header["step"],
@@ -406,8 +492,11 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         temperature=header["temperature"],
         max_new_tokens=header["max_new_tokens"],
         num_sequences=header["num_sequences"],
+        teacher_top_k=header["teacher_top_k"],
         part_names=tuple(header["part_names"]),
-        micro_batches=tuple(_micro_batch(header["step"], group) for group in groups),
+        routing=(layers, top_k),
+        routing_known=header["routing_known"],
+        micro_batches=tuple(_micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups),
         state=state,
         **rows,
     )
@@ -426,9 +515,15 @@ def _array(name: str, frame: Any) -> Array:
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 
-def _micro_batch(step: int, frames: Sequence[Frame]) -> MicroBatch:
+def _micro_batch(step: int, frames: Sequence[Frame], top_k: int, experts: int) -> MicroBatch:
     micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(_TOKENS, frames, strict=True)})
-    lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name != "cu_seqlens"}
+    lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name not in ("cu_seqlens", "experts", *_OF_TEACHER)}
+    taught = len(micro_batch.teacher_log_probs_T)
+    wanted = (taught, taught * top_k, taught * top_k)
+    if taught not in (0, lengths["tokens_T"]) or wanted != tuple(len(getattr(micro_batch, name)) for name in _OF_TEACHER):
+        raise FeedError(f"batch {step}", f"scores of a teacher for {lengths['tokens_T']} tokens, {top_k} listed at each", wanted)
+    if len(micro_batch.experts) != lengths["tokens_T"] * experts:
+        raise FeedError(f"batch {step}", f"{experts} experts of each of {lengths['tokens_T']} tokens", len(micro_batch.experts))
     if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:
         raise FeedError(f"batch {step}", f"arrays of {micro_batch.cu_seqlens[-1]} tokens", lengths)
     return micro_batch

@@ -7,6 +7,7 @@ reads the same records and samples and calls the same ``apply``, so live and rep
 Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -179,6 +180,8 @@ class DataSource:
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
         if sample.demonstration and not self.rules.demonstrations:
             return self._invalid(seq, "demonstration", actor)
+        if self.rules.teacher and not sample.demonstration and not self._taught(sample):
+            return self._invalid(seq, "teacher_log_probs", actor)
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
         # every reading of the stream (docs/decisions/016).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
@@ -190,6 +193,11 @@ class DataSource:
         self._early.setdefault(sample.task, []).append((seq, sample, actor))
         return Arrival(Disposition.BUFFERED)
 
+    def _taught(self, sample: Sample) -> bool:
+        """Return whether a sample has the scores of a teacher that the loss needs; one without tokens needs none listed."""
+        listed = sample.teacher_top_k == self.rules.teacher_top_k or not self.rules.teacher_top_k or not sample.response_length
+        return sample.teacher_log_probs is not None and listed
+
     def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
         group = self._groups.get(sample.task)
         if group is None:
@@ -200,7 +208,7 @@ class DataSource:
             return self._duplicate(seq)
         group.add(BufferedSample.of(seq, sample))
         group.touched_s = now
-        self.changes += group.full
+        self.changes += group.full or bool(group.abandoned)
         return Arrival(Disposition.BUFFERED)
 
     def _add_eval(self, seq: int, sample: Sample) -> Arrival:
@@ -270,14 +278,17 @@ class DataSource:
         """Return the complete groups that wait for ``judged``, each with the sequences of its samples, by index."""
         if not self.rules.filters:
             return []
-        groups = [group for group in self._groups.values() if group.full and not group.abandoned and group.verdict is None]
+        groups = [group for group in self._groups.values() if self._complete(group) and group.verdict is None]
         groups = [group for group in groups if not group.demonstrations]
         return [(group.task, group.seqs) for group in groups]
 
-    def judged(self, id: int, verdict: Verdict) -> None:
-        """Register what the filters decided about a complete group; without effect for one that is settled meanwhile."""
+    def judged(self, id: int, verdict: Verdict, seqs: Sequence[int] | None = None) -> None:
+        """Register what the filters decided about a complete group of these samples, as ``unjudged`` returned them; None = those it has.
+
+        Without effect for one that is settled or has another sample meanwhile.
+        """
         group = self._groups.get(id)
-        if group is not None and group.full:
+        if group is not None and self._complete(group) and (seqs is None or group.seqs == list(seqs)):
             group.judge(verdict)
             self.changes += 1
 
@@ -318,7 +329,9 @@ class DataSource:
         """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None without any."""
         by_reason: dict[str, list[Group]] = {}
         for group in self._groups.values():
-            reason = group.abandoned or (drop_reason(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
+            reason = "" if self._complete(group) else group.abandoned
+            if self._ready(group):
+                reason = drop_reason(group, self._steps, self.rules, self.step + 1)
             if reason:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
@@ -379,13 +392,19 @@ class DataSource:
 
     def _ready(self, group: Group) -> bool:
         judged = group.verdict is not None or not self.rules.filters
-        return group.full and not group.abandoned and (judged or group.demonstrations)
+        return self._complete(group) and (judged or group.demonstrations)
+
+    def _complete(self, group: Group) -> bool:
+        """Return whether a group has the samples with which it is trained: all, or enough of those of a dead task."""
+        if group.abandoned == "dead":
+            return 0 < self.rules.min_group_size <= len(group.samples)
+        return group.full and not group.abandoned
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         parts = [f"{missing} more group{'s' * (missing > 1)} for step {self.step + 1}, for {now - self._waiting_since:.0f} s"]
-        flying = [group.task.id for group in self._groups.values() if not group.full]
-        touched = [group.touched_s for group in self._groups.values() if not group.full]
+        flying = [group.task.id for group in self._groups.values() if not (group.full or self._complete(group))]
+        touched = [group.touched_s for group in self._groups.values() if not (group.full or self._complete(group))]
         parts.append(
             f"{len(flying)} in flight, oldest task {min(flying)}, silent for {now - min(touched):.0f} s" if flying else "none in flight"
         )
@@ -433,7 +452,10 @@ class DataSource:
         if (chain := chain_of(self.chain, plan)) != plan.chain:
             raise ReplayMismatch(_label(plan), f"chain {plan.chain}", chain)
         masked = frozenset[int]() if plan.masked is None else frozenset(plan.masked.tolist())
+        named = set(plan.seqs.tolist())
         for group in self._open(plan):
+            for late in group.keep(named):  # read after the plan was made, of a dead task that is trained without it
+                self._duplicate(late.seq)
             group.mask(masked.intersection(group.seqs))
             self._count_tokens(plan, group)
         self._close(self._open(plan), plan.seqs.tolist(), "trained")
@@ -479,7 +501,8 @@ class DataSource:
         """Return the groups whose scores a record settles, trained or filtered, with these. Call it before ``apply``."""
         if not isinstance(record, Plan) and not (isinstance(record, Settle) and is_filtered(record.reason)):
             return []
-        return [(group.task, [sample.score for sample in group.rows]) for group in self._open(record)]
+        named = set(record.seqs.tolist())
+        return [(group.task, [sample.score for sample in group.rows if sample.seq in named]) for group in self._open(record)]
 
     def token_limits(self, plan: Plan) -> dict[int, int]:
         """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before ``apply``."""

@@ -1,6 +1,6 @@
 """Open tasks with their buffered samples: the metadata that the DataSource decides on, without tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,7 +65,7 @@ class Group:
     samples: dict[int, BufferedSample] = field(default_factory=dict)
     """Samples by index."""
     abandoned: str = ""
-    """Reason to settle the task without training it; empty = none."""
+    """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty = none."""
     verdict: Verdict | None = None
     """None = not judged, and without filters always."""
     masked: frozenset[int] = frozenset()
@@ -75,8 +75,18 @@ class Group:
 
     def add(self, sample: BufferedSample) -> None:
         """Add a sample of this task."""
-        # ``_by_step`` needs no reset: it is computed for a full group, to which no sample is added.
-        self.samples[sample.index], self._versions = sample, None
+        # To a group of a dead task that is trained with fewer samples one may still come: it is judged anew.
+        self.samples[sample.index], self._versions, self.verdict = sample, None, None
+        self.mask(frozenset())
+
+    def keep(self, seqs: Collection[int]) -> list[BufferedSample]:
+        """Leave out the samples that are not in ``seqs``, and return them."""
+        others = [sample for sample in self.samples.values() if sample.seq not in seqs]
+        for sample in others:
+            del self.samples[sample.index]
+        if others:
+            self._versions = self._by_step = None
+        return others
 
     def judge(self, verdict: Verdict) -> None:
         """Register what the filters decided."""
@@ -127,7 +137,7 @@ class Group:
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
         """Return trainable tokens (> 0) by the step of the weights that made them, without masked samples.
 
-        Call it for a full group only: it is cached.
+        It is cached until a sample is added or masked.
         """
         if self._by_step is not None:
             return self._by_step

@@ -27,7 +27,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
-_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations"})
+_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"})
 """Rules that came after the first release."""
 
 
@@ -39,6 +39,8 @@ class DataRules:
     steps: int
     num_epochs: int = 0
     groups_per_step: int
+    min_group_size: int = 0
+    """Samples with which the group of a dead task is trained; 0 = all."""
     max_lag: int = 0
     gate: str = "mask"
     max_reissues: int = 3
@@ -63,6 +65,10 @@ class DataRules:
     prompts_digest: str = ""
     demonstrations: bool = False
     """Whether the loss can train demonstrations; else they are invalid."""
+    teacher: bool = False
+    """Whether samples need the scores of a teacher; those without are invalid, except for demonstrations."""
+    teacher_top_k: int = 0
+    """Number of tokens that the teacher must have listed at each position, with ``teacher``."""
     model: str = ""
     """Description of model and tokenizer with their digests; empty = not known."""
 

@@ -84,7 +84,7 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
     samples = [sample for group in chosen for sample in group.rows]
     lengths = [length for sample in samples for length in sample.lengths]
     rows = np.array([len(sample.lengths) for sample in samples], np.int32)
-    sizes = [group.task.group_size for group in chosen]
+    sizes = [len(group.samples) for group in chosen]  # those of a dead task may be fewer than the task asked for
     packed = assign(
         lengths,
         data_parallel=rules.data_parallel,

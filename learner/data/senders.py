@@ -112,6 +112,9 @@ def invalid_words(received: Received, reason: str) -> str:
         why = str(sample)
     elif reason == "version":
         why = f"spans: want versions that existed when it was stored, got {sorted({span.version for span in sample.spans})}"
+    elif reason == "teacher_log_probs":
+        listed = "no scores" if sample.teacher_log_probs is None else f"scores with {sample.teacher_top_k} tokens listed at each position"
+        why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {listed}"
     else:
         why = f"{reason}: want what task {sample.task} has"
     return f"sequence {received.seq}: {why}"[:MAX_WORDS]

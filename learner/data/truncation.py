@@ -1,8 +1,10 @@
 """Overlong filtering: a step's batch in which truncated samples are not trained."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from learner.data.batch import MicroBatch, StepBatch
 
@@ -26,5 +28,17 @@ def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
         loss_mask_T=kept_T,
         rollout_log_probs_T=np.where(kept_T, row.rollout_log_probs_T, np.float32(0)),
         lag_T=np.where(kept_T, row.lag_T, -1).astype(row.lag_T.dtype),
+        **_taught(row, kept_T, batch.teacher_top_k),
         turn_T=np.where(kept_T, row.turn_T, -1).astype(row.turn_T.dtype),
     )
+
+
+def _taught(row: MicroBatch, kept_T: NDArray[np.bool_], top_k: int) -> dict[str, NDArray[Any]]:
+    """Return the teacher's scores of a row where its tokens are kept, 0 elsewhere; nothing for a row without scores."""
+    if not len(row.teacher_log_probs_T):
+        return {}
+    listed = {name: getattr(row, name).reshape(-1, top_k) for name in ("teacher_top_ids_TK", "teacher_top_log_probs_TK") if top_k}
+    return {
+        "teacher_log_probs_T": np.where(kept_T, row.teacher_log_probs_T, np.float32(0)),
+        **{name: np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel() for name, value_TK in listed.items()},
+    }

@@ -80,7 +80,8 @@ class Collector:
             anchor_T = seen.rollout_T
         ratio_T = (log_probs_T.detach() - anchor_T.detach()).exp()
         values["policy_importance_ratio"] = torch.where(seen.mask_T, ratio_T, 1.0)
-        optional = {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T, "values": seen.values_T, "returns": seen.returns_T}
+        optional = {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T, "teacher_log_probs": seen.teacher_T}
+        optional |= {"values": seen.values_T, "returns": seen.returns_T}
         if loss.weights is not None:
             optional["tis_importance_weights"] = loss.weights.weight_T
         values |= {name: value_T for name, value_T in optional.items() if value_T is not None}

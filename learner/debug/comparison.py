@@ -16,7 +16,17 @@ MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 VALUE_TOLERANCE = 1e-6
 """Largest difference between two values by token that count as equal."""
 IN_ORDER = (
-    *("unconcat_tokens", "response_lengths", "loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"),
+    *(
+        "unconcat_tokens",
+        "response_lengths",
+        "loss_masks",
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "teacher_log_probs",
+        "values",
+        "returns",
+    ),
     *("advantages", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
 )
 """Fields of a train dump, each after those that it is made of."""

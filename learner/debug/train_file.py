@@ -25,7 +25,7 @@ METADATA, TRAIN, RECORD, MODULES = "tidemill", "train", "record", "modules"
 BY_TOTAL = ("unconcat_tokens",)
 """Fields with a value for each token of a sequence."""
 BY_RESPONSE = (
-    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "returns", "values"),
+    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns", "values"),
     *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "log_probs", "entropy"),
 )
 """Fields with a value for each token of a response."""

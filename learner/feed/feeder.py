@@ -8,6 +8,7 @@ from pathlib import Path
 from bus.client.retries import cancellable
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
+from bus.wire.routed_experts import RoutedShape
 from learner.config import LearnerConfig, StalenessConfig
 from learner.data.curriculum import CurriculumRules
 from learner.data.filter_settings import FilterConfig, identity_of
@@ -20,6 +21,7 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import opened_filters
 from learner.feed.opening import opened_ends
 from learner.feed.places import FeederPlaces
+from learner.parallelism import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class ModelFacts:
 
     vocab_size: int | None = None
     """Samples with other token ids are refused; None = not known."""
+    routed: RoutedShape | None = None
+    """Sizes of its routing; None = it has no experts."""
     max_context: int = 0
     """As ``DataRules.max_context``."""
     eos_ids: frozenset[int] = frozenset()
@@ -38,7 +42,7 @@ class ModelFacts:
     """Directory of the model."""
 
 
-_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
 """Settings of the learner that the data depends on."""
 
 
@@ -108,6 +112,8 @@ def _data_rules(
         model=model.identity,
         filters=identity_of(filters),
         demonstrations=learner.algorithm.demonstration_coef > 0,
+        teacher=learner.algorithm.needs_teacher,
+        teacher_top_k=learner.algorithm.distill_top_k,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )
@@ -126,6 +132,7 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         ahead=ahead,
         batch_timeout_s=learner.batch_timeout_s,
         vocab_size=model.vocab_size,
+        routed=model.routed if learner.routing_replay == ROLLOUT else None,
         pad_to=learner.row_multiple,
         eos_ids=model.eos_ids,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,

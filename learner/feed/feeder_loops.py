@@ -266,7 +266,7 @@ class Feeder:
     # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
 
     async def _read(self) -> None:
-        await self._intake.read(self._rules.vocab_size)
+        await self._intake.read(self._rules.vocab_size, self._rules.routed)
 
     async def _follow_epoch(self) -> None:
         """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could reject."""
@@ -378,7 +378,17 @@ class Feeder:
         snapshot = await self._snapshot() if wants or self._early_end.possible else b""
         state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
-        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids, token_limits=limits)
+        build = partial(
+            build_batches,
+            record,
+            samples,
+            recorded=recorded,
+            state=state,
+            pad_to=pad_to,
+            eos_ids=eos_ids,
+            token_limits=limits,
+            routed=self._rules.routed,
+        )
         batches = await asyncio.to_thread(build)
         await save_step(self._rules, record, samples, limits)
         self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
+from bus.wire.routed_experts import RoutedShape
 from learner.data.curriculum import CurriculumRules
 
 
@@ -27,6 +28,8 @@ class FeederRules:
     """Steps planned before a rank requests them: 0 or 1."""
     batch_timeout_s: float
     vocab_size: int | None
+    routed: RoutedShape | None = None
+    """Sizes of the model's routing, where the experts in samples are replayed; else None."""
     pad_to: int
     """Row lengths are multiples of this number of tokens."""
     eos_ids: frozenset[int] = frozenset()

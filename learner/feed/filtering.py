@@ -103,15 +103,15 @@ class Filtering:
                 for task, seqs in self._source.unjudged():
                     if task.id not in self._running and len(self._running) < MAX_AT_ONCE:
                         self._running.add(task.id)
-                        group.create_task(self._judge(task, [self._samples()[seq] for seq in seqs]))
+                        group.create_task(self._judge(task, seqs))
                 await self.waiter.wait(LOOK_AGAIN_S)
 
-    async def _judge(self, task: Task, samples: Sequence[Sample]) -> None:
+    async def _judge(self, task: Task, seqs: Sequence[int]) -> None:
         try:
-            verdict = await self.verdict(task, samples)
+            verdict = await self.verdict(task, [self._samples()[seq] for seq in seqs])
         finally:
             self._running.discard(task.id)
-        self._source.judged(task.id, verdict)
+        self._source.judged(task.id, verdict, seqs)
         self._decide()
         self.waiter.wake()  # others may have waited for room
 

@@ -15,6 +15,7 @@ from bus.streams.bus import Bus
 from bus.streams.dead import REQUEUE
 from bus.wire import subjects
 from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
+from bus.wire.routed_experts import RoutedShape
 from learner.data.datasource import DataSource, Disposition
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
@@ -55,11 +56,11 @@ class Intake:
         """Forget the samples that are buffered no longer."""
         self.samples = {seq: sample for seq, sample in self.samples.items() if seq in seqs}
 
-    async def read(self, vocab_size: int | None) -> None:
-        """Background loop: read SAMPLES. ``vocab_size``: as that of the model; None = not known."""
+    async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
+        """Background loop: read SAMPLES. ``vocab_size``: as that of the model, ``routed``: sizes of its routing; None = not known."""
         cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
         recorded = {seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()}
-        reading = self._bus.samples.read(cursor, vocab_size=vocab_size, checked_before=recorded, on_passed=self._lost.passed)
+        reading = self._bus.samples.read(cursor, vocab_size=vocab_size, routed=routed, checked_before=recorded, on_passed=self._lost.passed)
         async for received in reading:
             if isinstance(received.sample, Sample):
                 await self._look_up(registry, received.seq, received.sample)

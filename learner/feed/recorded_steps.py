@@ -22,6 +22,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Done, LiveRow, Plan, Sample
+from bus.wire.routed_experts import RoutedShape
 from learner.config import LearnerConfig
 from learner.data.batch import build_batches, encode
 from learner.data.plans import GENESIS
@@ -35,6 +36,7 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.opening import opened_ends
 from learner.feed.outcomes import facts_of
 from learner.feed.places import FeederPlaces
+from learner.parallelism import ROLLOUT
 from weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class RecordedSteps:
     packing: Packing
     pad_to: int
     eos_ids: frozenset[int] = frozenset()
+    routed: RoutedShape | None = None
+    """As ``FeederRules``."""
     from_checkpoint: Path | None = None
     """As ``FeederRules``."""
 
@@ -71,9 +75,15 @@ async def save_step(rules: FeederRules, plan: Plan, samples: Sequence[Sample], t
 
 
 async def run_recorded_feeder(
-    places: FeederPlaces, learner: LearnerConfig, draining: asyncio.Event, *, files: str, eos_ids: frozenset[int] = frozenset()
+    places: FeederPlaces,
+    learner: LearnerConfig,
+    draining: asyncio.Event,
+    *,
+    files: str,
+    eos_ids: frozenset[int] = frozenset(),
+    routed: RoutedShape | None = None,
 ) -> None:
-    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done.
+    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done. ``routed``: sizes of the model's routing.
 
     Raises as ``run_feeder``, and DebugFileRefused, CheckpointCorrupt.
     """
@@ -85,6 +95,7 @@ async def run_recorded_feeder(
         ),
         pad_to=learner.row_multiple,
         eos_ids=eos_ids,
+        routed=routed if learner.routing_replay == ROLLOUT else None,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
     )
     async with opened_ends(places, learner) as (server, bus):
@@ -160,7 +171,14 @@ class RecordedFeeder:
         step, recorded = self._step + 1, self._recorded
         rollout = recorded.load(step)
         plan = planned_again(rollout, step, recorded.packing, chain=self._chain)
-        batches = build_batches(plan, rollout.samples, pad_to=recorded.pad_to, eos_ids=recorded.eos_ids, token_limits=rollout.token_limits)
+        batches = build_batches(
+            plan,
+            rollout.samples,
+            pad_to=recorded.pad_to,
+            eos_ids=recorded.eos_ids,
+            token_limits=rollout.token_limits,
+            routed=recorded.routed,
+        )
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
         log.info("loaded step=%d run=%s recorded_step=%d samples=%d", step, rollout.run, rollout.plan.step, len(rollout.samples))

@@ -45,7 +45,8 @@ class PackedRow(PackedSeqParams):
     give_T: Tensor | None = None
     """Padded position of each token."""
     experts: tuple[Tensor, ...] = ()
-    """Experts of this rank's tokens in each layer that has any, [T, K] int16, where they are recorded (``routing``)."""
+    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
+    -1 = not known."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.megatron.sizes import num_experts, sparse_layers
+from bus.wire.routed_experts import num_experts, sparse_layers
 
 PER_PRODUCT = 2
 """Operations of one multiplication and addition."""

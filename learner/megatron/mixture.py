@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from learner.config import LearnerConfig
+from learner.parallelism import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +11,9 @@ class Mixture:
     """Settings of the experts in a step, beside the objective."""
 
     replay: bool = False
-    """Train with the experts that the pass for old log-probs has chosen (R2)."""
+    """Train with the experts that the pass for old log-probs has chosen (R2), or with given ones."""
+    given: bool = False
+    """With ``replay``: the experts are those in the samples (R3)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the loss that balances the experts' tokens; 0 = none."""
     bias_update_rate: float = 0.0
@@ -20,7 +23,8 @@ class Mixture:
     def of(cls, learner: LearnerConfig) -> "Mixture":
         """Return those of a configuration."""
         return cls(
-            replay=learner.routing_replay == "old",
+            replay=learner.routing_replay != "none",
+            given=learner.routing_replay == ROLLOUT,
             aux_loss_coef=learner.moe_aux_loss_coef,
             bias_update_rate=learner.moe_bias_update_rate,
         )

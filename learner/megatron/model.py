@@ -183,7 +183,7 @@ def build_policy(
         replicas=replicas,
         memory=memory,
         mixture=mixture,
-        routing=Routing(chunks),
+        routing=Routing(chunks, given=mixture.given),
         adapters=adapters,
     )
 

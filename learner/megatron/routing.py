@@ -1,9 +1,11 @@
-"""The experts of each token: chosen in the pass for old log-probs, and taken again in training (routing replay, R2).
+"""The experts of each token: recorded or given, and taken again in training (routing replay).
 
-    old log-probs: record -> ``PackedRow.experts`` -> training: replay, forward and recomputed
+    R2: old log-probs: record -> ``PackedRow.experts`` -> training: replay, forward and recomputed
+    R3: the samples' experts -> ``PackedRow.experts`` -> old log-probs and training: replay
 
 A small change of the weights, or another kernel, may send a token to other experts, so that its ratio of probabilities jumps although the
-policy has hardly moved. Source: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3.
+policy has hardly moved. The weights of the experts are those of the current router, which has a gradient; only the choice is replayed.
+Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma et al. 2025 (arXiv 2510.11370).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from torch import Tensor
 
 from learner.megatron.attention import PackedRow
 
@@ -20,20 +23,39 @@ from learner.megatron.attention import PackedRow
 class Routing:
     """The routers of one model. Megatron's setters for all models of a process are not used: a second model would follow them."""
 
-    def __init__(self, chunks: Sequence[GPTModel] = ()) -> None:
-        routers = (getattr(layer.mlp, "router", None) for chunk in chunks for layer in chunk.decoder.layers)
-        self._replays: list[Any] = [router.router_replay for router in routers if router is not None and router.router_replay is not None]
-        self._mode = ""
+    def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
+        """``given``: the rows have their experts already."""
+        routers = [
+            (layer.layer_number - 1, layer.mlp.router)
+            for chunk in chunks
+            for layer in chunk.decoder.layers
+            if getattr(layer.mlp, "router", None) is not None and layer.mlp.router.router_replay is not None
+        ]
+        self._replays: list[Any] = [router.router_replay for _, router in routers]
+        # The layers of a stage are some of the model's.
+        sparse = [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
+        self._places = [sparse.index(layer) for layer, _ in routers]
+        self._given, self._mode = given, ""
+
+    def own(self, experts_TEK: Tensor) -> tuple[Tensor, ...]:
+        """Return those of the given experts, [T, layers with experts, K], that belong to this model's layers, [T, K] each."""
+        return tuple(experts_TEK[:, place].contiguous() for place in self._places) if self._given else ()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the experts of every row that passes inside the context."""
-        with self._in("record"):
+        """Record the experts of every row that passes inside the context; given ones are taken instead."""
+        with self._in("replay" if self._given else "record"):
+            yield
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Send the tokens of every row to their given experts inside the context; without given ones the routers choose."""
+        with self._in("replay" if self._given else ""):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send the tokens of every row to its recorded experts inside the context; rows without a record choose."""
+        """Send the tokens of every row to its experts inside the context; rows without any, and tokens whose are not known, choose."""
         with self._in("replay"):
             yield
 
@@ -57,7 +79,7 @@ class Routing:
             packed.experts = tuple(replay.get_recorded_indices().to(torch.int16) for replay in self._replays)
         elif self._mode == "replay" and packed.experts:
             for replay, experts in zip(self._replays, packed.experts, strict=True):
-                replay.set_target_indices(experts.long())
+                replay.set_target_indices(experts)
             self._act(RouterReplayAction.REPLAY_FORWARD)
             yield
             # The backward pass computes rows again in their order, and takes their experts in that order.

@@ -17,6 +17,7 @@ from learner.data.batch import MicroBatch, StepBatch
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.context import own_part
 from learner.megatron.parallel import Parallel
+from learner.megatron.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class Row:
     """Inputs of the objective, in which demonstrations are masked."""
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
+    listed_TK: Tensor | None = None
+    """Token ids that a teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +92,24 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
     )
 
 
-def rows_of(batch: StepBatch, here: Parallel) -> list[Row]:
-    """Return the micro-batches of a batch on the device of this rank, its part of each."""
-    return [_row(micro_batch, tensor_of(batch.demonstration_N), batch.num_sequences, here) for micro_batch in batch.micro_batches]
+def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) -> list[Row]:
+    """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model they are for."""
+    demonstration_N = tensor_of(batch.demonstration_N)
+    rows = [_row(micro_batch, demonstration_N, batch.num_sequences, here, batch.teacher_top_k) for micro_batch in batch.micro_batches]
+    if routing is not None and batch.routing != (0, 0):
+        for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
+            experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
+            row.packed.experts = routing.own(_part_of_router(experts_TEK, here).to(here.device, non_blocking=True))
+    return rows
 
 
-def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel) -> Row:
+def _part_of_router(values_T: Tensor, here: Parallel) -> Tensor:
+    """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the tokens there, too."""
+    part = own_part(values_T, here.cp_rank, here.cp_size)
+    return own_part(part, here.tp_rank, here.tp_size)  # with experts, tensor parallelism is never without sequence parallelism
+
+
+def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel, top_k: int) -> Row:
     to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
     part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
@@ -108,6 +123,7 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
         turn_T=to(tensor_of(micro_batch.turn_T).long()),
         packed=packed_row(micro_batch.cu_seqlens, to(part(tensor_of(micro_batch.position_ids_T)))),
         demonstrated_T=to(demonstrated_T),
+        listed_TK=to(part(tensor_of(micro_batch.teacher_top_ids_TK).long().view(-1, top_k))) if top_k else None,
         seen=Tokens(
             mask_T=to(mask_T & ~demonstrated_T),
             sample_T=to(sample_T),
@@ -117,6 +133,8 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
             advantages_T=torch.zeros_like(rollout_T),
             sequence_T=to(sequence_T),
             num_sequences=num_sequences,
+            teacher_T=to(tensor_of(micro_batch.teacher_log_probs_T)) if len(micro_batch.teacher_log_probs_T) else None,
+            teacher_top_TK=to(tensor_of(micro_batch.teacher_top_log_probs_TK).view(-1, top_k)) if top_k else None,
         ),
     )
 

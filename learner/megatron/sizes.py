@@ -6,18 +6,11 @@ The values are those of the file, so a key that is missing has the default of tr
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bus.wire.routed_experts import EXPERTS_OF, num_experts
 from learner.errors import ConfigRefused
 
 FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that have a bridge."""
-EXPERTS_OF = {
-    "deepseek_v3": "n_routed_experts",
-    "glm4_moe": "n_routed_experts",
-    "mixtral": "num_local_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_moe": "num_experts",
-}
-"""The key with the number of routed experts, for the families that have experts."""
 WITH_BIAS = ("deepseek_v3", "glm4_moe")
 """Families whose routers have a bias per expert."""
 LOGITS_AT_ONCE = 1 << 23
@@ -68,21 +61,6 @@ def refusals(
     except ConfigRefused as refused:
         found.append(refused)
     return found
-
-
-def num_experts(values: Mapping[str, Any]) -> int:
-    """Return the number of routed experts of a layer; 0 for a dense model."""
-    return _int(values, EXPERTS_OF.get(str(values.get("model_type")), ""))
-
-
-def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether it has routed experts instead of one MLP."""
-    layers = range(values["num_hidden_layers"])
-    if not num_experts(values):
-        return [False for _ in layers]
-    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
-    first = values.get("first_k_dense_replace") or 0
-    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
 
 
 def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:

@@ -23,14 +23,14 @@ from learner.algorithms.diagnostics import Sums
 from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import counted_samples, next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
-from learner.algorithms.ratios import sequence_sums
+from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.supervised import Supervised
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.data.batch import StepBatch
 from learner.data.truncation import without_truncated
 from learner.debug.collector import Collector
 from learner.errors import ConfigRefused
-from learner.logprobs import log_probs_and_entropy
+from learner.logprobs import listed_log_probs, log_probs_and_entropy
 from learner.megatron.balance import balanced
 from learner.megatron.context import gather_parts
 from learner.megatron.cpu_shim import megatron_device
@@ -122,16 +122,22 @@ class Trainer:
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
+        scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
+        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
+            want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
+            raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
         self._trained_tokens += batch.num_tokens
         for optimizer in self._optimizers:
             optimizer.tokens = self._trained_tokens
-        step, rows = step_of(batch, constant=self._algorithm.loss_constant), rows_of(batch, self._policy.parallel)
+        step = step_of(batch, constant=self._algorithm.loss_constant)
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         per_minibatch = len(rows) // batch.num_minibatches
         with megatron_device():
             if self._collector is not None:
-                self._collector.begin(batch, self._forward_only(rows, step.temperature))
+                with self._policy.routing.given():
+                    self._collector.begin(batch, self._forward_only(rows, step.temperature))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             minibatches = [
@@ -163,8 +169,9 @@ class Trainer:
         Raises MemoryReleased.
         """
         self._policy.memory.want("log-probs")
-        with megatron_device():
-            return [log_probs_T for log_probs_T, _ in self._forward_only(rows_of(batch, self._policy.parallel), batch.temperature)]
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
+        with megatron_device(), self._policy.routing.given():
+            return [log_probs_T for log_probs_T, _ in self._forward_only(rows, batch.temperature)]
 
     # ---- parts of a step
 
@@ -349,7 +356,7 @@ class Trainer:
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and both, [T, 2]."""
-            both_T2 = torch.stack(self._log_probs(row, hidden_TH, temperature), dim=1)
+            both_T2 = torch.stack(self._log_probs(row, hidden_TH, temperature)[:2], dim=1)
             return both_T2[:, 0].sum(), both_T2
 
         results = run_rows(self._policy, rows, collect, forward_only=True)
@@ -364,14 +371,18 @@ class Trainer:
             return merged
         return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
 
-    def _log_probs(self, row: Row, hidden_TH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the whole row, on all context-parallel ranks."""
+    def _log_probs(self, row: Row, hidden_TH: Tensor, temperature: float, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on all ranks of it."""
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
-        both = log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=here.tp_group)
-        if here.cp_size == 1:
-            return both
-        log_probs_T, entropy_T = gather_parts(torch.stack(both, dim=1), here.cp_group).unbind(1)
-        return log_probs_T, entropy_T
+        inputs = (hidden_TH, weight_VH, row.targets_T)
+        if listed and row.listed_TK is not None:
+            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, temperature=temperature, group=here.tp_group)
+            found = torch.cat([torch.stack(both, dim=1), listed_TK], dim=1)
+        else:
+            found = torch.stack(log_probs_and_entropy(*inputs, temperature=temperature, group=here.tp_group), dim=1)
+        if here.cp_size > 1:
+            found = gather_parts(found, here.cp_group)
+        return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None
 
     def _loss(
         self,
@@ -383,9 +394,11 @@ class Trainer:
         coupled: Coupled,
         supervised: Supervised | None,
     ) -> tuple[Tensor, Sums]:
-        log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
+        log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, step.temperature, listed=self._objective.by_listed)
         seen = self._objective.advised(row.seen, log_probs_T)
-        total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
+        total, loss, divergence_T = self._objective.total(
+            log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale, listed_TK=listed_TK
+        )
         if self._collector is not None:
             self._collector.row(seen, log_probs_T, entropy_T, loss)
             if self._policy.parallel.cp_size == 1:  # else the hidden states are of a part of the row
@@ -400,6 +413,10 @@ class Trainer:
         more["loss"] = total.detach().double()
         if divergence_T is not None:
             more["kl_reference"] = torch.where(seen.mask_T, divergence_T, 0.0).sum().double()
+        if self._algorithm.needs_teacher and seen.teacher_T is not None:
+            more["teacher_kl"] = log_ratio(log_probs_T.detach(), seen.teacher_T, seen.mask_T).sum().double()
+        if listed_TK is not None:
+            more["teacher_top_kl"] = self._objective.listed_divergence(seen, listed_TK.detach()).sum().double()
         if self._algorithm.ess_lr:
             more["ess"] = sequence_weight_sums(log_probs_T, seen)
         return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
@@ -422,4 +439,5 @@ def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
     kept_N, unended = batch.scored_N, batch.unended_share
     columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
-    return diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
+    metrics = diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
+    return metrics if batch.routing == (0, 0) else metrics | {"train/routing_known": batch.routing_known}

@@ -25,6 +25,7 @@ from actors.episodes.rollouts import ProgramRollout
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
+from bus.system.loop import new_event_loop
 from bus.wire.messages import Sampling
 from tests.episode_kit import Client, InProcess, Stage, said, stage, task
 from tests.tiny_models import write_tiny_model
@@ -106,7 +107,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("episodes", 32), ("turns", 6), ("new-tokens", 32), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    found = asyncio.run(measured(parser.parse_args()))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # the loop of an actor
+        found = runner.run(measured(parser.parse_args()))
     base = statistics.median(found["direct"])
     for name, speeds in found.items():
         median = statistics.median(speeds)

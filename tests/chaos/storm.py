@@ -92,7 +92,7 @@ class Storm:
         finally:
             witness.cancel()
             await asyncio.gather(witness, return_exceptions=True)
-            if run.process.poll() is None:
+            if run.process.returncode is None:
                 run.process.kill()
                 run.process.wait()
 
@@ -108,7 +108,7 @@ class Storm:
         try:
             assert await asyncio.to_thread(run.wait) == 0, f"seed {self.seed}: it did not end by itself\n{run.log[-3000:]}"
         finally:
-            if run.process.poll() is None:
+            if run.process.returncode is None:
                 run.process.kill()
                 run.process.wait()
         return run
@@ -137,7 +137,7 @@ class Storm:
         want, deadline = self.steps + 1, time.monotonic() + PATIENCE_S
         while self.steps < want:
             assert time.monotonic() < deadline, f"seed {self.seed}: no step for {PATIENCE_S:.0f} s\n{run.log[-3000:]}"
-            assert run.process.poll() is None, f"seed {self.seed}: `up` gave up\n{run.log[-3000:]}"
+            assert run.process.returncode is None, f"seed {self.seed}: `up` gave up\n{run.log[-3000:]}"
             with contextlib.suppress(BusError, OSError):
                 async with connect(self._address(), "smoke", name="storm", wait_s=5) as bus:
                     async with asyncio.timeout(20):

@@ -37,7 +37,7 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
             grown = Counter[str]()
             rogue, meter = asyncio.create_task(hostile.rage()), asyncio.create_task(_measure(run, grown))
             try:
-                while run.process.poll() is None and not _has_sent_enough(hostile):  # noqa: ASYNC110
+                while run.process.returncode is None and not _has_sent_enough(hostile):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
                 enough.touch()
                 assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]

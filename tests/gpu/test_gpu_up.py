@@ -8,7 +8,7 @@ import torch
 
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fork_server")]
 
 ON_CUDA = {
     "defaults": (),

@@ -89,7 +89,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0
     for step in STEPS:
-        samples = make_samples(vocab=VOCAB, step=step, groups=6)
+        samples = make_samples(vocab=VOCAB, step=step, groups=6, top_k=config.distill_top_k if config.needs_teacher else None)
         batches = make_batches(
             samples,
             step=step,

@@ -35,6 +35,8 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 SEED, LONG, GROUP = 40, 200, 4
 LEASE_S = 5.0
 """Lease time of tests in which an actor is killed and its lease must run out."""

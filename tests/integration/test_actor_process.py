@@ -25,6 +25,8 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
@@ -94,9 +96,7 @@ async def test_a_wrong_reward_ends_the_actor_for_good(open_bus: BusOpener, nats_
             assert await actor.exit_code() == exit_codes.CONFIG
 
 
-async def test_an_actor_refused_by_the_learner_ends_with_the_reason(
-    open_bus: BusOpener, nats_server: EmbeddedServer, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_actor_refused_by_the_learner_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """A refusal from before its start was for another process of the same name."""
     async with open_bus() as bus, engine(bus):
         refused = bus.rows("run")
@@ -108,4 +108,4 @@ async def test_an_actor_refused_by_the_learner_ends_with_the_reason(
             await settled(bus)
             await refused.put("refused.a1", {"actor": "a1", "invalid": 128, "reason": "spans: of today"})
             assert await actor.exit_code() == 1
-        assert "actor a1: refused by the learner: 128 invalid samples in a row, the last one: spans: of today" in capfd.readouterr().err
+            assert "actor a1: refused by the learner: 128 invalid samples in a row, the last one: spans: of today" in actor.log

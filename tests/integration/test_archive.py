@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from bus.streams.cursors import Cursors
 from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import Forked
+from tests.launched import tidemill
 
 
 async def publish(bus: Bus, first: int, last: int) -> None:
@@ -26,16 +25,14 @@ async def publish(bus: Bus, first: int, last: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def archiving(url: str, run: str, out: Path, *more: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "launch", "archive", "--bus", url, "--run", run, "--out", str(out), *more]
-    with (out.parent / "archive.log").open("a") as log:
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
+async def archiving(url: str, run: str, out: Path, *more: str) -> AsyncIterator[Forked]:
+    words = ("archive", "--bus", url, "--run", run, "--out", str(out), *more)
+    process = await asyncio.to_thread(tidemill, *words, output=out.parent / "archive.log")
     try:
         yield process
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        await process.ended()
 
 
 def archived(out: Path) -> list[tuple[int, str]]:
@@ -70,7 +67,7 @@ async def test_every_sample_is_archived_once_despite_kills(open_bus: BusOpener, 
             await publish(bus, 201, 210)
             await place(bus, 210)
             process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
+            assert await process.ended() == 0
         found = archived(out)
         assert [seq for seq, _ in found] == list(range(1, 211))
         assert found == [(seq, f"1.{seq % 2}.n{seq}") for seq in range(1, 211)]
@@ -85,12 +82,12 @@ async def test_archived_samples_are_not_written_again_if_the_position_was_not_mo
     async with open_bus() as bus:
         await publish(bus, 1, 10)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 0
+            assert await process.ended() == 0
         place, _ = await bus.rows("run").get("cursor.archive") or ({}, 0)
         await bus.rows("run").put("cursor.archive", place | {"floor": 4})
         await publish(bus, 11, 15)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 0
+            assert await process.ended() == 0
         assert [seq for seq, _ in archived(out)] == list(range(1, 16))
         assert (await Cursors(bus).all())["archive"].floor == 15
 
@@ -102,15 +99,15 @@ async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_p
     async with open_bus() as bus:
         await publish(bus, 1, 10)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 0, log.read_text()
+            assert await process.ended() == 0, log.read_text()
         assert len(archived(out)) == 10
         await publish(bus, 11, 30)
         await bus.samples.trim(21)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 2
+            assert await process.ended() == 2
         assert "samples 11 to 20 are missing (--policy leave continues without them)" in log.read_text()
         async with archiving(nats_server.url, bus.run, out, "--until-end", "--policy", "leave") as process:
-            assert await process.wait() == 0, log.read_text()
+            assert await process.ended() == 0, log.read_text()
         assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
 
 
@@ -119,9 +116,9 @@ async def test_an_archive_directory_of_another_stream_is_refused(open_bus: BusOp
     async with open_bus() as bus, open_bus(run=f"{bus.run}-b") as other:
         await publish(bus, 1, 3)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 0
+            assert await process.ended() == 0
         async with archiving(nats_server.url, other.run, out, "--until-end") as process:
-            assert await process.wait() == 2
+            assert await process.ended() == 2
         assert f"--out: want a directory for run {other.run}" in (tmp_path / "archive.log").read_text()
 
 
@@ -133,7 +130,7 @@ async def test_a_recording_cut_off_by_a_kill_is_repaired(
     async with open_bus() as bus:
         await publish(bus, 1, 5)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
-            assert await process.wait() == 0
+            assert await process.ended() == 0
         (path,) = out.glob("*.tide")
         recording = Recording.open(path)
         offsets = [offset for _, offset, _, _ in recording.index()]

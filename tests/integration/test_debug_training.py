@@ -184,13 +184,14 @@ def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_
     assert found["tp2"][0].parallel_info["tp_size"] == 2
 
 
-def test_memory_does_not_grow_over_200_steps(make: Any) -> None:
-    """Each step's copies are freed when its files are written: to keep them would take 120 MB here, and the growth is 8 MB."""
+@pytest.mark.parametrize("steps", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_memory_does_not_grow(make: Any, steps: int) -> None:
+    """Each step's copies are freed when its files are written: to keep them would take 0.67 MB a step here."""
     trainer, _ = make(path="same_{step}_{rank}.safetensors")
     batch = make_batches(make_samples(vocab=VOCAB, groups=24, group_size=8))[0]
     process, after = psutil.Process(), {}
-    for number in range(1, 201):
+    for number in range(1, steps + 1):
         trainer.train(batch)
-        if number in (20, 200):
+        if number in (20, steps):
             after[number] = process.memory_info().rss
-    assert after[200] - after[20] < 40e6
+    assert after[steps] - after[20] < (steps - 20) * 0.67e6 / 3 + 5e6

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bus.server.nats_server import EmbeddedServer
-from bus.wire.messages import Kind, Status, score_of
+from bus.wire.messages import Kind, Status
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.group import GROUP, GroupRequest, opened_group, relative_length
@@ -16,25 +16,7 @@ from tests.actor_kit import all_samples, complete, engine, issue, samples_until,
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
 
-HERE = "tests.integration.test_group_rewards"
-
-
-def ranks(request: GroupRequest, *, offset: float = 0.0) -> list[float]:
-    """Rank the responses by their text; without the rewards of each."""
-    order = sorted(sample.response for sample in request.samples)
-    return [order.index(sample.response) + offset for sample in request.samples]
-
-
-async def with_own(request: GroupRequest) -> list[dict[str, float]]:
-    return [{"score": 10.0 + score_of(reward), "own": score_of(reward)} for reward in request.rewards]
-
-
-def too_few(request: GroupRequest) -> list[float]:
-    return [1.0]
-
-
-def raises(request: GroupRequest) -> list[float]:
-    raise KeyError("group")
+HERE = "tests.child_group_rewards"
 
 
 async def test_all_samples_of_a_task_are_scored_together(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

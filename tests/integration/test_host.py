@@ -4,8 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bus.client.waiter import Waiter
 from bus.liveness.heartbeats import LiveView
 from bus.server.auth import credentials_file
 from bus.server.nats_server import EmbeddedServer
@@ -23,18 +22,22 @@ from launch.run import desired
 from launch.run.host_learner import HostLearner
 from launch.settings.config_loader import from_map
 from learner.nodes.node_rows import NodeRow, node_of
+from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
+from tests.forked import Forked
+from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 Hosts = Callable[..., "RunningHost"]
 
 
 class RunningHost:
     """A `tidemill host` and its log."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: Forked, log: Path) -> None:
         self.process, self._log = process, log
 
     @property
@@ -59,14 +62,12 @@ def hosts(nats_server: EmbeddedServer, tmp_path: Path) -> Iterator[Hosts]:
 @contextmanager
 def _running(url: str, name: str, tmp_path: Path, directory: str, arguments: tuple[str, ...]) -> Iterator[RunningHost]:
     log = tmp_path / f"{directory}.log"
-    command = [sys.executable, "-m", "launch", "host", "--bus", url, "--name", name, "--dir", str(tmp_path / directory), "--drain", "20"]
-    with log.open("a") as output:
-        process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=output, stderr=output, text=True)
+    words = ("host", "--bus", url, "--name", name, "--dir", str(tmp_path / directory), "--drain", "20", *arguments)
+    process = tidemill(*words, output=log)
     try:
         yield RunningHost(process, log)
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.wait()
 
 
@@ -75,10 +76,28 @@ async def configured(bus: Bus, **actor: Any) -> None:
     await bus.rows("run").put("config", {"actor": {"reward": "digits", **actor}})
 
 
+LOOK_S = 0.5
+"""Seconds between two looks at rows that no write has announced: of a process that died without one."""
+
+
+async def rows_until(bus: Bus, role: str, enough: Callable[[list[LiveRow]], bool]) -> list[LiveRow]:
+    """Wait until the rows of a role fit, woken by each write of one, and return them. (Bounded by the test's own limit.)"""
+    waiter, view = Waiter(), LiveView(bus)
+    async with view.on_change(role, waiter.wake):
+        while True:
+            rows = [row for row, _ in await view.refresh(role)]
+            if enough(rows):
+                return rows
+            await waiter.wait(LOOK_S)
+
+
+def living(rows: list[LiveRow]) -> dict[str, int]:
+    """Return the rows' processes that are alive: id -> process id."""
+    return {row.id: row.pid for row in rows if alive(row.pid)}
+
+
 async def actors(bus: Bus) -> dict[str, int]:
-    """Return the actors with a live process: id -> process id."""
-    rows = await LiveView(bus).refresh("actor")
-    return {row.id: row.pid for row, _ in rows if alive(row.pid)}
+    return living(await rows_until(bus, "actor", lambda rows: True))
 
 
 def alive(pid: int) -> bool:
@@ -95,20 +114,13 @@ async def gone(*pids: int) -> None:
 
 
 async def until_actors(bus: Bus, *names: str) -> dict[str, int]:
-    """Wait until exactly these actors are alive, each by its own row. (Bounded by the test's own limit.)"""
-    while True:
-        there = await actors(bus)
-        if sorted(there) == sorted(names):
-            return there
-        await asyncio.sleep(0.05)
+    """Wait until exactly these actors are alive, each by its own row."""
+    return living(await rows_until(bus, "actor", lambda rows: sorted(living(rows)) == sorted(names)))
 
 
 async def host_row(bus: Bus, name: str, what: Callable[[LiveRow], bool]) -> LiveRow:
-    while True:
-        for row, _ in await LiveView(bus).refresh("host"):
-            if row.id == name and what(row):
-                return row
-        await asyncio.sleep(0.05)
+    rows = await rows_until(bus, "host", lambda rows: any(row.id == name and what(row) for row in rows))
+    return next(row for row in rows if row.id == name)
 
 
 async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
@@ -234,11 +246,8 @@ async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts
 
 async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
     """Wait for a row of node 1's agent that fits."""
-    while True:
-        found = await bus.rows("run").get("node.1")
-        if found is not None and what(row := node_of("node.1", found[0])):
-            return row
-        await asyncio.sleep(0.05)
+    found = await row_until(bus.rows("run"), "node.1", lambda value: what(node_of("node.1", value)))
+    return node_of("node.1", found)
 
 
 async def test_a_host_keeps_the_agent_of_its_node_and_drains_it(open_bus: BusOpener, hosts: Hosts, tmp_path: Path) -> None:

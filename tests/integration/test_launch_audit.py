@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from bus.streams.bus import Bus
 from bus.wire import parts
-from bus.wire.messages import Plan, Sample, Settle, Status, Task
+from bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
 from launch.cli.status import read_status
 from launch.run import audit_progress
 from launch.run.audit import CheckpointCursor, RunAccounting, audit
@@ -168,6 +168,20 @@ async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: Bus
     assert (accounting.trained, accounting.lost, accounting.duplicates) == (1, 1, 0)
     assert accounting.balance()
     assert any("left out" in problem for problem in accounting.problems)
+
+
+async def test_a_dead_task_may_be_trained_with_the_samples_it_had(open_bus: BusOpener) -> None:
+    """Its plan has a group with a gap; a sample that was read later is a duplicate."""
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        first = await run.sample(0, 1)
+        await bus.dead.store(Dead(task=run.tasks[0].id, reason="it fails", attempts=3, actor="a", prompt=""))
+        await run.plan(1, [0], [first], steps={0: 0}, size=1)
+        await run.sample(0, 0)
+        accounting, _ = await audit(bus)
+    assert (accounting.trained, accounting.lost, accounting.duplicates, accounting.problems) == (1, 0, 1, [])
+    assert accounting.balance()
 
 
 async def test_late_samples_of_a_task_given_up_have_its_drop_reason(open_bus: BusOpener) -> None:

@@ -26,7 +26,8 @@ from launch.run.up import directory_of_one
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
 from tests import data_kit
-from tests.integration.test_launch_status import ROOT, make_run, tidemill
+from tests.integration.test_launch_status import make_run, tidemill
+from tests.launched import ROOT
 
 BOUND_S = 60.0
 

@@ -23,17 +23,12 @@ from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launched import ROOT, run_tidemill
 
 
 async def tidemill(*arguments: str) -> tuple[int, str, str]:
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "launch", *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    out, errors = await child.communicate()
-    assert child.returncode is not None
-    return child.returncode, out.decode(), errors.decode()
+    done = await asyncio.to_thread(run_tidemill, *arguments)
+    return done.returncode, done.out, done.errors
 
 
 async def make_run(bus: Bus) -> None:

@@ -24,6 +24,8 @@ from tests.check_kit import write_model, write_prompts
 from tests.unhurried import UNHURRIED
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 
 def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     """Run `tidemill up` with an existing model and prompts, and nothing else."""

@@ -1,10 +1,11 @@
 """Counters, the share of time spent waiting, and the config that a process derives from the run's."""
 
 import time
+from typing import Any
 
 import pytest
 
-from actors.config import ActorConfig
+from actors.config import ActorConfig, GatewayConfig
 from actors.engines.activity import Activity
 from actors.engines.membership import default_id, first_row, section
 from bus.config import BusConfig
@@ -55,9 +56,11 @@ def test_the_load_has_every_counter() -> None:
 
 
 def test_a_section_of_the_config_becomes_its_dataclass() -> None:
-    told = {"actor": {"engines": ["http://a", "http://b"], "reward_options": {"strip": False}, "retries": 5}}
+    gateway = {"host": "127.0.0.2"}
+    told = {"actor": {"engines": ["http://a", "http://b"], "reward_options": {"strip": False}, "retries": 5, "gateway": gateway}}
     config = section(told, "actor", ActorConfig)
-    assert config == ActorConfig(engines=("http://a", "http://b"), reward_options={"strip": False}, retries=5)
+    wanted = ActorConfig(engines=("http://a", "http://b"), reward_options={"strip": False}, retries=5, gateway=GatewayConfig(**gateway))
+    assert config == wanted
     assert section(told, "bus", BusConfig) == BusConfig(), "a section that is not there is all defaults"
 
 
@@ -66,9 +69,11 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
     [
         ({"retry": 5}, r"actor\.retry: unknown setting; known: \['drain_finish_s'.*'retries'"),
         ({"retries": 0}, "retries: want > 0, got 0"),
+        ({"gateway": {"hots": "x"}}, r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host'\]"),
+        ({"gateway": 5}, r"actor\.gateway: want a map of settings, got 5"),
     ],
 )
-def test_a_wrong_section_names_the_expected_value(told: dict[str, int], message: str) -> None:
+def test_a_wrong_section_names_the_expected_value(told: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         section({"actor": told}, "actor", ActorConfig)
 

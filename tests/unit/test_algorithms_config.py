@@ -164,6 +164,12 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
     ("settings", "reason"),
     [
         ("learner.group_size=1", "learner.group_size: want >= 2"),
+        ("learner.min_group_size=9", "learner.min_group_size: want 0 (all) .. group_size = 8, got 9"),
+        ("learner.min_group_size=1", "learner.min_group_size: want >= 2 with algorithm.advantage"),
+        (
+            "learner.algorithm.advantage=pass_at_k learner.algorithm.pass_k=4 learner.min_group_size=3",
+            "learner.min_group_size: want >= algorithm.pass_k = 4, got 3",
+        ),
         ("learner.group_size=1 learner.algorithm.advantage=opo", "learner.group_size: want >= 2"),
         ("learner.group_size=1 learner.algorithm.advantage=reinforce staleness.filter_zero_variance=true", "every group would be dropped"),
         ("learner.algorithm.veto=1.5", "learner.algorithm.veto: want < 1"),
@@ -259,11 +265,11 @@ def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> None:
-    """The estimator's formula itself decides which those are."""
+    """The estimator's formula itself decides which those are; ``none`` is for another source of learning."""
     alone = Objective(AlgorithmConfig(advantage=advantage, whiten=False)).advantages(
         torch.tensor([1.0, 0.0, 3.0]), torch.arange(3), torch.tensor([2, 3, 4]), torch.tensor([2, 3, 4])
     )
-    if alone.any():
+    if alone.any() or advantage == "none":
         assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
     else:
         with pytest.raises(ValueError, match="group_size: want >= 2"):

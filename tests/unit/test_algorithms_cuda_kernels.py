@@ -67,6 +67,8 @@ def _tokens(*, with_old: bool, with_reference: bool) -> tuple[Tensor, Tensor, To
         advantages_T=torch.zeros(28),
         old_T=rollout_T + 0.5 * draw[2] if with_old else None,
         reference_T=rollout_T + 0.2 * draw[3] if with_reference else None,
+        teacher_T=rollout_T - 0.2 * draw[3].abs(),
+        teacher_top_TK=torch.stack([rollout_T - 1.0, rollout_T - 2.0], dim=1),
         old_entropy_T=draw[0].abs() if with_old else None,
     )
     return log_probs_T, draw[4].abs().requires_grad_(), seen
@@ -90,7 +92,8 @@ def test_no_algorithm_uses_one(name: str) -> None:
             (seen,) = objective.with_divergences([seen], kl_scale=1.0, summed=lambda values: values)
         coupled = objective.coupled([seen], summed=lambda values: values, gathered=lambda values_M: values_M)
         denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0, groups_N=groups_N)
-        total, loss, _ = objective.total(log_probs_T, entropy_T, seen, denominators, coupled)
+        listed_TK = torch.stack([log_probs_T - 1.0, log_probs_T - 1.5], dim=1)
+        total, loss, _ = objective.total(log_probs_T, entropy_T, seen, denominators, coupled, listed_TK=listed_TK)
         total.backward()
         position_T = torch.arange(28) % 6
         sums = diagnostics.token_sums(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actors.allowed import GUARDED, checked, refuse_foreign
-from actors.config import ActorConfig, EngineConfig, SglangConfig
+from actors.config import ActorConfig, EngineConfig, GatewayConfig, SglangConfig
 from actors.errors import NotAllowed
 from launch.run.access import allowed
 from launch.settings.config_loader import changes, from_map, load, to_map
@@ -14,8 +14,12 @@ from launch.settings.run_config import RunConfig
 
 OPEN = {
     "actor.engines": "addresses it asks",
+    "actor.teachers": "addresses it asks; the directory is used by `tidemill up` alone",
     "actor.reward_options": "values for a reward that is allowed",
     "actor.group_reward_options": "values for a reward that is allowed",
+    "actor.gateway": "its parts, each by itself",
+    "actor.gateway.host": "an address it listens at, where every request needs the key of an episode",
+    "actor.gateway.advertise": "the address that its programs are given",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
@@ -30,7 +34,7 @@ OPEN = {
 
 
 def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> None:
-    kinds = {"actor": ActorConfig, "engine": EngineConfig, "engine.sglang": SglangConfig}
+    kinds = {"actor": ActorConfig, "actor.gateway": GatewayConfig, "engine": EngineConfig, "engine.sglang": SglangConfig}
     numbers = (int, float, bool)
     found = {f"{path}.{field.name}" for path, kind in kinds.items() for field in dataclasses.fields(kind) if field.type not in numbers}
     assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()

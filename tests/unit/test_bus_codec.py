@@ -261,7 +261,7 @@ def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any
     try:
         codec.check_sample(codec.decode_sample(msgpack.packb(fields)))
     except WireError as error:
-        related = {"tokens": "response_length", "response_length": "rollout_log_probs", "group_size": "index"}
+        related = {"tokens": "response_length", "response_length": "rollout_log_probs", "group_size": "index", "demonstration": "schema"}
         assert error.field.startswith((name, related.get(name, name), "spans", "rollout_log_probs")), error
 
 
@@ -339,10 +339,10 @@ def test_a_message_of_another_type_is_refused() -> None:
 
 
 def test_unknown_fields_are_kept_and_passed_on() -> None:
-    sample = codec.decode_sample(wire(routed_experts=b"\1\2", note={"a": [1]}))
-    assert sample.extra == {"routed_experts": b"\1\2", "note": {"a": [1]}}
+    sample = codec.decode_sample(wire(experts=b"\1\2", note={"a": [1]}))
+    assert sample.extra == {"experts": b"\1\2", "note": {"a": [1]}}
     again = msgpack.unpackb(codec.encode_sample(sample))
-    assert again["routed_experts"] == b"\1\2"
+    assert again["experts"] == b"\1\2"
     assert again["note"] == {"a": [1]}
 
 

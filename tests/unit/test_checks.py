@@ -220,6 +220,7 @@ def test_the_stream_is_measured_by_the_longest_prompt(tmp_path: Path) -> None:
     for text, tokens in ((measured, 5), (limited, 10), (doubted, 240)):
         assert f"want >= {config.stream_bytes(tokens)} for what lies" in text
         assert f"in samples of {tokens} prompt tokens, got 1000; raise it, or lower data.max_prompt_tokens" in text
+    assert config.stream_bytes(240, 384) > 10 * config.stream_bytes(240), "with experts of 48 layers, 8 in each"
     assert config.stream_bytes(240) > config.stream_bytes(10) > config.stream_bytes(5) > config.stream_bytes(0)
 
 

@@ -11,6 +11,7 @@ from bus.errors import WireError
 from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.config import StalenessConfig
 from learner.data.datasource import EARLY_SAMPLES, Arrival, DataSource, Disposition, Waits
+from learner.data.groups import Verdict
 from learner.data.rules import DataRules
 from learner.errors import ConfigRefused, ReplayMismatch
 from tests.data_kit import RUN, eval_task, rules, sample, task
@@ -689,3 +690,55 @@ def test_trained_and_filtered_groups_have_their_scores_and_others_have_none() ->
         found[record.reason if isinstance(record, Settle) else "trained"] = [(one.id, scores) for one, scores in pond.source.scored(record)]
         pond.take()
     assert found == {"lost": [], "filtered": [(2, [1.0, 1.0])], "trained": [(3, [0.0, 1.0])]}
+
+
+# ---- groups of dead tasks
+
+
+def short(pond: Pond, *indexes: int) -> Task:
+    """Issue a task of four samples, of which these are stored before it is dead."""
+    (of,) = pond.issue(1, group_size=4)
+    for index in indexes:
+        pond.add(sample(of, index, reward=float(index)))
+    pond.source.dead(of.id)
+    return of
+
+
+def test_the_group_of_a_dead_task_is_trained_with_the_samples_it_has() -> None:
+    pond = Pond(groups_per_step=1, min_group_size=2)
+    of = short(pond, 0, 2, 3)
+    plan = pond.source.plan(pond.now)
+    assert isinstance(plan, Plan)
+    assert plan.seqs.tolist() == [1, 2, 3] and plan.group_sizes.tolist() == [3]
+    assert pond.add(sample(of, 1)).name is Disposition.BUFFERED  # read after the plan was made
+    assert pond.source.scored(plan) == [(of, [0.0, 2.0, 3.0])]
+    pond.source.apply(plan, 1)
+    books = pond.source.accounting()
+    assert (books.trained, books.duplicate, books.buffered, books.open) == (3, 1, 0, 0) and books.balanced
+    assert pond.source.task_floor == of.id and books.tokens["trained"] == 9
+    assert pond.add(sample(of, 1)).name is Disposition.DUPLICATE
+
+
+@pytest.mark.parametrize(("least", "indexes"), [(3, (0, 1)), (0, (0, 1, 2)), (0, (0, 1, 2, 3))])
+def test_with_fewer_samples_or_no_such_rule_the_group_of_a_dead_task_is_dropped(least: int, indexes: tuple[int, ...]) -> None:
+    pond = Pond(groups_per_step=1, min_group_size=least)
+    short(pond, *indexes)
+    assert pond.take_settle().reason == "dead"
+    books = pond.source.accounting()
+    assert books.dropped["dead"] == len(indexes) and books.balanced
+
+
+def test_a_sample_that_comes_after_the_verdict_is_judged_with_the_others() -> None:
+    pond = Pond(groups_per_step=1, min_group_size=2, filters="f")
+    of = short(pond, 0, 1)
+    ((_, seqs),) = pond.source.unjudged()
+    pond.add(sample(of, 3))
+    pond.source.judged(of.id, Verdict(reason="filtered:f"), seqs)  # of the two
+    ((_, seqs),) = pond.source.unjudged()
+    assert seqs == [1, 2, 3]
+    pond.source.judged(of.id, Verdict(masked=frozenset({3})), seqs)
+    pond.add(sample(of, 2))
+    assert [seqs for _, seqs in pond.source.unjudged()] == [[1, 2, 4, 3]]
+    pond.source.judged(of.id, Verdict(), [1, 2, 4, 3])
+    plan = pond.take_plan()
+    assert plan.group_sizes.tolist() == [4] and plan.masked is None

@@ -49,8 +49,11 @@ class History(RuleBasedStateMachine):
         data_parallel=st.integers(1, 2),
         num_epochs=st.sampled_from([0, 0, 1, 2]),
         rejected=st.sampled_from([0.0, 0.0, 0.5, 0.99]),
+        least=st.sampled_from([0, 0, 1, 2]),
     )
-    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int, rejected: float = 0.0) -> None:
+    def begin(
+        self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int, rejected: float = 0.0, least: int = 0
+    ) -> None:
         self.rejected = rejected
         self.rules: DataRules = rules(
             steps=6,
@@ -64,6 +67,7 @@ class History(RuleBasedStateMachine):
             data_parallel=data_parallel,
             filters=f"drop {rejected}" if rejected else "",
             over_sampling=rejected,
+            min_group_size=least,
         )
         self.source = DataSource(self.rules)
         self.steps[0] = self.after[0] = 0
@@ -152,6 +156,11 @@ class History(RuleBasedStateMachine):
         for of in [one for one in self.tasks if one.id not in worked and chance.random() < (0.1 if one.id % 4 == 0 else 0.7)]:
             versions = sorted(version for version in self.steps if version >= of.min_version)
             equal = chance.random() < 0.2
+            if self.rules.min_group_size and of.id % 5 == 1:  # the others have failed for good
+                self.store(of, chance.randrange(of.group_size), chance.choice(versions), max(versions))
+                self.dead.append(of.id)
+                self.source.dead(of.id)
+                continue
             for index in [*range(of.group_size), *chance.choices(range(of.group_size), k=chance.randint(0, 1))]:
                 first = chance.choice(versions)
                 second = chance.choice([version for version in versions if version >= first])
@@ -183,7 +192,7 @@ class History(RuleBasedStateMachine):
                 self.source.dead(id)
                 if chance.random() < 0.5:
                     self.ask_again(id)
-            elif self.source.lacks_samples(id):
+            elif self.source.lacks_samples(id) and self.source.step < self.rules.steps:  # behind the last step nothing is recorded
                 self.source.lost(id)
                 self.propose()  # a lost task is not reported again after a restart: it counts once it is recorded
 
@@ -211,7 +220,7 @@ class History(RuleBasedStateMachine):
     def judge(self, count: int) -> None:
         """Have the filters decide on some of the complete groups."""
         for of, seqs in self.source.unjudged()[:count]:
-            self.source.judged(of.id, self.verdict(of, seqs))
+            self.source.judged(of.id, self.verdict(of, seqs), seqs)
 
     def verdict(self, of: Task, seqs: list[int]) -> Verdict:
         """Return what a filter decides, which depends on the group alone."""
@@ -255,7 +264,7 @@ class History(RuleBasedStateMachine):
             new.passed(self.rules.num_epochs)
         for source in (old, new):
             for of, seqs in source.unjudged():
-                source.judged(of.id, self.verdict(of, seqs))
+                source.judged(of.id, self.verdict(of, seqs), seqs)
         assert new.exhausted == old.exhausted
         assert new.snapshot() == old.snapshot()
         assert new.accounting() == old.accounting()
@@ -346,8 +355,15 @@ class History(RuleBasedStateMachine):
             masked = set[int]() if plan.masked is None else set(plan.masked.tolist())
             if not self.rejected:
                 assert not masked
-            wanted = [(int(id), index) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for index in range(size)]
-            assert [(row.task, row.index) for row in rows if isinstance(row, Sample)] == wanted
+            places = [(row.task, row.index) for row in rows if isinstance(row, Sample)]
+            assert [id for id, _ in places] == [int(id) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for _ in range(size)]
+            for id, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True):
+                (of,) = [one for one in self.tasks if one.id == id]
+                indexes = [index for its, index in places if its == id]
+                assert indexes == sorted(set(indexes)) and len(indexes) == size
+                if size < of.group_size:  # of a dead task, with as many as are enough
+                    assert id in self.dead and size >= self.rules.min_group_size > 0
+                    REACHED["short"] += 1
             for row, seq in zip(rows, plan.seqs, strict=True):
                 assert isinstance(row, Sample)
                 assert int(seq) not in self.lies
@@ -402,6 +418,7 @@ def test_long_histories(seed: int) -> None:
         chance.randint(1, 2),
         2 if seed % 4 == 0 else 0,
         (0.0, 0.5, 0.9)[seed // 3 % 3],
+        (0, 1, 2)[seed // 2 % 3],
     )
     for _ in range(80):
         history.turns(chance.randint(0, 1 << 32), 1)
@@ -441,6 +458,7 @@ def test_long_histories_reach_every_outcome() -> None:
         "exhausted",
         "masked samples",
         "by a filter",
+        "short",
     ):
         assert REACHED[outcome], (outcome, REACHED)
 

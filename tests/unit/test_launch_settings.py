@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from actors.serving.sglang.server_process import server_arguments
 from launch.settings.config_loader import SettingsError, from_map, load, render, to_map
 from launch.settings.run_config import RunConfig
 
@@ -76,6 +77,15 @@ def test_one_setting_makes_learner_and_engines_share(tmp_path: Path) -> None:
     assert config.engine.colocated and not config.weights.overlap
     alone = load(write(tmp_path, "")).config
     assert not alone.engine.colocated and alone.weights.overlap
+
+
+def test_one_setting_makes_engines_return_experts(tmp_path: Path) -> None:
+    config = load(write(tmp_path, ""), ["learner.routing_replay=rollout"]).config
+    assert config.actor.routed_experts and config.engine.routed_experts
+    assert server_arguments(config.engine)["enable_return_routed_experts"] is True
+    other = load(write(tmp_path, ""), ["learner.routing_replay=old"]).config
+    assert not other.actor.routed_experts and not other.engine.routed_experts
+    assert "enable_return_routed_experts" not in server_arguments(other.engine)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +204,16 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"], "overlong_buffer: want <= sampling.max_new_tokens = 6"),
         (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
+        (["engine.routed_experts=true"], "engine.routed_experts: follows from learner.routing_replay"),
+        (["learner.routing_replay=rollout", "actor.routed_experts=false"], "actor.routed_experts: follows from learner.routing_replay"),
+        (
+            ["learner.routing_replay=rollout", "engine.sglang.arguments.enable_return_routed_experts=false"],
+            "engine.sglang.arguments.enable_return_routed_experts: want true",
+        ),
+        (
+            ["learner.routing_replay=rollout", "rollouts.chat.use=multi_turn", "data.rollout=chat"],
+            "learner.routing_replay: want none or old with data.rollout: chat",
+        ),
         (["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"], "engine.sglang.url: want a server"),
     ],
 )

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from bus.wire.routed_experts import sparse_layers
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from learner.config import LearnerConfig
 from learner.megatron.flops import StepFlops
-from learner.megatron.sizes import FAMILIES, refusals, sparse_layers
+from learner.megatron.sizes import FAMILIES, refusals
 from tests.check_kit import write_run
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 
@@ -108,8 +109,11 @@ def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict
         ({"expert_parallel": 2}, r"expert_parallel: want a divisor of data x tensor x context parallel = 1, got 2"),
         ({"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2}, r"expert_parallel: want a divisor of .* = 2, got 4"),
         ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
-        ({"routing_replay": "rollout"}, r"routing_replay: want none or old, got 'rollout': samples do not have the experts"),
-        ({"routing_replay": "all"}, r"routing_replay: want none or old, got 'all'"),
+        ({"routing_replay": "all"}, r"routing_replay: want none or old or rollout, got 'all'"),
+        (
+            {"routing_replay": "rollout", "pipeline_parallel": 2, "virtual_pipeline": 2},
+            r"routing_replay: want none with virtual_pipeline > 1",
+        ),
         ({"routing_replay": "old", "pipeline_parallel": 2, "virtual_pipeline": 2}, r"routing_replay: want none with virtual_pipeline > 1"),
         ({"moe_aux_loss_coef": -0.1}, r"moe_aux_loss_coef: want >= 0"),
         ({"moe_bias_update_rate": -1.0}, r"moe_bias_update_rate: want >= 0"),
@@ -181,6 +185,7 @@ def test_a_family_that_only_sglang_serves_needs_sglang(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("learner.routing_replay=old", "has no experts"),
+        ("learner.routing_replay=rollout", "has no experts"),
         ("learner.moe_aux_loss_coef=0.1", "has no experts"),
         ("learner.moe_bias_update_rate=0.1", "has no bias per expert"),
     ],

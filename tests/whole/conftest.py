@@ -7,5 +7,5 @@ from tests.whole.running import SMOKE
 
 
 @pytest.fixture(scope="session", autouse=True)
-def smoke_files() -> None:
+def smoke_files(fork_server: None) -> None:
     made(SMOKE)

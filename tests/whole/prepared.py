@@ -2,11 +2,13 @@
 
 import atexit
 import functools
+import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from launch.run.roles import run_prepare
+from launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +23,5 @@ def made(config: Path) -> Path:
     """Prepare the files of ``config`` once in this process. Returns their run directory, which is removed when the process ends."""
     kept = Path(tempfile.mkdtemp(prefix="tidemill-prepared-"))
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
-    command = [sys.executable, "-m", "launch", "prepare", str(config), "--set", f"directory={kept}"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
+    assert run_prepare(load([config], [f"directory={kept}"], os.environ).config) == 0
     return kept

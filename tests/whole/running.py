@@ -1,12 +1,13 @@
-"""Starts `tidemill up` as a user would, watches it over the bus, kills processes of it, and reads the files it leaves."""
+"""Starts `tidemill up`, watches it over the bus, kills processes of it, and reads the files it leaves.
+
+`up` itself is forked from a process that has imported its modules; its children are started as everywhere.
+"""
 
 import asyncio
 import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, LiveRow, Plan
+from tests.forked import Forked
+from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +30,7 @@ UP_LIMIT_S = 300.0
 class Up:
     """A running `tidemill up` and its run directory."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     directory: Path
     run: str
 
@@ -38,7 +41,7 @@ class Up:
     def wait(self, limit_s: float = UP_LIMIT_S) -> int:
         try:
             return self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             raise AssertionError(f"`tidemill up` did not end within {limit_s:.0f} s; its last words:\n{self.log[-3000:]}") from None
 
     @property
@@ -55,7 +58,7 @@ class Up:
         address = self.directory / "bus.url"
         deadline = time.monotonic() + 60
         while not address.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
+            assert self.process.returncode is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
             await asyncio.sleep(0.05)
         async with connect(address.read_text().strip(), self.run, name="test") as bus:
             yield bus
@@ -70,11 +73,8 @@ def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE,
     files = [config] if isinstance(config, Path) else config
     if not flags:
         put_prepared(files[0], directory)
-    command = [sys.executable, "-m", "launch", "up", *map(str, files), *flags]
-    for setting in (f"directory={directory}", *settings):
-        command += ["--set", setting]
-    with (tmp_path / "up.log").open("a") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    chosen = [word for setting in (f"directory={directory}", *settings) for word in ("--set", setting)]
+    process = tidemill("up", *map(str, files), *flags, *chosen, output=tmp_path / "up.log")
     return Up(process, directory, run="smoke")
 
 
@@ -85,11 +85,11 @@ def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, fl
     try:
         yield run
     finally:
-        if run.process.poll() is None:
+        if run.process.returncode is None:
             run.process.send_signal(signal.SIGTERM)
             try:
                 run.process.wait(60)
-            except subprocess.TimeoutExpired:
+            except TimeoutError:
                 run.process.kill()
                 run.process.wait()
 

@@ -3,15 +3,14 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from bus.streams.bus import Bus
 from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.storm import drained_and_judged
-from tests.whole.running import ROOT, up
+from tests.launched import run_tidemill
+from tests.whole.running import up
 
 
 async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
@@ -26,9 +25,7 @@ async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
 
 
 async def dead(run_dir: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "launch", "dead", "--run-dir", str(run_dir), *words]
-    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+    return (await asyncio.to_thread(run_tidemill, "dead", "--run-dir", str(run_dir), *words)).output
 
 
 async def test_poisoned_prompts(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""A run on a bus with users and three servers, with pushes by handles: no process is refused the access it needs, and no password leaves
-its file; every version is read out of the learner's memory.
+"""One run on a bus with users and three servers, with pushes by handles, at lag 0.
+
+No process is refused the access it needs, and no password leaves its file; every version is read out of the learner's memory; no token is
+older than its weights.
 """
 
 import re
@@ -19,13 +21,13 @@ PUSHES = ("weights.transport=handles", "weights.verify=always", "up.engines=2", 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Up:
     """Return a run that has ended."""
-    with up(tmp_path_factory.mktemp("guarded"), *BUS, *PUSHES) as run:
+    with up(tmp_path_factory.mktemp("guarded"), *BUS, *PUSHES, "staleness.max_lag=0") as run:
         assert run.wait() == 0, run.log[-4000:]
     return run
 
 
 def test_a_run_on_a_cluster_with_users(ended: Up) -> None:
-    assert_books_balance(ended.summary, max_lag=2)
+    assert_books_balance(ended.summary, max_lag=0)
     assert ended.summary["steps"] == 6
     auth = ended.directory / "auth"
     passwords = [read_credentials(credentials_file(auth, user))[1].encode() for user in ("learner", "actor-0", "engine-0", "viewer")]
@@ -45,6 +47,15 @@ def test_a_run_pushes_by_handles(ended: Up) -> None:
     engines = [log for name, log in logs.items() if name.startswith("engine-")]
     assert len(engines) == 2 and all("the learner joined, by handles" in log for log in engines)
     assert not any("no handles for this engine" in log for log in logs.values())
+
+
+def test_at_lag_0_all_is_on_policy_and_both_sides_agree(ended: Up) -> None:
+    """Synchronous training is the same mechanism with another number: no token is older than its weights."""
+    assert_books_balance(ended.summary, max_lag=0)
+    for line in ended.metrics:
+        assert line["offpolicy/lag_max"] == 0, line
+        assert line["offpolicy/logprob_diff_abs"] < 1e-4, line
+        assert line["offpolicy/tis_clipped_high"] == 0, line
 
 
 def test_reading_commands_use_the_viewers_login(tmp_path: Path) -> None:

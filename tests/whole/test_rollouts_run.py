@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from bus.streams.bus import connect
 from bus.wire.messages import Kind, Sample
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
-from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, until_step, up
+from tests.launched import run_tidemill
+from tests.whole.running import SMOKE, assert_books_balance, kill, live, until_step, up
 
 
 async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: Path) -> None:
@@ -31,17 +30,15 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
     async with standing_bus(run.directory) as url:
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
         held = await evaluated(url, run.run, 16 * len(evaluations))
-        command = [sys.executable, "-m", "launch", "tail", "--bus", url, "--run", run.run, "--last", "60", "--json"]
-        shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        words = ("tail", "--bus", url, "--run", run.run, "--last", "60", "--json")
+        shown = (await asyncio.to_thread(run_tidemill, *words)).output
     assert {one["version"] for one in evaluations} >= {0, 12} and all(one["prompts"] == 8 for one in evaluations), evaluations
     assert {(int(str(sample.prompt)[:2]) % 2, len(sample.sizes)) for sample in held} == {(0, 2), (1, 1)}
     log = (run.directory / "logs" / "actor-0.log").read_text()
     assert "episode goes on task=" in log, "the next actor reads what the killed one has stored"
     assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
-    samples = [
-        one for one in map(json.loads, filter(lambda line: line.startswith("{"), shown.stdout.splitlines())) if one["kind"] == "train"
-    ]
-    assert samples and all(sample["rollout"] == "two" for sample in samples), shown.stdout[:2000] + shown.stderr
+    samples = [one for one in map(json.loads, filter(lambda line: line.startswith("{"), shown.splitlines())) if one["kind"] == "train"]
+    assert samples and all(sample["rollout"] == "two" for sample in samples), shown[:2000]
     assert all(len(sample["sequences"]) == 2 for sample in samples)
 
 

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from bus.streams.bus import Bus
+from tests import launched
 from tests.chaos.storm import drained_and_judged
+from tests.forked import Forked
 from tests.unhurried import UNHURRIED
-from tests.whole.running import ROOT, assert_books_balance, live, until_step, up
+from tests.whole.running import assert_books_balance, live, until_step, up
 
 
 @contextlib.asynccontextmanager
@@ -30,8 +30,8 @@ async def senders(bus: Bus) -> AsyncIterator[Counter[str]]:
 
 
 @contextlib.contextmanager
-def tidemill(*arguments: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", "launch", *arguments], cwd=cwd)
+def tidemill(*words: str, output: Path) -> Iterator[Forked]:
+    process = launched.tidemill(*words, output=output)
     try:
         yield process
     finally:
@@ -48,16 +48,16 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=1000000", UNHURRIED) as run:
         async with run.bus() as bus, senders(bus) as seen:
             await until_step(bus, 1)
-            scale = [sys.executable, "-m", "launch", "scale", "--run-dir", str(run.directory)]
-            said = await asyncio.to_thread(subprocess.check_output, [*scale, "actors=3"], cwd=ROOT, text=True)
+            scale = ("scale", "--run-dir", str(run.directory))
+            said = (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=3")).output
             assert re.search(r"all: actors 1 -> 3\nhost up: engines 1 of 1, actors [123] of 3\n", said), said
             await until(seen, "actor-0", "actor-1", "actor-2")
             url = (run.directory / "bus.url").read_text().strip()
-            with tidemill("actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED) as by_hand:
+            with tidemill("actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED, output=tmp_path / "by-hand.log") as by_hand:
                 await until(seen, "by-hand")
                 by_hand.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(by_hand.wait, 60) == 0
-            await asyncio.to_thread(subprocess.check_call, [*scale, "actors=1"], cwd=ROOT, stdout=subprocess.DEVNULL)
+            assert (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=1")).returncode == 0
             while await bus.rows("live").keys("actor") != ["actor.actor-0"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         verdict = await drained_and_judged(run)
@@ -76,7 +76,8 @@ async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_pat
             away = tmp_path / "away"
             away.mkdir()
             url = (run.directory / "bus.url").read_text().strip()
-            with tidemill("host", "--bus", url, "--name", "away", "--dir", str(away), "engines=1", "actors=1") as host:
+            words = ("host", "--bus", url, "--name", "away", "--dir", str(away), "engines=1", "actors=1")
+            with tidemill(*words, output=tmp_path / "host.log") as host:
                 assert await asyncio.to_thread(run.wait) == 0, run.log
                 host.send_signal(signal.SIGTERM)
         assert run.summary["steps"] == 12

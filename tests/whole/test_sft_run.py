@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from bus.streams.bus import connect
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
+from tests.launched import run_tidemill
 from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, records, until_step, up
 
 SFT = ROOT / "launch/configs/sft.yaml"
@@ -99,6 +98,6 @@ def test_archived_samples_of_another_run_are_trained_with_topr(tmp_path: Path) -
 
 
 def _tidemill(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    done = run_tidemill(*words)
+    assert done.returncode == 0, done.output
+    return done.output

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,8 +10,9 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Kind
 from learner.checkpoints import disk
+from tests.launched import run_tidemill
 from tests.whole.prepared import made
-from tests.whole.running import ROOT, SMOKE, assert_books_balance, up
+from tests.whole.running import SMOKE, assert_books_balance, up
 
 HELD = 4
 
@@ -72,7 +71,6 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     assert (summary["best"]["value"], summary["best"]["version"]) == (best[0], -best[1])
     assert disk.verify(Path(summary["best"]["directory"])) is not None
     assert "best checkpoint held/mean" in run.log
-    command = [sys.executable, "-m", "launch", "status", "--run-dir", str(run.directory)]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    shown = run_tidemill("status", "--run-dir", str(run.directory)).output
     assert "best checkpoint held/mean" in shown
     assert "ends after step 3: all prompts of 1 pass are used" in " ".join(shown.split())

@@ -4,16 +4,14 @@ import asyncio
 import hashlib
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.check_kit import write_model
-from tests.whole.running import ROOT, UP_LIMIT_S, Up, assert_books_balance, until_step, up
-
-LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); t.AutoTokenizer.from_pretrained(sys.argv[1])"
+from tests.launched import run_tidemill
+from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,8 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(from_nothing: Up)
     assert summary["tokens_trained"] > 0
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert (run.directory / "curves.png").stat().st_size > 5000
-    subprocess.run([sys.executable, "-c", LOAD, str(run.directory / "final")], check=True, cwd=ROOT)
+    AutoModelForCausalLM.from_pretrained(run.directory / "final")
+    AutoTokenizer.from_pretrained(run.directory / "final")
 
 
 def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> None:
@@ -50,21 +49,18 @@ def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> Non
     assert versions == sorted(set(versions)) and {0, 6} <= set(versions) <= {0, 3, 6}
     assert all((line["set"], line["prompts"], line["samples"], line["missing"]) == ("held", 8, 24, 0) for line in lines)
     config = from_nothing.directory / "config.yaml"
-    command = [sys.executable, "-m", "launch", "eval", str(from_nothing.directory / "final"), "--config", str(config), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (alone,) = map(json.loads, done.stdout.splitlines())
+    done = run_tidemill("eval", str(from_nothing.directory / "final"), "--config", str(config), "--json")
+    assert done.returncode == 0, done.output
+    (alone,) = map(json.loads, done.out.splitlines())
     last = lines[-1]
     assert alone == last | {"version": 0, "step": 0, "versions_later": 0.0} and last["versions_later"] == 0.0
 
 
 def retrain(run: Path, out: Path, *settings: str) -> str:
-    command = [sys.executable, "-m", "launch", "replay", "--run-dir", str(run), "--train", str(out)]
-    for setting in settings:
-        command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    done = run_tidemill("replay", "--run-dir", str(run), "--train", str(out), *chosen)
+    assert done.returncode == 0, done.output
+    return done.output
 
 
 def weights(run: Path) -> str:
@@ -104,15 +100,6 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Up:
     with up(tmp_path_factory.mktemp("synchronous"), "learner.steps=4", "staleness.max_lag=0") as run:
         assert run.wait() == 0, run.log[-4000:]
     return run
-
-
-def test_at_lag_0_all_is_on_policy_and_both_sides_agree(synchronous: Up) -> None:
-    """Synchronous training is the same mechanism with another number: no token is older than its weights."""
-    assert_books_balance(synchronous.summary, max_lag=0)
-    for line in synchronous.metrics:
-        assert line["offpolicy/lag_max"] == 0, line
-        assert line["offpolicy/logprob_diff_abs"] < 1e-4, line
-        assert line["offpolicy/tis_clipped_high"] == 0, line
 
 
 @pytest.mark.slow

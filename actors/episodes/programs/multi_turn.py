@@ -18,11 +18,13 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from actors.episodes.programs.gem_environment import Gem
 from actors.episodes.programs.model import BudgetSpent, Policy
 from actors.episodes.programs.openenv import OpenEnv
+from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 
-ENVIRONMENTS = {"openenv": OpenEnv}
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>(.*?)</call>"
@@ -74,8 +76,9 @@ class MultiTurn:
 
         ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with
         groups ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn.
-        ``environment``, instead of tools: ``openenv``, or the import path of a class with ``reset(data)`` and ``step(text)``; for
-        ``again: resume`` with ``state()`` and ``restore(state)``; its ``close()`` is called at the end. ``max_tokens`` of one turn,
+        ``environment``, instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and
+        ``step(text)``, whose observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and
+        ``restore(state)``; its ``close()`` is called at the end. ``max_tokens`` of one turn,
         0 = the task's. ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
         """
         if protocol not in PROTOCOLS:
@@ -214,7 +217,7 @@ class MultiTurn:
             observation, reward, played.done = await _awaited(game.step(said))
             played.rewards.append(float(reward))
             if not played.done and self._protocol == "chat":
-                played.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": _text(observation)}]
+                played.messages += _behind(said, observation)
             elif not played.done:
                 played.text += said + _text(observation)
             played.place = await _awaited(game.state()) if hasattr(game, "state") else None
@@ -263,6 +266,12 @@ def _arguments(text: object) -> object:
 def _messages(prompt: object, system: str) -> list[Mapping[str, Any]]:
     found = [dict(one) for one in prompt] if isinstance(prompt, list) else [{"role": "user", "content": _text(prompt)}]
     return [{"role": "system", "content": system}, *found] if system else [*found]
+
+
+def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
+    """Return an answer and what is seen behind it. Messages that begin with one of the assistant have the answer as they want it."""
+    seen = _messages(observation, "")
+    return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
 
 
 def _text(prompt: object) -> str:

@@ -10,11 +10,14 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from actors.errors import BadRequest, EngineFailed
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.events import DONE, event
 from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
 from actors.request import Generate, parse_generate, seeds
+from actors.score_request import asks_for_scores, parse_scores
+from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
+from actors.serving.builtin.input_scores import Scoring, scores_json
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.progress import Progress
 from actors.serving.builtin.response import response_json
@@ -47,7 +50,10 @@ class BuiltinBackend:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response of a request without a stream fails."""
-        async with self._submitted(await body_of(request)) as (generate, progress):
+        body = await body_of(request)
+        if asks_for_scores(body):
+            return web.json_response(await self._scores(body))
+        async with self._submitted(body) as (generate, progress):
             if generate.stream:
                 return await self._stream(request, generate, progress)
             states = [state async for state in self._states(generate, progress)]
@@ -55,6 +61,30 @@ class BuiltinBackend:
         if failed is not None:
             raise EngineFailed(self._host.url, failed)
         return web.json_response(states if generate.many else states[0])
+
+    async def _scores(self, body: Body) -> JsonObject | list[JsonObject]:
+        """Return the log-probs of given tokens. Raises BadRequest, EngineUnavailable, EngineFailed."""
+        host = self._host
+        host.require_servable()
+        wanted = parse_scores(body, host.limits)
+        host.accept(len(wanted.sequences))
+        try:
+            scorings = [
+                Scoring(tokens=tokens, start=start, temperature=wanted.temperature, top_k=wanted.top_k)
+                for tokens, start in zip(wanted.sequences, wanted.starts, strict=True)
+            ]
+            self._scheduler.submit_scorings(scorings)
+            try:
+                found = await asyncio.gather(*(asyncio.wrap_future(one.done) for one in scorings))
+            except asyncio.CancelledError:
+                if self._scheduler.alive:
+                    raise
+                raise EngineUnavailable(host.url, "it has ended") from None
+        finally:
+            host.ended(len(wanted.sequences))
+        rid = str(body.get("rid") or "scores")
+        answers = [scores_json(one, rid, each) for one, each in zip(scorings, found, strict=True)]
+        return answers if wanted.many else answers[0]
 
     async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
         """Send server-sent events, each with all tokens so far; a slow reader skips states, never tokens."""
@@ -89,7 +119,7 @@ class BuiltinBackend:
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
-        progress = Progress()
+        progress, routed = Progress(), self._shape.routed if generate.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
             progress.add(
                 Sequence(
@@ -101,6 +131,7 @@ class BuiltinBackend:
                     sink=progress.update,
                     stream=generate.stream,
                     continued_tokens=generate.continued_tokens,
+                    experts=None if routed is None else CapturedExperts(routed),
                 )
             )
         self._scheduler.submit(list(progress.sequences))
@@ -189,6 +220,7 @@ class BuiltinBackend:
             "paused": scheduler.paused,
             "released": sorted(scheduler.released),
             "internal_states": [host.stats()],
+            "routed_experts": None if self._shape.routed is None else self._shape.routed.described(),
         }
 
     async def loads(self, request: web.Request) -> web.Response:

@@ -17,6 +17,8 @@ class Counters:
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     """Prompt tokens computed; shared prefixes have saved the difference to ``prompt_tokens``."""
+    scored_tokens: int = 0
+    """Tokens of the sequences of requests for scores."""
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_aborted_by_pushes: int = 0

@@ -60,12 +60,17 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return frequencies
 
 
-def forward(weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-    """Return the hidden state before the last norm, [B, T, E]."""
+def forward(
+    weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: Attention, chosen: list[Tensor] | None = None
+) -> Tensor:
+    """Return the hidden state before the last norm, [B, T, E].
+
+    ``chosen``: the experts of each token, [B, T, J], are appended to it, layer by layer.
+    """
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     for index, layer in enumerate(weights.layers):
         x_BTE = x_BTE + _attend(weights, layer, index, x_BTE, rope, attention)
-        x_BTE = x_BTE + _mlp(weights, layer, x_BTE)
+        x_BTE = x_BTE + _mlp(weights, layer, x_BTE, chosen)
     return x_BTE
 
 
@@ -88,16 +93,19 @@ def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, ro
     return functional.linear(attention(index, query_BTHD, key_BTKD, value_BTKD), layer.output, layer.output_bias)
 
 
-def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor) -> Tensor:
+def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tensor] | None) -> Tensor:
     normed_BTE = functional.rms_norm(x_BTE, (weights.shape.hidden,), layer.mlp_norm, weights.shape.norm_eps)
     if layer.router_XE is not None:
-        return _experts(weights.shape.experts, layer, normed_BTE.flatten(0, 1)).view_as(normed_BTE)
+        out_NE, chosen_NJ = _experts(weights.shape.experts, layer, normed_BTE.flatten(0, 1))
+        if chosen is not None:
+            chosen.append(chosen_NJ.unflatten(0, normed_BTE.shape[:2]))
+        return out_NE.view_as(normed_BTE)
     gate, up = functional.linear(normed_BTE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
     return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
 
 
-def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> Tensor:
-    """Return the sum of each token's experts, weighted by its scores; one product per expert that has tokens."""
+def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has tokens."""
     assert sizes is not None and layer.router_XE is not None
     scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(-1)  # in float32, as the learner has them
     shares_NJ, chosen_NJ = scores_NX.topk(sizes.per_token, -1)
@@ -114,4 +122,4 @@ def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> Tensor
             gate, up = functional.linear(x_NE[tokens], layer.gate_up[expert]).chunk(2, dim=-1)
             each = functional.linear(functional.silu(gate) * up, layer.down[expert])
             out_NE.index_add_(0, tokens, each * shares_NJ.flatten()[pairs, None])
-    return out_NE
+    return out_NE, chosen_NJ

@@ -52,7 +52,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         """Read shape, tokenizer and weights. Raises UnsupportedModel, SnapshotBroken, UpdateRefused for missing or wrong tensors."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
-        self._read_limits(shape.vocab_size, shape.max_positions)
+        self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
         text, context = self.text, self.limits.max_context
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"

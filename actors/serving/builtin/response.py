@@ -32,6 +32,8 @@ def response_json(sequence: Sequence, text: Text | None, version: int, *, logpro
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
         meta["output_token_logprobs_length"] = num_tokens
+    if sequence.experts is not None and partial is None:
+        meta["routed_experts"] = sequence.experts.encoded()
     state: dict[str, object] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
     if text is not None:
         state["text"] = response_text(sequence, text, num_tokens, trim=finish is not None)

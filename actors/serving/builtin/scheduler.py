@@ -3,7 +3,7 @@
             calls (submit, abort, pause, flip, ...)
                  |                 consumes  calls and waiting sequences
                  v                 produces  tokens, delivered to each sequence's sink in the loop's thread
-    loop:  take calls -> admit (prefill) -> decode one token for all running -> deliver -> again
+    loop:  take calls -> admit (prefill) -> decode one token for all running -> score given tokens -> deliver -> again
                                    waits for a call when nothing runs and nothing waits, or while paused
 
 Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then nothing is computed
@@ -32,6 +32,7 @@ from torch import Tensor, inference_mode, set_num_threads
 from actors.errors import EngineFailed, UpdateRefused
 from actors.serving.builtin.calls import Call, CallQueue, run
 from actors.serving.builtin.counters import CLOSING, Counters
+from actors.serving.builtin.input_scores import Scoring, take_scorings
 from actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
 from actors.serving.builtin.runner import ModelRunner
 from actors.serving.builtin.sampler import Sampler
@@ -87,6 +88,8 @@ class Scheduler:
         """True while a weight update is open: set by its owner, for the counters."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.scorings: deque[Scoring] = deque()
+        """Sequences whose tokens are to be scored."""
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
         self.device, self.dtype = weights.device, weights.dtype
@@ -136,6 +139,10 @@ class Scheduler:
         """Append sequences to the queue; the future is done once they are in it."""
         return self.call(lambda: self.waiting.extend(sequences))
 
+    def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
+        """Append sequences to score; the future is done once they are in the queue. The results are in the ``done`` of each."""
+        return self.call(lambda: self.scorings.extend(scorings))
+
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
         return self.call(lambda: self._abort(wanted, message))
@@ -155,6 +162,8 @@ class Scheduler:
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
         self._calls.close()
+        for one in self.scorings:
+            one.done.cancel()
 
     def _step(self) -> None:
         try:
@@ -164,11 +173,26 @@ class Scheduler:
         except Exception as error:
             log.exception("decoding step failed running=%d", len(self.running))
             self._fail_all(f"decoding step failed: {error!r}")
+        self._score()
+
+    def _score(self) -> None:
+        """Score the sequences at the head of their queue, in one pass."""
+        if not (batch := take_scorings(self.scorings)):
+            return
+        try:
+            for one, found in zip(batch, self._runner.scores(batch, self.version), strict=True):
+                one.done.set_result(found)
+        except Exception as error:
+            log.exception("scoring failed sequences=%d", len(batch))
+            for one in batch:
+                if not one.done.done():
+                    one.done.set_exception(EngineFailed("builtin", f"scoring failed: {error!r}"))
+        self.counters.scored_tokens += sum(len(one.tokens) for one in batch)
 
     def _take_calls(self) -> None:
         """Run the queued calls; wait for one when there is nothing else to do."""
         while not self._closed:
-            busy = not self.held and (self.running or self.waiting)
+            busy = not self.held and (self.running or self.waiting or self.scorings)
             try:
                 call = self._calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
@@ -197,7 +221,7 @@ class Scheduler:
         """Fill free rows, oldest request first, up to the token budget of one step."""
         started, budget, shared = time.perf_counter(), PREFILL_TOKENS, self._donors.keys() if self._share_prefix else None
         while self.waiting and len(self.running) < self._max_running and budget > 0:
-            if self.waiting[0].key in self._donors:
+            if self._can_copy(self.waiting[0]):
                 self._copy_prompt(self.waiting.popleft())
             else:
                 free = self._max_running - len(self.running)
@@ -205,9 +229,16 @@ class Scheduler:
             self.counters.prefill_s += time.perf_counter() - started
             started = time.perf_counter()
 
+    def _can_copy(self, sequence: Sequence) -> bool:
+        """Return whether a running sequence with the same prompt has all that this one needs of it."""
+        donor = self._donors.get(sequence.key)
+        return donor is not None and (sequence.experts is None or donor.sequence.experts is not None)
+
     def _copy_prompt(self, sequence: Sequence) -> None:
         """Admit a sequence by copying keys, values and first scores from a running one with the same prompt."""
         donor, row = self._donors[sequence.key], len(self.running)
+        if sequence.experts is not None and donor.sequence.experts is not None:
+            sequence.experts.copy(donor.sequence.experts, sequence.length)
         self._runner.slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
         # A copy, as ``_sample`` writes into the scores; others may need them later.
@@ -220,7 +251,12 @@ class Scheduler:
             self._enter(same[:1], cached=False)
             self._enter(same[1:], cached=True)
         prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
+        self._runner.captures = any(sequence.experts is not None for sequence in admitted)
         scores_RV, num_padded = self._runner.prefill([same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row)
+        for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
+            if sequence.experts is not None:
+                assert self._runner.experts_BTGJ is not None, "they are captured where a sequence needs them"
+                sequence.experts.add(self._runner.experts_BTGJ[prompt, : sequence.length], 0)
         if self._share_prefix:
             for prompt, (key, same) in enumerate(prompts.items()):
                 self._donors[key] = Donor(same[0], scores_RV[prompt_of_R.index(prompt)].clone())
@@ -241,13 +277,19 @@ class Scheduler:
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
-        self._sample(self.running, self._runner.decode(self._last_N, self._positions_N), first_row=0)
+        scores_NV = self._runner.decode(self._last_N, self._positions_N)
+        if self._runner.experts_BTGJ is not None:
+            for sequence, experts_1GJ in zip(self.running, self._runner.experts_BTGJ, strict=True):
+                if sequence.experts is not None:
+                    sequence.experts.add(experts_1GJ, sequence.length - 1)
+        self._sample(self.running, scores_NV, first_row=0)
         self.counters.steps += 1
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
         """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self.device)
+        self._runner.captures = any(each.experts is not None for each in self.running)
         self._last_N = np.array([each.tokens[-1] for each in self.running], np.int64)
         self._positions_N = np.array([each.length - 1 for each in self.running], np.int64)
 

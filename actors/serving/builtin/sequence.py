@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.request import SamplingParams
+from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.text.text import StopStrings, Text
 from bus.wire.json_object import JsonObject
 
@@ -34,6 +35,7 @@ class Sequence:
         "begun",
         "cached_tokens",
         "error",
+        "experts",
         "finish",
         "key",
         "log_probs",
@@ -63,6 +65,7 @@ class Sequence:
         sink: Callable[["Sequence", int, bool], None],
         stream: bool = False,
         continued_tokens: int = 0,
+        experts: CapturedExperts | None = None,
     ) -> None:
         self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream
         self.key = prompt.tobytes()
@@ -83,6 +86,8 @@ class Sequence:
         self.error: str | None = None
         """Failure of the engine that ended the response; None = there was none."""
         self.cached_tokens = 0
+        self.experts = experts
+        """Experts of its tokens; None = they are not requested."""
         self.retractions = 0
         self.arrived_s = time.perf_counter()
 

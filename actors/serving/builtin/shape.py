@@ -8,6 +8,7 @@ from typing import Any
 
 from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping
+from bus.wire.routed_experts import RoutedShape
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""
@@ -97,6 +98,14 @@ class ModelShape:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise UnsupportedModel(where, f"want sizes as a Hugging Face configuration has them: {error}") from error
+
+    @property
+    def routed(self) -> RoutedShape | None:
+        """Sizes of the routing; None = no layer has experts."""
+        experts = self.experts
+        if experts is None or not experts.layers:
+            return None
+        return RoutedShape(num_layers=self.num_layers, layers=experts.layers, top_k=experts.per_token, num_experts=experts.count)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""

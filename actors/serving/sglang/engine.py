@@ -22,6 +22,7 @@ from actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from actors.serving.sglang.server_process import INFO_S, ServerProcess
 from actors.serving.sglang.weight_updates import WeightUpdates
 from bus.wire.messages import Capabilities
+from bus.wire.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class SglangEngine(EngineHost[WeightUpdates]):
 
     api: Api
     """The server's own API."""
+    routed: RoutedShape | None
+    """Sizes of the model's routing; None = it has none, or of a family that is not known here."""
 
     def __init__(self, *args: Any, release: Release | None = None, **settings: Any) -> None:
         """``release``: release of the server; None = the one in its /server_info."""
@@ -51,9 +54,10 @@ class SglangEngine(EngineHost[WeightUpdates]):
             values = values.get("text_config", values)
             vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
             self._hidden_size = int(values["hidden_size"])
+            self.routed = RoutedShape.of(values)
         except (OSError, ValueError, KeyError) as error:
             raise UnsupportedModel(str(file), f"want vocab_size, hidden_size and max_position_embeddings: {error!r}") from error
-        self._read_limits(vocab_size, context)
+        self._read_limits(vocab_size, context, experts=self.routed is not None)
         self._names = frozenset(tensor_names(self.model_dir))
 
     async def _open(self) -> Proxy:
@@ -67,7 +71,7 @@ class SglangEngine(EngineHost[WeightUpdates]):
             await updates.run_shielded(updates.generate_as_is())
         watching = process.watch(lambda: updates.operation, updates.resume_if_abandoned)
         self._watching = asyncio.create_task(watching, name="sglang health")
-        return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version")
+        return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
     async def _updates_of(self, api: Api) -> WeightUpdates:
         """Return the updates of a server, as its release and its settings require. Raises EngineFailed for an unsupported release."""

@@ -19,9 +19,11 @@ from actors.serving.port import COMMAND_S, Body
 from actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
 from actors.serving.sglang.api import Aborted, Api
 from actors.serving.sglang.request_ids import RequestIds
+from actors.serving.sglang.server_process import RETURNS_EXPERTS
 from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.routed_experts import RoutedShape
 from weightstore.listener import Handler
 
 HOLD_S = 30.0
@@ -39,8 +41,19 @@ OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "ti
 class Proxy:
     """The requests of one engine."""
 
-    def __init__(self, host: EngineHost[WeightUpdates], api: Api, counters: dict[str, float], cache_prefix: str) -> None:
-        """``cache_prefix``: beginning of the cache keys of this proxy, followed by the version of the weights."""
+    def __init__(
+        self,
+        host: EngineHost[WeightUpdates],
+        api: Api,
+        counters: dict[str, float],
+        cache_prefix: str,
+        routed: RoutedShape | None = None,
+    ) -> None:
+        """``cache_prefix``: beginning of the cache keys of this proxy, followed by the version of the weights.
+
+        ``routed``: sizes of the model's routing; None = it has none.
+        """
+        self._routed = routed
         self._host, self._api, self._counters, self._cache_prefix = host, api, counters, cache_prefix
         self._aborts = Aborts(host.updates, counters)
 
@@ -207,6 +220,7 @@ class Proxy:
             "context_length": host.limits.max_context,
             "phase": host.phase,
             "epoch": host.epoch,
+            "routed_experts": self._routed.described() if self._routed is not None and info.get(RETURNS_EXPERTS) else None,
         }
         return {**_without_keys(info), **ours}
 

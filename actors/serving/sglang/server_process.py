@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 STOP_S = 10.0
 """Seconds that the server has to end after SIGTERM."""
+RETURNS_EXPERTS = "enable_return_routed_experts"
+"""Argument of a server that returns the experts of tokens; without it, it passes over ``return_routed_experts`` in silence."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
 INFO_S = 60.0
@@ -148,6 +150,8 @@ def server_arguments(config: EngineConfig) -> dict[str, object]:
         arguments["dtype"] = "float32" if arguments.get("device") == "cpu" else "bfloat16"
     if config.colocated and arguments.get("device") != "cpu":
         arguments.setdefault("enable_memory_saver", True)  # without it SGLang releases no memory
+    if config.routed_experts:
+        arguments.setdefault(RETURNS_EXPERTS, True)
     return arguments
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from bus.wire.routed_experts import sparse_layers
 from learner.errors import ConfigRefused
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
 from learner.megatron.kernels import Wanted
-from learner.megatron.sizes import sparse_layers
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""

@@ -7,13 +7,41 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from learner.megatron.norms import Norm
 
 
+class PartialReplay(RouterReplay):  # type: ignore[misc]
+    """Megatron's replay of one router, for tokens whose experts are known; the router chooses those of the others (-1).
+
+    The targets keep their narrow dtype until a layer needs them.
+    """
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and ids of each token's experts, [T, K]."""
+        if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            given = self.target_topk_idx
+        elif self.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
+            given = self.replay_backward_list.pop(0)
+        else:
+            found: tuple[Tensor, Tensor] = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            return found
+        assert given is not None and len(given) == len(scores), "as many targets as tokens"
+        _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen_TK = torch.where(given < 0, own_TK, given.to(own_TK.dtype))
+        return scores.gather(1, chosen_TK), chosen_TK
+
+
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's router of tokens to experts, with a product that needs no Transformer Engine."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.router_replay: RouterReplay | None = PartialReplay() if self.config.moe_enable_routing_replay else None
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits of all experts in float32, [..., experts]."""

@@ -1,0 +1,139 @@
+"""Log-probs of given tokens: the forward passes of the requests for scores, several sequences at once, and their JSON.
+
+Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V = vocabulary.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from actors.serving.builtin import decoder
+from actors.serving.builtin.prefill import MAX_PADDING, PREFILL_TOKENS
+from actors.serving.builtin.weights import Weights
+from bus.wire.json_object import JsonObject
+
+LOGITS_AT_ONCE = 1 << 23
+"""Number of logits in memory at once (32 MB in float32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputScores:
+    """Scores of the tokens of one sequence behind its first scored place."""
+
+    log_probs_P: NDArray[np.float32]
+    """Log-probs (nats) at the temperature of the request; those of a greedy request (temperature 0) are untempered."""
+    top_ids_PK: NDArray[np.int64]
+    top_log_probs_PK: NDArray[np.float32]
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scoring:
+    """A sequence to score, and its result."""
+
+    tokens: NDArray[np.int32]
+    start: int
+    """The tokens behind this place are scored."""
+    temperature: float
+    top_k: int
+    done: "Future[InputScores]" = field(default_factory=Future)
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+
+def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
+    """Take sequences of similar length from the head of the queue: at most ``PREFILL_TOKENS`` padded tokens, unless the first is longer.
+
+    Those that were cancelled are dropped.
+    """
+    taken: list[Scoring] = []
+    longest = tokens = 0
+    while waiting:
+        length = len(waiting[0].tokens)
+        padded = max(longest, length) * (len(taken) + 1)
+        if taken and (padded > PREFILL_TOKENS or padded > MAX_PADDING * (tokens + length)):
+            break
+        one = waiting.popleft()
+        if one.done.set_running_or_notify_cancel():
+            taken.append(one)
+            longest, tokens = max(longest, length), tokens + length
+    return taken
+
+
+def scores(weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int) -> list[InputScores]:
+    """Return the scores of every sequence. ``angles``: those of the longest one. Raises ValueError for scores that are NaN."""
+    lengths = [len(one.tokens) for one in batch]
+    tokens_UT = np.zeros((len(batch), max(lengths)), np.int64)
+    for row, one in enumerate(batch):
+        tokens_UT[row, : len(one.tokens)] = one.tokens
+    x_UTE = decoder.forward(weights, torch.from_numpy(tokens_UT).to(weights.device), angles, _attention)
+    return [_scores(weights, one, x_UTE[row], version) for row, one in enumerate(batch)]
+
+
+def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+    """Attend causally, keeping no keys and values."""
+    attended_BHTD = functional.scaled_dot_product_attention(
+        query_BTHD.transpose(1, 2), key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return attended_BHTD.transpose(1, 2).flatten(2)
+
+
+def _scores(weights: Weights, one: Scoring, x_TE: Tensor, version: int) -> InputScores:
+    targets_P = torch.from_numpy(one.tokens[one.start + 1 :].astype(np.int64)).to(weights.device)
+    x_PE = x_TE[one.start : len(one.tokens) - 1]
+    picked, ids, values = [], [], []
+    width = max(1, LOGITS_AT_ONCE // weights.shape.vocab_size)
+    for first in range(0, len(x_PE), width):
+        logits_PV = decoder.logits(weights, x_PE[first : first + width]) / (one.temperature or 1.0)
+        log_probs_PV = logits_PV.log_softmax(-1)
+        picked.append(log_probs_PV.gather(-1, targets_P[first : first + width, None])[:, 0])
+        top = log_probs_PV.topk(one.top_k, -1)
+        ids.append(top.indices)
+        values.append(top.values)
+    if not picked:
+        empty = np.zeros((0, one.top_k))
+        return InputScores(
+            log_probs_P=np.zeros(0, np.float32),
+            top_ids_PK=empty.astype(np.int64),
+            top_log_probs_PK=empty.astype(np.float32),
+            version=version,
+        )
+    found = InputScores(
+        log_probs_P=torch.cat(picked).cpu().numpy(),
+        top_ids_PK=torch.cat(ids).cpu().numpy(),
+        top_log_probs_PK=torch.cat(values).cpu().numpy(),
+        version=version,
+    )
+    if not np.isfinite(found.log_probs_P).all():
+        raise ValueError(f"the model's scores are not finite under version {version}")
+    return found
+
+
+def scores_json(scoring: Scoring, rid: str, found: InputScores) -> JsonObject:
+    """Return the scores in SGLang's JSON. Its first entry has no log-prob; the temperature is an addition, as SGLang scores at 1 alone."""
+    ids = scoring.tokens[scoring.start :].tolist()
+    entries: list[tuple[float | None, int, None]] = [(None, ids[0], None)]
+    entries += [(value, token, None) for value, token in zip(found.log_probs_P.tolist(), ids[1:], strict=True)]
+    meta: dict[str, object] = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(scoring.tokens),
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_version": str(found.version),
+        "input_token_logprobs": entries,
+        "input_logprobs_temperature": scoring.temperature,
+        "output_token_logprobs": [],
+        "e2e_latency": time.perf_counter() - scoring.arrived_s,
+    }
+    if scoring.top_k:
+        listed = zip(found.top_log_probs_PK.tolist(), found.top_ids_PK.tolist(), strict=True)
+        meta["input_top_logprobs"] = [None, *([(value, id, None) for value, id in zip(*pair, strict=True)] for pair in listed)]
+    return {"text": "", "output_ids": [], "meta_info": meta}

@@ -1,0 +1,162 @@
+"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and their checks.
+
+Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts, top_k]. A row is known, or
+unknown as a whole: then every id in it is the largest number of the dtype. The last token of a sequence is never an input of the engine.
+Shape letters: L = tokens of the sample, E = layers with experts, K = experts of a token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import WireError
+from bus.wire.fields import FieldCodec
+from bus.wire.json_object import JsonObject
+
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+"""[L, E, K]."""
+EXPERTS_OF = {
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""The key of config.json with the number of routed experts, for the families that have experts."""
+_DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
+_MOST = 1 << 12
+"""Most layers, and most experts of a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedShape:
+    """Sizes of the routing of a model."""
+
+    num_layers: int
+    """All layers of the model."""
+    layers: tuple[int, ...]
+    """Those with routed experts, in order, from 0."""
+    top_k: int
+    num_experts: int
+    """Routed experts of a layer."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest dtype that holds every id and the number for unknown."""
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token of a sample needs."""
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+    def unknown(self, num_tokens: int) -> RoutedExperts:
+        """Return rows of unknown experts."""
+        return np.full((num_tokens, len(self.layers), self.top_k), np.iinfo(self.dtype).max, self.dtype)
+
+    def described(self) -> JsonObject:
+        """Return the sizes as an engine reports them in its /server_info."""
+        return asdict(self) | {"layers": list(self.layers)}
+
+    @classmethod
+    def read(cls, given: object) -> "RoutedShape":
+        """Return the sizes that an engine reports. Raises ValueError for anything else."""
+        if not isinstance(given, Mapping) or not isinstance(layers := given.get("layers"), list):
+            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(given)[:80]}")
+        sizes: dict[str, Any] = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        if not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values()) or not 0 < sizes["top_k"] <= sizes["num_experts"]:
+            raise ValueError(f"want sizes from 1 to {(1 << 16) - 1}, top_k at most num_experts, got {sizes}")
+        if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
+            raise ValueError(f"layers: want numbers of layers in order, at least one, got {str(layers)[:80]}")
+        if layers[0] < 0 or layers[-1] >= sizes["num_layers"]:
+            raise ValueError(f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {layers[0]} to {layers[-1]}")
+        return cls(layers=tuple(layers), **sizes)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RoutedShape | None":
+        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError for wrong sizes."""
+        layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
+        if not layers:
+            return None
+        return cls(
+            num_layers=int(values["num_hidden_layers"]),
+            layers=layers,
+            top_k=int(values["num_experts_per_tok"]),
+            num_experts=num_experts(values),
+        )
+
+
+def num_experts(values: Mapping[str, Any]) -> int:
+    """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
+    found = values.get(EXPERTS_OF.get(str(values.get("model_type")), ""))
+    return found if isinstance(found, int) else 0
+
+
+def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has routed experts instead of one MLP, by config.json."""
+    layers = range(values["num_hidden_layers"])
+    if not num_experts(values):
+        return [False for _ in layers]
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+    first = values.get("first_k_dense_replace") or 0
+    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
+
+
+def unknown_rows(ids_LEK: RoutedExperts) -> NDArray[np.bool_]:
+    """Return where the experts are unknown, [L]; the array must have been checked."""
+    found: NDArray[np.bool_] = ids_LEK[:, 0, 0] == np.iinfo(ids_LEK.dtype).max
+    return found
+
+
+def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedShape | None = None) -> None:
+    """Check the experts of ``num_tokens`` tokens; ``shape``: sizes of the model, None = not known. Raises WireError.
+
+    Zeros everywhere are refused, because an engine that has captured nothing may send them.
+    """
+    if ids_LEK.ndim != 3 or len(ids_LEK) != num_tokens or not ids_LEK[:1].size == np.prod(ids_LEK.shape[1:]) > 0:
+        raise WireError("routed_experts", f"{num_tokens} tokens x layers x experts", f"an array of shape {ids_LEK.shape}")
+    if shape is not None and ids_LEK.shape[1:] != (len(shape.layers), shape.top_k):
+        want = f"{len(shape.layers)} layers and {shape.top_k} experts of a token, as the model has"
+        raise WireError("routed_experts", want, f"{ids_LEK.shape[1]} and {ids_LEK.shape[2]}")
+    missing = ids_LEK.reshape(num_tokens, -1) == np.iinfo(ids_LEK.dtype).max
+    unknown_L = missing.all(axis=1)
+    if (mixed_L := missing.any(axis=1) & ~unknown_L).any():
+        raise WireError(f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some")
+    known = ids_LEK[~unknown_L]
+    if not len(known):
+        return
+    if shape is not None and known.max() >= shape.num_experts:
+        raise WireError("routed_experts", f"ids < {shape.num_experts}", int(known.max()))
+    if not known.any():
+        raise WireError("routed_experts", "the experts that the engine has chosen", "0 everywhere")
+    ordered = np.sort(known, axis=-1)
+    if (twice := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
+        where = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
+        raise WireError(f"routed_experts[{where}]", "different experts in each layer", "one of them twice")
+
+
+def _pack(value: object) -> dict[str, object]:
+    if not isinstance(value, np.ndarray) or value.ndim != 3 or value.dtype.name not in _DTYPES:
+        raise TypeError
+    wire = _DTYPES[value.dtype.name]
+    return {"layers": value.shape[1], "top_k": value.shape[2], "dtype": value.dtype.name, "ids": value.astype(wire, copy=False).tobytes()}
+
+
+def _unpack(value: object) -> RoutedExperts:
+    if type(value) is not dict or value.keys() != {"layers", "top_k", "dtype", "ids"}:
+        raise TypeError
+    layers, top_k, name, ids = (value[key] for key in ("layers", "top_k", "dtype", "ids"))
+    if not all(type(size) is int and 1 <= size <= _MOST for size in (layers, top_k)):
+        raise ValueError
+    if type(name) is not str or name not in _DTYPES or type(ids) is not bytes:
+        raise TypeError
+    found = np.frombuffer(ids, _DTYPES[name])
+    return found.astype(found.dtype.newbyteorder("="), copy=False).reshape(-1, layers, top_k)  # ValueError for another number
+
+
+ROUTED_EXPERTS = FieldCodec(
+    "a map of layers, top_k, dtype (uint8 or uint16) and ids, raw little-endian bytes", _pack, _unpack, by_hand=True
+)

@@ -1,0 +1,100 @@
+"""Checks of the teachers before a run: the directory or the server of each has the vocabulary of the trained model."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from actors.serving.builtin.shape import ModelShape
+from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from launch.checks.findings import Report
+from launch.checks.model import CheckedModel
+from launch.settings.run_config import RunConfig
+from learner.data.prompts import Row
+
+ANSWER_S = 2.0
+"""Seconds for a teacher to answer."""
+TOKENIZER = "tokenizer.json"
+
+
+def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None, row: Row | None, *, reach: bool) -> None:
+    """Report teachers that cannot score the samples of the run. ``row``: the first of the prompts; ``reach``: ask their servers."""
+    teachers = parse_teachers(config.actor.teachers)
+    for teacher in teachers:
+        where = report.at("actor.teachers")
+        if teacher.model:
+            _check_directory(report, config, teacher, where, model)
+        for url in teacher.urls if reach and not teacher.model else ():
+            _check_server(report, config, teacher, url, where, model)
+    if row is not None and teachers and chosen(teachers, row.metadata) is None:
+        want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
+        report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it")
+
+
+def _check_directory(report: Report, config: RunConfig, teacher: TeacherConfig, where: str, model: CheckedModel | None) -> None:
+    path, want = Path(teacher.model), "the directory of a Hugging Face model that the built-in engine serves"
+    try:
+        shape = ModelShape.read(path)
+    except Exception as error:  # its config.json may have any content
+        cure = "fix the path, or start another server (SGLang) and set urls"
+        report.error("teachers", where, want=want, got=f"{teacher.name}: {teacher.model!r}: {error}", cure=cure)
+        return
+    if not _same_vocabulary(report, teacher.name, shape.vocab_size, where, model):
+        return
+    ours = Path(config.model.path) / TOKENIZER
+    theirs = path / TOKENIZER
+    if model is not None and model.directory is not None and ours.is_file() and theirs.is_file() and _tokens(ours) != _tokens(theirs):
+        want, got = f"the tokens of {ours}", f"{teacher.name}: others in {theirs}"
+        report.error("teachers", where, want=want, got=got, cure="use a teacher of the same family: ids must mean the same tokens")
+        return
+    if model is not None and shape.max_positions < model.context:
+        want, got = f"a context of at least {model.context} tokens, the trained model's", f"{teacher.name}: {shape.max_positions}"
+        report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
+        return
+    report.good("teachers", f"{teacher.name}: {teacher.model}, {shape.num_layers} layers of {shape.hidden}, started beside the run")
+
+
+def _same_vocabulary(report: Report, name: str, found: int, where: str, model: CheckedModel | None) -> bool:
+    """Report a teacher with fewer ids than the trained model; one with more, which are padding, is fine."""
+    if model is None or found >= model.vocab_size:
+        return True
+    want, got = f"the vocabulary of the trained model, {model.vocab_size} ids", f"{name}: {found} ids"
+    report.error("teachers", where, want=want, got=got, cure="use a teacher with the same tokenizer")
+    return False
+
+
+def _tokens(file: Path) -> object:
+    """Return the tokens of a tokenizer file with their ids; its bytes where it cannot be read."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return values["model"]["vocab"], [(one["id"], one["content"]) for one in values.get("added_tokens", [])]
+    except (ValueError, LookupError, TypeError, OSError, RecursionError):
+        return file.read_bytes()
+
+
+def _check_server(report: Report, config: RunConfig, teacher: TeacherConfig, url: str, where: str, model: CheckedModel | None) -> None:
+    """Ask a server for its model, and with a temperature other than 1 whether it scores at it. One that is away is a warning."""
+    try:
+        info, server = _get(f"{url}/model_info"), _get(f"{url}/server_info")
+    except (OSError, ValueError) as error:
+        got, cure = f"{teacher.name}: {url}: {error}", "start it; the actors wait for it for actor.teacher_timeout_s"
+        report.warning("teachers", where, want="a teacher that answers", got=got, cure=cure)
+        return
+    vocabulary = info.get("vocab_size") or server.get("vocab_size")
+    if isinstance(vocabulary, int) and not _same_vocabulary(report, f"{teacher.name}: {url}", vocabulary, where, model):
+        return
+    if config.sampling.temperature != 1 and server.get("engine") != "builtin":
+        want = f"a teacher that scores at sampling.temperature {config.sampling.temperature:g}"
+        got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "sampling.temperature: 1, or `tidemill teacher`"
+        report.error("teachers", where, want=want, got=got, cure=cure)
+        return
+    report.good("teachers", f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids")
+
+
+def _get(url: str) -> dict[str, object]:
+    """Return the JSON map at an address. Raises OSError, ValueError."""
+    with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+        found = json.loads(answer.read(1 << 20))
+    if not isinstance(found, dict):
+        raise ValueError("no map")
+    return found

@@ -1,0 +1,82 @@
+"""``tidemill teacher``: the built-in engine alone, with one fixed model; and the teachers that ``tidemill up`` starts.
+
+A teacher needs no bus. Its weights never change, so it has no version but 0.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from actors.teacher_settings import TeacherConfig, parse_teachers
+from bus.server.ports import KeptPort
+from bus.system.coroutines import first_of
+from launch.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from actors.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Event, *, drain_s: float) -> None:
+    """Serve a model directory until ``draining`` is set. Raises UnsupportedModel, SnapshotBroken, UpdateRefused, EngineFailed, OSError."""
+    from launch.settings.wiring import engine_factory
+
+    engine = engine_factory(config)(model, config, version=0)
+    await asyncio.to_thread(engine.load)
+    try:
+        url = await engine.start()
+        engine.phase = "serving"
+        await engine.probe()
+        print(f"teacher {model} at {url}", flush=True)
+        await first_of(draining.wait(), engine.failed())
+        if not await engine.drain(drain_s):
+            log.warning("requests left unanswered after %.0f s", drain_s)
+    finally:
+        await engine.close()
+
+
+def placed(config: RunConfig, ports: ExitStack) -> RunConfig:
+    """Return the configuration with an address of this machine for every teacher that has a model; its port is kept by ``ports``.
+
+    A port of an earlier start is used again if it is free.
+    """
+    teachers = {one.name: _entry(one, ports) for one in parse_teachers(config.actor.teachers)}
+    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, teachers=teachers))
+
+
+def _entry(teacher: TeacherConfig, ports: ExitStack) -> dict[str, object]:
+    urls: Sequence[str] = teacher.urls
+    if teacher.model:
+        urls = [f"http://{LOOPBACK}:{ports.enter_context(_kept_port(urls)).number}"]
+    values: dict[str, object] = {"urls": list(urls), "model": teacher.model, "when": dict(teacher.when)}
+    return {name: value for name, value in values.items() if value}
+
+
+def _kept_port(before: Sequence[str]) -> KeptPort:
+    for url in before:
+        parts = urlsplit(url)
+        if parts.hostname == LOOPBACK and parts.port:
+            try:
+                return KeptPort(LOOPBACK, parts.port)
+            except OSError:
+                log.info("port taken, another one is used port=%d", parts.port)
+    return KeptPort(LOOPBACK)
+
+
+def commands(config: RunConfig) -> dict[str, list[str]]:
+    """Return the arguments behind ``python -m launch`` of every teacher with a model, by the name of its process."""
+    found = {}
+    for one in parse_teachers(config.actor.teachers):
+        if one.model and one.urls:
+            port = urlsplit(one.urls[0]).port
+            words = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--threads", str(config.engine.threads)]
+            found[f"teacher-{one.name}"] = ["teacher", one.model, *words]
+    return found

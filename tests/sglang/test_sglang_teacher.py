@@ -1,0 +1,42 @@
+"""A real SGLang server as a teacher: its scores of given tokens, and a temperature that it does not score at."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.config import ActorConfig
+from actors.teachers.teachers import TeacherFailed, Teachers
+from bus.wire.messages import Sampling
+from tests.engine_serving import log_probs_of, scores
+from tests.learner_steps import make_samples
+from tests.sglang.server import serving
+
+TOLERANCE = 1e-3
+"""Tolerance of log-probs, in fp32 on both sides."""
+
+
+async def test_sglang_scores_given_tokens_at_temperature_1_alone(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
+    samples = make_samples(vocab=290)
+    async with serving(python, server, directories[0]):  # the weights of version 0
+        teachers = Teachers(ActorConfig(teachers={"big": {"url": server}}, teacher_top_k=4, teacher_attempts=1))
+        try:
+            found = await asyncio.gather(*(teachers.score(sample, {}) for sample in samples))
+            warm = replace(samples[0], sampling=Sampling(temperature=0.7))
+            with pytest.raises(TeacherFailed, match=r"at temperature 1, the samples at 0\.7"):
+                await teachers.score(warm, {})
+        finally:
+            await teachers.close()
+    for sample in found:
+        prompt, response = sample.tokens[: -sample.response_length].tolist(), sample.tokens[-sample.response_length :].tolist()
+        want_RV = await scores(models[0], prompt, response)
+        assert sample.teacher_log_probs is not None and sample.teacher_top_log_probs is not None
+        np.testing.assert_allclose(sample.teacher_log_probs, log_probs_of(want_RV, response), atol=TOLERANCE)
+        top = want_RV.log_softmax(-1).topk(4, -1)
+        np.testing.assert_allclose(sample.teacher_top_log_probs, top.values.flatten(), atol=TOLERANCE)
+        assert sample.teacher_top_k == 4

@@ -1,0 +1,36 @@
+"""`tidemill up` with a teacher that it starts: a larger model, from random weights; the student's own scores get closer to it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.settings.prepare import prepare
+from launch.settings.prepare_config import PrepareConfig
+from tests.whole.running import assert_books_balance, up
+
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 64, "max_position": 64}
+TEACHER = PrepareConfig(task="copy", seed=5, initializer_range=0.3, **SIZES)
+
+
+def test_a_student_approaches_a_larger_teacher_that_is_started_beside_it(tmp_path: Path) -> None:
+    teacher = prepare(TEACHER, tmp_path / "teacher").model
+    settings = (
+        "learner.steps=16",
+        "learner.optimizer.lr=1e-2",
+        "learner.algorithm.advantage=none",
+        "learner.algorithm.distill_coef=1",
+        "learner.algorithm.distill_loss=reverse_kl",
+        "learner.algorithm.distill_top_k=4",
+        f"actor.teachers={{big: {{model: {teacher}}}}}",
+        "sampling.temperature=0.8",
+    )
+    with up(tmp_path, *settings) as run:
+        assert run.wait() == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=2)
+    assert (run.summary["steps"], run.summary["tasks_given_up"]) == (16, {})
+    for name in ("train/teacher_kl", "train/teacher_top_kl"):
+        values = [line[name] for line in run.metrics]
+        assert sum(values[-3:]) < 0.7 * sum(values[:3]), (name, values)
+    log = (run.directory / "logs" / "teacher-big.log").read_text()
+    assert f"teacher {teacher} at http://127.0.0.1:" in log, log
+    assert json.loads((run.directory / "summary.json").read_text())["restarts"] == {}
