@@ -373,8 +373,10 @@ class LearnerConfig:
     def _refuse_group_size(self) -> None:
         """Raise ValueError for groups that would have too few samples to be compared."""
         least, algorithm = self.min_group_size, self.algorithm
-        if not 0 <= least <= self.group_size:
-            raise ValueError(f"min_group_size: want 0 (all) .. group_size = {self.group_size}, got {least}")
+        if least < 0:
+            raise ValueError(f"min_group_size: want >= 0, got {least}")
+        if least > self.group_size:
+            raise ValueError(f"min_group_size: want <= group_size = {self.group_size}, got {least}")
         if least == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
             raise ValueError(
                 f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1"

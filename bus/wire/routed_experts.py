@@ -16,7 +16,7 @@ from bus.errors import WireError
 from bus.wire.fields import FieldCodec
 from bus.wire.json_object import JsonObject
 
-RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[L, E, K]."""
 EXPERTS_OF = {
     "deepseek_v3": "n_routed_experts",

@@ -54,7 +54,9 @@ def ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], LIMIT_S)[0])
+        poll = select.poll()  # select.select takes descriptors up to 1023 only
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(LIMIT_S * 1000))
     finally:
         os.close(pidfd)
 

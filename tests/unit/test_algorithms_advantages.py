@@ -104,6 +104,8 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
     rewards = [other.reward for other in group]
     if kind == "pass_at_k":
         return _pass_at_2(member, group)
+    if kind == "none":
+        return 0.0
     if kind in ("reinforce", "reinforce_pp"):
         return member.reward
     if len(set(rewards)) == 1:

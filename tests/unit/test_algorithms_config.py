@@ -164,7 +164,8 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
     ("settings", "reason"),
     [
         ("learner.group_size=1", "learner.group_size: want >= 2"),
-        ("learner.min_group_size=9", "learner.min_group_size: want 0 (all) .. group_size = 8, got 9"),
+        ("learner.min_group_size=-1", "learner.min_group_size: want >= 0, got -1"),
+        ("learner.min_group_size=9", "learner.min_group_size: want <= group_size = 8, got 9"),
         ("learner.min_group_size=1", "learner.min_group_size: want >= 2 with algorithm.advantage"),
         (
             "learner.algorithm.advantage=pass_at_k learner.algorithm.pass_k=4 learner.min_group_size=3",

@@ -261,7 +261,14 @@ def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any
     try:
         codec.check_sample(codec.decode_sample(msgpack.packb(fields)))
     except WireError as error:
-        related = {"tokens": "response_length", "response_length": "rollout_log_probs", "group_size": "index", "demonstration": "schema"}
+        related = {
+            "tokens": "response_length",
+            "response_length": "rollout_log_probs",
+            "group_size": "index",
+            "demonstration": "schema",
+            "teacher_top_ids": "teacher_log_probs",
+            "teacher_top_log_probs": "teacher_log_probs",
+        }
         assert error.field.startswith((name, related.get(name, name), "spans", "rollout_log_probs")), error
 
 

@@ -52,7 +52,7 @@ def test_a_status_becomes_the_error_of_each_client(
 ) -> None:
     failed = refusal(URL, PATH, status, json.dumps(body).encode())
     assert (failed.failure, failed.status, failed.reason) == (failure, status, "why")
-    for error, kind in ((engine_client._error(failed), client), (api._error(failed), sglang), (of_receiver(failed), receiver)):
+    for error, kind in ((engine_client.error_of_call(failed), client), (api._error(failed), sglang), (of_receiver(failed), receiver)):
         assert type(error) is kind
         assert "why" in str(error) or kind is Fenced
 
@@ -65,7 +65,7 @@ def test_a_body_that_names_no_reason_is_the_reason(status: int, raw: bytes, reas
     failed = refusal(URL, PATH, status, raw)
     assert failed.reason == (reason or f"HTTP {status}")
     known = refusal(URL, PATH, status, json.dumps(WHY).encode())
-    assert type(engine_client._error(failed)) is type(engine_client._error(known))
+    assert type(engine_client.error_of_call(failed)) is type(engine_client.error_of_call(known))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_a_body_that_names_no_reason_is_the_reason(status: int, raw: bytes, reas
 )
 def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: type, sglang: type) -> None:
     failed = CallFailed(URL, PATH, failure, "why")
-    assert (type(engine_client._error(failed)), type(api._error(failed))) == (client, sglang)
+    assert (type(engine_client.error_of_call(failed)), type(api._error(failed))) == (client, sglang)
     error = of_receiver(failed)
     assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)
