@@ -1,9 +1,10 @@
-"""A world of one rank inside the test process."""
+"""Megatron's groups in tests: a world of one rank in the test process, and the layouts that ranks of a test form one after the other."""
 
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,3 +35,19 @@ def one_rank(wanted: str = "cpu") -> Iterator[parallel.Parallel]:
         torch.use_deterministic_algorithms(False)
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
+    """Form the groups of a layout with the other ranks of a test, on the CPU; leave them afterwards, with another port for the next ones.
+
+    ``sizes``: arguments of ``parallel.join``.
+    """
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])

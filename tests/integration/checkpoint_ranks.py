@@ -5,9 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import fetch
 from learner.checkpoints import manifest as manifests
@@ -21,6 +18,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEP = 3
@@ -61,20 +59,18 @@ def train(trainer: Trainer, here: parallel.Parallel, step: int) -> float:
     return trainer.train(batches[here.dp_rank])["train/grad_norm"]
 
 
-def join(tensor_parallel: int) -> parallel.Parallel:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    return parallel.join(tensor_parallel_size=tensor_parallel, device=torch.device("cpu"), seed=0)
-
-
 def save(model_dir: Path, roots: list[Path], store: str, out: Path) -> None:
     """Save the state after a step in the background, and train on at once. Every node's directory is a root of its own."""
-    rank = int(os.environ["RANK"])
-    here = join(2)
+    with joined(tensor_parallel_size=2) as here:
+        found = _saved(model_dir, roots[here.rank], store, here)
+    (out / f"rank-{here.rank}.json").write_text(json.dumps(found))
+
+
+def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> dict[str, Any]:
     policy, optimizer, trainer = built(model_dir, here)
     reports = Reports()
     saved = Checkpoints(
-        places(model_dir, roots[rank], rank),
+        places(model_dir, root, here.rank),
         reports.checkpointed,
         policy,
         optimizer,
@@ -86,25 +82,16 @@ def save(model_dir: Path, roots: list[Path], store: str, out: Path) -> None:
     saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
     grad_norm = train(trainer, here, STEP + 1)  # beside the writing: what is saved are the weights of before
     saved.collect(wait=True)
-    found = {"digest": policy.digest(), "grad_norm": grad_norm, "reported": reports.checkpoints}
-    parallel.leave()
-    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+    return {"digest": policy.digest(), "grad_norm": grad_norm, "reported": reports.checkpoints}
 
 
 def load(model_dir: Path, roots: list[Path], urls: list[str], layouts: list[int], out: Path) -> None:
     """Load on each node from its own disk and the other's server, with each number of tensor-parallel ranks, and repeat the next step."""
     rank = int(os.environ["RANK"])
     found: dict[str, Any] = {}
-    for number, tensor_parallel in enumerate(layouts):
-        here = join(tensor_parallel)
-        found[f"tp{tensor_parallel}"] = _loaded(model_dir, roots[rank], [Peer(node=1 - rank, url=urls[1 - rank])], here)
-        if number + 1 < len(layouts):
-            with KeptPort() as kept:
-                port = [kept.number]
-                torch.distributed.broadcast_object_list(port)
-                parallel.leave()
-                os.environ["MASTER_PORT"] = str(port[0])
-    parallel.leave()
+    for tensor_parallel in layouts:
+        with joined(tensor_parallel_size=tensor_parallel) as here:
+            found[f"tp{tensor_parallel}"] = _loaded(model_dir, roots[rank], [Peer(node=1 - rank, url=urls[1 - rank])], here)
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

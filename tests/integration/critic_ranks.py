@@ -2,18 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
-from learner.megatron import parallel, state
+from learner.megatron import state
 from learner.megatron.critic import Critic, open_critic
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
@@ -23,6 +20,7 @@ from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
 from learner.megatron.trainer import Trainer
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4, 5)
@@ -106,8 +104,6 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
 
 
 def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     with joined() as here:
         results = {
             "dp2": trained(model_dir, here),
@@ -126,15 +122,3 @@ def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> Non
         with joined(**sizes) as here:
             results[name] = trained(experts_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
-
-
-@contextmanager
-def joined(**sizes: Any) -> Iterator[Parallel]:
-    """Form the groups of a layout, and leave them on a new port for the next one."""
-    here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
-    yield here
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])

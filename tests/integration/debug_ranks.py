@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import StepBatch, build_batches
 from learner.data.plans import GENESIS
@@ -17,6 +16,7 @@ from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER
+from tests.megatron_world import joined
 
 CPU = torch.device("cpu")
 
@@ -29,17 +29,10 @@ def packed(file: Path, *, data_parallel: int, max_tokens: int, pad_to: int = 1) 
 
 
 def main(model_dir: Path, file: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    _train(model_dir, file, out, "dp2", parallel.join(tensor_parallel_size=1, device=CPU, seed=0))
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
-        here = parallel.join(tensor_parallel_size=2, device=CPU, seed=0)
-    _train(model_dir, file, out, "tp2", here)
-    parallel.leave()
+    with joined() as here:
+        _train(model_dir, file, out, "dp2", here)
+    with joined(tensor_parallel_size=2) as here:
+        _train(model_dir, file, out, "tp2", here)
     (out / f"rank-{os.environ['RANK']}.json").write_text("{}")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.megatron import parallel, state
@@ -22,6 +21,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Replicas
 from learner.megatron.trainer import Trainer
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
 
 VOCAB = 300
@@ -186,22 +186,31 @@ def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str)
 
 
 def main(model_dirs: dict[str, Path], of_one: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     results: dict[str, Any] = {}
     for layout, sizes in (LAYOUTS if os.environ["WORLD_SIZE"] == "2" else OF_FOUR).items():
-        here = parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
-        for family, of, way in (*RUNS, *RUNS_OF_FOUR):
-            if of == layout:
-                directory = out / f"{family} {layout} {way}"
-                results[directory.name] = unbroken(model_dirs[family], here, directory, way)
-        for source, of, way in RESUMES:
-            if of == layout:
-                directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"
-                results[f"{source} > {layout} {way}"] = resumed(model_dirs["qwen3_moe"], here, directory, way)
-        with KeptPort() as kept:
-            port = [kept.number]
-            torch.distributed.broadcast_object_list(port)
-            parallel.leave()
-            os.environ["MASTER_PORT"] = str(port[0])
+        with joined(**sizes) as here:
+            for family, of, way in (*RUNS, *RUNS_OF_FOUR):
+                if of == layout:
+                    directory = out / f"{family} {layout} {way}"
+                    results[directory.name] = unbroken(model_dirs[family], here, directory, way)
+            for source, of, way in RESUMES:
+                if of == layout:
+                    directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"
+                    results[f"{source} > {layout} {way}"] = resumed(model_dirs["qwen3_moe"], here, directory, way)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+PAIRED = ("TP2", "PP2", "DP2", "CP2", "EP2")
+"""Layouts of which every one resumes the checkpoint of every other, and of one process."""
+
+
+def every_pair(model_dir: Path, of_one: Path, out: Path) -> None:
+    results: dict[str, Any] = {}
+    for layout in PAIRED:
+        with joined(**LAYOUTS[layout]) as here:
+            unbroken(model_dir, here, out / layout, "plain")
+    for layout in PAIRED:
+        with joined(**LAYOUTS[layout]) as here:
+            results |= {f"{other} > {layout}": resumed(model_dir, here, out / other, "plain") for other in PAIRED}
+            results[f"1 > {layout}"] = resumed(model_dir, here, of_one, "plain")
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

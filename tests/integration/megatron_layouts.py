@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from learner.megatron.trainer import Trainer
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -63,16 +65,16 @@ class Layout:
     def world(self) -> int:
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
-    def join(self) -> parallel.Parallel:
-        return parallel.join(
-            tensor_parallel_size=self.tensor_parallel,
-            device=torch.device("cpu"),
-            seed=0,
-            pipeline_parallel_size=self.pipeline_parallel,
-            virtual_pipeline_size=self.virtual_pipeline,
-            context_parallel_size=self.context_parallel,
-            sequence_parallel=self.sequence_parallel,
-        )
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of ``parallel.join``."""
+        return {
+            "tensor_parallel_size": self.tensor_parallel,
+            "pipeline_parallel_size": self.pipeline_parallel,
+            "virtual_pipeline_size": self.virtual_pipeline,
+            "context_parallel_size": self.context_parallel,
+            "sequence_parallel": self.sequence_parallel,
+        }
 
 
 def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
@@ -114,10 +116,7 @@ def projected(tensor: torch.Tensor) -> float:
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     logprobs.CHUNK_ELEMENTS = layout.chunk
-    here = layout.join()
-    results = {case: train(model_dir, here, case, layout) for case in layout.cases}
-    parallel.leave()
+    with joined(**layout.sizes) as here:
+        results = {case: train(model_dir, here, case, layout) for case in layout.cases}
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

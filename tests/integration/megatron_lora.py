@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.lora import LoraConfig
-from learner.megatron import parallel, state
+from learner.megatron import state
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.optimizer import PolicyOptimizer
@@ -20,6 +17,7 @@ from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
 from learner.schedule import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4, 5)
@@ -105,27 +103,13 @@ DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
 
 
-def _join_again(**sizes: Any) -> Parallel:
-    """Leave the groups, and join the same ranks in others."""
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
-        return parallel.join(device=torch.device("cpu"), seed=0, **sizes)
-
-
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    cpu = torch.device("cpu")
-    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
     shared = ("plain", "distributed", "offload", "distributed, offload")
-    results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
-    results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
+    with joined() as here:
+        results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
+        results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
     for layout, (sizes, ways) in DIVIDED.items():
-        here = _join_again(**sizes)
-        results |= {f"{layout} {name}": trained(model_dir, here, WAYS[name]) for name in ways}
-        results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
-    parallel.leave()
+        with joined(**sizes) as here:
+            results |= {f"{layout} {name}": trained(model_dir, here, WAYS[name]) for name in ways}
+            results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.data.batch import StepBatch
@@ -20,6 +19,7 @@ from learner.megatron.trainer import Trainer
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -92,26 +92,14 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
 
 def main(model_dir: Path, of_one: Path, out: Path) -> None:
     """``of_one``: checkpoint of one rank."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
-        here = layout.join()
-        results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
-        results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
-        # The latter half of all pairs: a layout loads those that were saved before it, and itself.
-        for other in [*LAYOUTS][: [*LAYOUTS].index(name) + 1]:
-            results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
-        if name in SKIPPING:
-            results[f"skips {name}"] = skips(model_dir, here)
-        leave()
+        with joined(**layout.sizes) as here:
+            results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
+            results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
+            # The latter half of all pairs: a layout loads those that were saved before it, and itself.
+            for other in [*LAYOUTS][: [*LAYOUTS].index(name) + 1]:
+                results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
+            if name in SKIPPING:
+                results[f"skips {name}"] = skips(model_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
-
-
-def leave() -> None:
-    """Destroy the groups, with another port for the next ones."""
-    with KeptPort() as kept:
-        port = [kept.number]
-        dist.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
-from learner.megatron import parallel, state
+from learner.megatron import state
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -107,25 +107,16 @@ def passed_on(model_dir: Path, here: Parallel, dtype: str, way: Way, checkpoint:
 
 def main(model_dir: Path, of_one: Path, out: Path) -> None:
     """``of_one``: directory with a checkpoint of one rank for each dtype."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    cpu, rank = torch.device("cpu"), int(os.environ["RANK"])
-    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
-    results: dict[str, object] = {" ".join(case): trained(model_dir, here, case, UNCLIPPED, out) for case in CASES}
-    results |= {f"clipped {' '.join(case)}": trained(model_dir, here, case, CLIPPED, None) for case in CLIPPED_CASES}
-    for dtype in ("float32", "bfloat16"):
-        results |= {f"{dtype} {one} > {other}": resumed(model_dir, here, dtype, (one, other), out) for one, other in RESUMES}
-        for name in ("distributed", "distributed, overlap, offload"):
-            passed_on(model_dir, here, dtype, WAYS[name], of_one / dtype, out / f"of one, {dtype} {name}")
-    results["skips"] = skips(model_dir, here, SHARES)
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
-        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
-    for dtype in ("float32", "bfloat16"):
-        passed_on(model_dir, here, dtype, WAYS["plain"], out / f"{dtype} distributed", out / f"split, {dtype} plain")
-        passed_on(model_dir, here, dtype, WAYS["offload"], out / f"{dtype} distributed", out / f"split, {dtype} offload")
-    parallel.leave()
-    (out / f"rank-{rank}.json").write_text(json.dumps(results))
+    with joined() as here:
+        results: dict[str, object] = {" ".join(case): trained(model_dir, here, case, UNCLIPPED, out) for case in CASES}
+        results |= {f"clipped {' '.join(case)}": trained(model_dir, here, case, CLIPPED, None) for case in CLIPPED_CASES}
+        for dtype in ("float32", "bfloat16"):
+            results |= {f"{dtype} {one} > {other}": resumed(model_dir, here, dtype, (one, other), out) for one, other in RESUMES}
+            for name in ("distributed", "distributed, overlap, offload"):
+                passed_on(model_dir, here, dtype, WAYS[name], of_one / dtype, out / f"of one, {dtype} {name}")
+        results["skips"] = skips(model_dir, here, SHARES)
+    with joined(tensor_parallel_size=2) as here:
+        for dtype in ("float32", "bfloat16"):
+            passed_on(model_dir, here, dtype, WAYS["plain"], out / f"{dtype} distributed", out / f"split, {dtype} plain")
+            passed_on(model_dir, here, dtype, WAYS["offload"], out / f"{dtype} distributed", out / f"split, {dtype} offload")
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bus.server.ports import KeptPort
 from bus.wire.routed_experts import RoutedShape
 from learner.data.batch import StepBatch
 from learner.megatron import parallel
@@ -21,6 +20,7 @@ from learner.megatron.mixture import Mixture
 from learner.megatron.model import Policy
 from tests.integration.expert_ranks import DEEP, LAYOUTS, MODELS, VOCAB, Way, learner
 from tests.learner_steps import make_batches, make_samples, with_random_experts
+from tests.megatron_world import joined
 
 GIVEN = Mixture(replay=True, given=True)
 WAYS = {
@@ -119,17 +119,10 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
 
 
 def main(model_dirs: dict[str, Path], out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     results: dict[str, Any] = {}
     for layout in dict.fromkeys(layout for _, layout, _ in RUNS):
-        here = parallel.join(**({"tensor_parallel_size": 1} | LAYOUTS[layout]), device=torch.device("cpu"), seed=0)
-        for family, of, way in RUNS:
-            if of == layout:
-                results[f"{family} {layout} {way}"] = train(model_dirs[family], here, way)
-        with KeptPort() as kept:
-            port = [kept.number]
-            torch.distributed.broadcast_object_list(port)
-            parallel.leave()
-            os.environ["MASTER_PORT"] = str(port[0])
+        with joined(**LAYOUTS[layout]) as here:
+            for family, of, way in RUNS:
+                if of == layout:
+                    results[f"{family} {layout} {way}"] = train(model_dirs[family], here, way)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -9,6 +9,7 @@ from tests.integration import expert_ranks
 from tests.integration.expert_ranks import (
     MODELS,
     ONE,
+    PAIRED,
     RESUMES,
     RUNS,
     RUNS_OF_FOUR,
@@ -78,6 +79,22 @@ def test_the_numbers_of_one_process(world: World, family: str, layout: str, way:
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS_OF_FOUR)
 def test_the_numbers_of_one_process_in_four(world: World, family: str, layout: str, way: str) -> None:
     _compare(world, world.four(), family, layout, way)
+
+
+@pytest.mark.slow
+def test_every_layout_resumes_the_checkpoint_of_every_other(tmp_path: Path) -> None:
+    """One process, too: each takes the step that an undisturbed process takes."""
+    model_dir = write_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    (tmp_path / "out").mkdir()
+    with one_rank() as here:
+        wanted = unbroken(model_dir, here, tmp_path / "of-one", "plain")["metrics"][-1]
+        args = (model_dir, tmp_path / "of-one")
+        ranks = run_ranks(expert_ranks.every_pair, args, world=2, out=tmp_path / "out", timeout_s=400)
+        ranks.append({f"{name} > 1": resumed(model_dir, here, tmp_path / "out" / name, "plain") for name in PAIRED})
+    assert [len(rank) for rank in ranks] == [len(PAIRED) * (len(PAIRED) + 1)] * 2 + [len(PAIRED)]
+    for rank in ranks:
+        for found in rank.values():
+            assert_same(found["metrics"][-1], wanted)
 
 
 def _compare(world: World, ranks: list[dict[str, Any]], family: str, layout: str, way: str) -> None:

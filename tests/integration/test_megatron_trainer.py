@@ -167,27 +167,6 @@ def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
     assert {tensor.dtype for _, tensor in policy.export()} == {torch.bfloat16}
 
 
-def test_the_step_is_that_of_plain_torch(make: Any, model_dir: Path) -> None:
-    """Loss and gradient norm agree with ten lines of transformers and torch, sequence by sequence."""
-    samples = make_samples(vocab=VOCAB)
-    metrics = make(with_proximal=False, entropy_coef=0.0)[0].train(make_batches(samples)[0])
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    rewards = torch.tensor([sample.score for sample in samples]).view(-1, 4)
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1)
-    total = torch.zeros(())
-    for sample, advantage in zip(samples, advantages, strict=True):
-        tokens = torch.from_numpy(sample.tokens).long()
-        log_probs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-sample.response_length :, 0]
-        weights = (log_probs.detach() - torch.from_numpy(sample.rollout_log_probs)).exp().clamp(0, 2)
-        total = total - (weights * (log_probs - log_probs.detach()).exp() * advantage).sum()
-    loss = total / sum(sample.response_length for sample in samples)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert metrics["train/ppo_clip_fraction"] == 0
-
-
 def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, model_dir: Path, tmp_path: Path) -> None:
     """Data and tensor parallel (two processes) against one rank: loss, gradient norm and every metric to 1e-5."""
     trainer, policy, optimizer, proximal = make()
