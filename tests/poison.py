@@ -1,4 +1,4 @@
-"""A reward that fails for some prompts until a file exists: in a module of its own, so that actors find it by its import path."""
+"""Rewards that fail for some prompts or responses: in a module of their own, so that actors find them by import path."""
 
 import asyncio
 from pathlib import Path
@@ -13,4 +13,11 @@ async def ones(request: RewardRequest, *, mended: str = "") -> float:
     await asyncio.sleep(WAIT_S)
     if str(request.label).startswith("1") and not Path(mended).exists():  # noqa: ASYNC240
         raise RuntimeError("no judge for a one")
+    return digits(request)
+
+
+def odd(request: RewardRequest) -> float:
+    """Fail for responses of which the first token's id is odd."""
+    if int(request.tokens[-request.response_length]) % 2:
+        raise RuntimeError("no judge for an odd response")
     return digits(request)

@@ -1,7 +1,7 @@
-"""A storm: processes of a running `tidemill up` are killed with -9 at random moments, itself included, drawn from a seed.
+"""A storm: processes of a running `tidemill up` are killed with -9 or frozen at random moments, itself included, drawn from a seed.
 
-The seed draws each victim and the pause before its kill. A kill hits any instant of the process's life, its start
-included; every ``BREATH`` kills the run must have completed a step, so that no storm passes because nothing ran.
+The seed draws each victim, the pause before its signal, and how long it is frozen. A signal hits any instant of the process's life, its
+start included; every ``BREATH`` signals the run must have completed a step, so that no storm passes because nothing ran.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ CHILD = "rollout child"
 MEAN_GAP_S = 1.0
 BREATH = 8
 PATIENCE_S = 300.0
+FROZEN_S = (0.2, 8.0)
+"""Seconds that a process is frozen: shorter and longer than a lease."""
 SETTINGS = (
     "learner.steps=1000000",
     "learner.checkpoint_every=3",
@@ -48,7 +50,7 @@ class Storm:
     directory: Path
     seed: int
     kills: int
-    """Smallest number of kills."""
+    """Smallest number of processes killed or frozen."""
     lasts_s: float = 0.0
     """Smallest number of seconds."""
     settings: tuple[str, ...] = ()
@@ -56,7 +58,10 @@ class Storm:
     """True = the bus has users."""
     victims: Mapping[str, int] = field(default_factory=lambda: VICTIMS)
     """Processes, and how often each is drawn."""
+    freezes: float = 0.0
+    """Share of the victims that are frozen for a while (SIGSTOP, then SIGCONT), not killed."""
     killed: Counter[str] = field(default_factory=Counter)
+    frozen: Counter[str] = field(default_factory=Counter)
     witnessed: dict[int, str] = field(default_factory=dict)
     """Message ids of SAMPLES by sequence, seen by a reader that is never killed."""
     steps: int = 0
@@ -64,8 +69,8 @@ class Storm:
 
     @property
     def hits(self) -> int:
-        """Return the number of processes killed."""
-        return sum(count for name, count in self.killed.items() if name in self.victims)
+        """Return the number of processes killed or frozen."""
+        return sum(count for name, count in (self.killed + self.frozen).items() if name in self.victims)
 
     def rage(self) -> Up:
         """Run the storm from the first start to a drained end; return the run as left."""
@@ -76,22 +81,28 @@ class Storm:
         rng, ends_s = random.Random(self.seed), time.monotonic() + self.lasts_s
         run = self._start()
         witness = asyncio.create_task(self._witness())
+        thaws = set[asyncio.Task[None]]()
         try:
             await self._step(run)
             while self.hits < self.kills or time.monotonic() < ends_s:
                 await asyncio.sleep(min(rng.expovariate(1 / MEAN_GAP_S), 4 * MEAN_GAP_S))
                 victim = rng.choices(list(self.victims), list(self.victims.values()))[0]
-                run = await self._kill(run, victim)
+                if self.freezes and rng.random() < self.freezes:
+                    thaws.add(asyncio.create_task(self._freeze(run, victim, rng.uniform(*FROZEN_S))))
+                else:
+                    run = await self._kill(run, victim)
                 if self.hits % BREATH == 0:
                     await self._step(run)
+            await asyncio.gather(*thaws)
             await self._step(run)
             run.process.send_signal(signal.SIGTERM)
             code = await asyncio.to_thread(run.wait)
             assert code in (0, 75), f"seed {self.seed}: drained with code {code}\n{run.log[-3000:]}"
             return run
         finally:
-            witness.cancel()
-            await asyncio.gather(witness, return_exceptions=True)
+            for task in (witness, *thaws):
+                task.cancel()
+            await asyncio.gather(witness, *thaws, return_exceptions=True)
             if run.process.returncode is None:
                 run.process.kill()
                 run.process.wait()
@@ -128,6 +139,20 @@ class Storm:
                 return run
         self.killed[f"no {victim} there"] += 1
         return run
+
+    async def _freeze(self, run: Up, victim: str, seconds: float) -> None:
+        processes = [("up", psutil.Process(run.process.pid)), *_children(run.process)]
+        process = next((process for name, process in processes if name == victim), None)
+        if process is None:
+            self.frozen[f"no {victim} there"] += 1
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+            self.frozen[victim] += 1
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                process.resume()
 
     def _address(self) -> str:
         return address_of(self.directory / "run", auth=self.auth)

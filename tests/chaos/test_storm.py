@@ -45,7 +45,7 @@ def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> N
     told.mkdir()
     rollout = {"use": "agent:tests.rollout_programs:Tells", "options": {"directory": str(told)}, "processes": 2, "again": "replay"}
     settings = (f"rollouts={json.dumps({'told': rollout})}", "data.rollout=told")
-    storm = Storm(tmp_path, seed=_seed(pytestconfig, 3), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6})
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 3), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6}, freezes=0.25)
     weather(storm)
     assert {*VICTIMS, CHILD} <= set(storm.killed), storm.killed
     logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
@@ -68,7 +68,7 @@ def weather(storm: Storm) -> Verdict:
     print(f"seed {storm.seed} (--storm-seed {storm.seed})")
     run = storm.rage()
     verdict = asyncio.run(_judge(storm, run.directory))
-    print(f"killed {dict(storm.killed)}; {storm.starts} starts of up; {len(storm.witnessed)} samples witnessed\n{verdict}")
+    print(f"killed {dict(storm.killed)}; frozen {dict(storm.frozen)}; {storm.starts} starts of up; {len(storm.witnessed)} samples witnessed\n{verdict}")
     assert not verdict.lost, (storm.seed, verdict)
     assert not verdict.twice, (storm.seed, verdict)
     assert not verdict.wrong, (storm.seed, verdict)

@@ -1,4 +1,4 @@
-"""Poisoned prompts: given up with the reason, never a stall, and issued again on an operator's decision."""
+"""Poisoned prompts: given up with the reason, never a stall, trained with what is left, and issued again on an operator's decision."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.streams.bus import Bus
-from bus.wire.messages import Dead, Plan, Requeue
+from bus.wire.messages import Dead, Plan, Requeue, Settle
 from tests.chaos.storm import drained_and_judged
 from tests.launched import run_tidemill
 from tests.whole.running import up
@@ -58,3 +58,25 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
             assert [one.task async for _, one in bus.plans.scan() if isinstance(one, Requeue)] == [first.task]
         verdict = await drained_and_judged(run)
         assert verdict.dropped["failed"] > 0
+
+
+async def test_a_dead_task_is_trained_with_the_samples_that_it_has(tmp_path: Path) -> None:
+    poison = ("actor.reward=tests.poison:odd", "bus.max_attempts=2", "bus.history_samples=1000000")
+    with up(tmp_path, *poison, "learner.min_group_size=2", "learner.steps=1000000") as run:
+        async with run.bus() as bus:
+            asked = {task.id: task.group_size async for task in bus.tasks.scan()}
+            short, dropped = set[int](), set[int]()
+            async for _, record in bus.plans.follow():
+                if isinstance(record, Plan):
+                    sizes = dict(zip(record.tasks.tolist(), record.group_sizes.tolist(), strict=True))
+                    assert min(sizes.values()) >= 2
+                    short |= {task for task, size in sizes.items() if size < 4}
+                if isinstance(record, Settle):
+                    dropped |= set(record.tasks.tolist())
+                if len(short) >= 3:
+                    break
+            print(asked, short, dropped)
+            given_up = {one.task for one in await dead_tasks(bus, len(short))}
+            print(given_up)
+        verdict = await drained_and_judged(run)
+        print(verdict)

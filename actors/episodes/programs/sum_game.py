@@ -2,30 +2,40 @@
 
 ::
 
-    8+7=     ->  8+7      the call: an expression, and nothing else
-    =15=     ->  15       the answer, behind the calculator's result
+    4+5=     ->  4+5      the call: an expression, and nothing else
+    =09=     ->  09       the answer, behind the calculator's result, which has two digits
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from actors.episodes.programs.multi_turn import MultiTurn, Played
+from actors.episodes.programs.tools import calculator
 from bus.wire.messages import Status
 from rewards.digits import digits
 from rewards.port import RewardRequest
+
+
+DIGITS = 2
+"""Digits of a result."""
+
+
+def display(expression: str) -> str:
+    """Evaluate a sum."""
+    return calculator(expression).zfill(DIGITS)
 
 
 class SumGame(MultiTurn):
     """``multi_turn`` with the calculator, and a dense reward: half for the call, half for the answer behind it."""
 
     def __init__(self) -> None:
-        super().__init__(tools=["calculator"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}=")
+        super().__init__(tools=[f"{__name__}:display"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}=")
 
     def reward(self, data: Mapping[str, Any], played: Played) -> dict[str, float]:
         """Return the score and its parts: shares of right positions of the call and of the answer, 0 without a call."""
         expression = str(data["prompt"]).rstrip("=").rstrip(".")
         call = _share(played.answers[0], expression)
-        answer = _share(played.answers[1], str(data["label"])) if len(played.answers) > 1 else 0.0
+        answer = _share(played.answers[1], str(data["label"]).zfill(DIGITS)) if len(played.answers) > 1 else 0.0
         return {"score": (call + answer) / 2, "call": call, "answer": answer}
 
 
