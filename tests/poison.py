@@ -16,8 +16,8 @@ async def ones(request: RewardRequest, *, mended: str = "") -> float:
     return digits(request)
 
 
-def odd(request: RewardRequest) -> float:
-    """Fail for responses of which the first token's id is odd."""
-    if int(request.tokens[-request.response_length]) % 2:
-        raise RuntimeError("no judge for an odd response")
+def some(request: RewardRequest) -> float:
+    """Fail for the responses that begin with one of an eighth of the tokens."""
+    if int(request.tokens[-request.response_length]) % 8 == 5:
+        raise RuntimeError("no judge for this beginning")
     return digits(request)

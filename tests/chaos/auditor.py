@@ -5,6 +5,7 @@ It knows msgpack, JSON and NATS requests. It requires of a run, whatever was kil
 - every message that a witness has seen stored is still there, or was trimmed, and a record or a cursor accounts for it
 - every sample that is there is in a step, given up with its reason, a duplicate of a trained one, refused, or still to come
 - no sample, no (task, index) and no task is in two steps; steps are planned once, 1, 2, 3 ...
+- a group has all of its samples, but for a dead task
 - the newest checkpoint's cursor covers exactly the samples that its model has trained, and none that is yet to be trained
 - a step that was taken again ended in the same bits
 """
@@ -78,6 +79,9 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
     try:
         audit = _Audit(foreign or {})
         fence = 0
+        async for message in _messages(nc, f"TM_{run}_DEAD"):
+            if ".dead.task." in message.subject:
+                audit.dead(message)
         async for message in _messages(nc, f"TM_{run}_PLAN"):
             epoch = int(message.headers["Tm-Epoch"])
             kind = message.subject.rsplit(".", 1)[1]
@@ -114,9 +118,14 @@ class _Audit:
         self._places: dict[Place, int] = {}
         self._planned: dict[int, Place] = {}
         self._digests: dict[int, set[str]] = {}
+        self._sizes: dict[int, int] = {}
+        self._dead: set[int] = set()
         self._requeued: set[int] = set()
         self._late: list[tuple[int, Place]] = []
         self._floor, self._settled, self._checkpoint_step = 0, frozenset[int](), 0
+
+    def dead(self, message: Message) -> None:
+        self._dead.add(message.body.get("task", -1))
 
     # ---- the log
 
@@ -131,6 +140,7 @@ class _Audit:
             if task in self._trained_tasks or task in self._dropped_tasks:
                 verdict.twice.append(f"task {task} is in step {body['step']} and was settled before")
             self._trained_tasks[task] = body["step"]
+        self._sizes.update(zip(tasks, sizes, strict=True))
         for seq, place in zip(seqs, places, strict=True):
             if seq in self._step_of or seq in self._reason_of:
                 verdict.twice.append(f"sample {seq} is in step {body['step']} and was settled before")
@@ -205,7 +215,7 @@ class _Audit:
             if self._foreign.get(witnessed[seq], SOUND[0]) not in SOUND:
                 continue
             task, index = map(int, witnessed[seq].split(".")[:2])
-            if (task, index) not in self._places and task not in self._dropped_tasks:
+            if (task, index) not in self._places and task not in self._dropped_tasks and not (task in self._dead and task in self._sizes):
                 self.verdict.lost.append(f"sample {seq} ({witnessed[seq]}) was trimmed, and no record knows its place")
 
     def defective(self, message: Message) -> bool:
@@ -221,15 +231,20 @@ class _Audit:
     def sample(self, message: Message) -> None:
         seq, body, verdict = message.seq, message.body, self.verdict
         place = (body["task"], body["index"])
+        short = body["task"] in self._dead and self._sizes.get(body["task"], body["group_size"]) < body["group_size"]
         if seq in self._step_of:
-            if place != self._planned[seq]:
-                verdict.wrong.append(f"sample {seq} is {place}, and its step has it as {self._planned[seq]}")
+            planned = self._planned[seq]
+            # A dead task may be trained with fewer samples. A plan has no indexes, so those behind a gap are larger than their positions.
+            if place != planned and not (short and place[0] == planned[0] and place[1] > planned[1]):
+                verdict.wrong.append(f"sample {seq} is {place}, and its step has it as {planned}")
         elif seq in self._reason_of:
             pass
         elif body["status"] in ("failed", "aborted"):
             verdict.dropped[body["status"]] += 1
         elif body["task"] in self._dropped_tasks:
             verdict.dropped[self._dropped_tasks[body["task"]]] += 1
+        elif short:
+            verdict.duplicates += 1  # it came after its group was trained without it
         elif body["task"] in self._trained_tasks:
             self._late.append((seq, place))
         elif self._behind(seq):

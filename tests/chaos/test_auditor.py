@@ -12,7 +12,7 @@ import pytest
 
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
-from bus.wire.messages import Done, Plan, Requeue, Settle, Status
+from bus.wire.messages import Dead, Done, Plan, Requeue, Settle, Status
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.chaos.auditor import Verdict, judge
@@ -33,6 +33,8 @@ class Scene:
         self.deleted: list[int] = []
         self.requeued: list[int] = []
         """Requeued tasks, by their index here."""
+        self.dead: list[int] = []
+        """Dead tasks, by their index here."""
         self.trim = 0
 
     async def judged(self) -> Verdict:
@@ -54,6 +56,8 @@ class Scene:
         await self.bus.samples.publish(data_kit.sample(tasks[0], 0, attempt="f", status=Status.FAILED))
         for task, seqs, reason in self.settled:
             await self.bus.plans.append(Settle(epoch=1, reason=reason, tasks=_i8([tasks[task].id]), seqs=_i8(seqs), step=1))
+        for task in self.dead:
+            await self.bus.dead.store(Dead(task=tasks[task].id, reason="it fails", attempts=3, actor="a", prompt=""))
         for task in self.requeued:
             id = tasks[task].id
             await self.bus.plans.append(Requeue(epoch=1, task=id, root=id, count=1, prompt_epoch=0, offset=task, step=1))
@@ -88,7 +92,7 @@ def _plan(step: int, tasks: list[int], seqs: list[int]) -> Plan:
         step=step,
         tasks=_i8(tasks),
         seqs=_i8(seqs),
-        group_sizes=np.full(len(tasks), 2, np.int32),
+        group_sizes=np.full(len(tasks), len(seqs) // len(tasks), np.int32),
         ranks=zeros,
         micro_batches=zeros,
         version_steps={0: 0},
@@ -109,6 +113,19 @@ async def test_a_sound_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp
     assert (verdict.steps, verdict.steps_done, verdict.steps_taken_again, verdict.trained) == (1, 1, 1, 2)
     assert verdict.dropped == {"stale": 3, "failed": 1}
     assert (verdict.duplicates, verdict.to_come, verdict.trimmed) == (1, 1, 0)
+
+
+async def test_a_dead_task_is_trained_with_what_it_has(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    """Its second sample is the first of its group; its first one came too late."""
+    async with open_bus() as bus:
+        scene = Scene(bus, nats_server.url, tmp_path)
+        scene.plans, scene.dead = [(1, [0], [2])], [0]
+        verdict = await scene.judged()
+    assert (verdict.lost, verdict.twice, verdict.wrong, verdict.duplicates) == ([], [], [], 1)
+
+
+def _short(scene: Scene) -> None:
+    scene.plans = [(1, [0], [2])]
 
 
 def _seen_and_gone(scene: Scene) -> None:
@@ -189,6 +206,7 @@ def _gap_in_steps(scene: Scene) -> None:
         (_trimmed_early, "lost", "sample 4 was trimmed, and the checkpoint's cursor is not past it"),
         (_trimmed_unknown, "lost", "was trimmed, and no record knows its place"),
         (_left_out, "wrong", "its step has it as"),
+        (_short, "wrong", "sample 2 is (2, 1), and its step has it as (2, 0)"),
         (_again, "twice", "sample 1 is in step 2 and was settled before"),
         (_both, "twice", "samples 1 and 6 are both trained as (2, 0)"),
         (_dropped_and_trained, "twice", "sample 1 is in step 1 and was settled before"),

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Dead, Plan, Requeue
-from tests.chaos.storm import drained_and_judged
+from tests.chaos.auditor import judge
+from tests.chaos.storm import drained_and_judged, standing_bus
 from tests.launched import run_tidemill
-from tests.whole.running import up
+from tests.whole.running import assert_books_balance, up
 
 
 async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
@@ -61,21 +62,14 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
 
 
 async def test_a_dead_task_is_trained_with_the_samples_that_it_has(tmp_path: Path) -> None:
-    poison = ("actor.reward=tests.poison:odd", "bus.max_attempts=2", "bus.history_samples=1000000")
-    with up(tmp_path, *poison, "learner.min_group_size=2", "learner.steps=1000000") as run:
-        async with run.bus() as bus:
-            sizes: dict[int, int] = {}
-            async for _, record in bus.plans.follow():
-                if isinstance(record, Plan):
-                    sizes |= dict(zip(record.tasks.tolist(), record.group_sizes.tolist(), strict=True))
-                if sum(size < 4 for size in sizes.values()) >= 3:
-                    break
-            assert set(sizes.values()) <= {2, 3, 4}
-            short = {task for task, size in sizes.items() if size < 4}
-            async for _, told in bus.dead.follow():
-                short -= {told.task} if isinstance(told, Dead) else set()
-                if not short:
-                    break
-        await drained_and_judged(run)
-    counted = run.summary
-    print(counted)
+    with up(tmp_path, "actor.reward=tests.poison:some", "bus.max_attempts=2", "learner.min_group_size=2", "learner.steps=3") as run:
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-3000:]
+    assert_books_balance(run.summary, max_lag=2)
+    async with standing_bus(run.directory) as url, connect(url, run.run, name="test") as bus:
+        plans = [record async for _, record in bus.plans.scan() if isinstance(record, Plan)]
+        sizes = {task: size for plan in plans for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)}
+        dead = {told.task async for _, told in bus.dead.scan()}
+        verdict = await judge(url, run.run, run.directory / "checkpoints", {})
+    assert {2, 4} <= set(sizes.values()) <= {2, 3, 4}
+    assert {task for task, size in sizes.items() if size < 4} <= dead
+    assert not (verdict.lost or verdict.twice or verdict.wrong), verdict

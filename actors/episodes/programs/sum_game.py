@@ -15,7 +15,6 @@ from bus.wire.messages import Status
 from rewards.digits import digits
 from rewards.port import RewardRequest
 
-
 DIGITS = 2
 """Digits of a result."""
 
@@ -29,7 +28,9 @@ class SumGame(MultiTurn):
     """``multi_turn`` with the calculator, and a dense reward: half for the call, half for the answer behind it."""
 
     def __init__(self) -> None:
-        super().__init__(tools=[f"{__name__}:display"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}=")
+        super().__init__(
+            tools=[f"{__name__}:display"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}="
+        )
 
     def reward(self, data: Mapping[str, Any], played: Played) -> dict[str, float]:
         """Return the score and its parts: shares of right positions of the call and of the answer, 0 without a call."""
