@@ -223,8 +223,8 @@ async def test_turns_are_bounded() -> None:
 
 def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
     game, data = SumGame(), {"prompt": "12+7.=", "label": "19"}
-    assert game.reward(data, Played(answers=["12+7", "19"])) == {"score": 1.0, "call": 1.0, "answer": 1.0}
-    assert game.reward(data, Played(answers=["12+7", "18"]))["answer"] == pytest.approx(2 / 3)
+    assert game.reward(data, Played(answers=["12+7", "019"])) == {"score": 1.0, "call": 1.0, "answer": 1.0}
+    assert game.reward(data, Played(answers=["12+7", "018"]))["answer"] == pytest.approx(3 / 4)
     assert game.reward(data, Played(answers=["19"]))["answer"] == 0.0
 
 

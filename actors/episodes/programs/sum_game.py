@@ -3,7 +3,7 @@
 ::
 
     4+5=     ->  4+5      the call: an expression, and nothing else
-    =09=     ->  09       the answer, behind the calculator's result, which has two digits
+    =009=    ->  009      the answer, behind the calculator's result, which has three digits
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from bus.wire.messages import Status
 from rewards.digits import digits
 from rewards.port import RewardRequest
 
-DIGITS = 2
+DIGITS = 3
 """Digits of a result."""
 
 
