@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bus.wire.routed_experts import RoutedShape
     from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
-    from learner.config import DataConfig
+    from learner.data.config import DataConfig
     from learner.data.prompts import PromptFile
     from learner.feed.evaluations import EvalPlan
     from learner.feed.feed_keys import FeedKeys

@@ -548,8 +548,12 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         if getattr(config.kl, name) and not config.needs_reference:
             want = "kl.coef, kl.reward_coef or distill_coef (with distill_teacher: reference) > 0 as well, or no reference"
             raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
-    if config.loss != "sft":
-        return
+    if config.loss == "sft":
+        _refuse_ignored_by_sft(config, defaults)
+
+
+def _refuse_ignored_by_sft(config: AlgorithmConfig, defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for a setting that differs from ``defaults`` and has no effect with loss sft."""
     if config.sft_coef:
         raise ValueError(
             f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}"

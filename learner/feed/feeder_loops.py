@@ -30,7 +30,8 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
-from learner.data.batch import build_batches, encode
+from learner.data.batch_frames import encode
+from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
 from learner.data.datasource import Waits
 from learner.data.lost import LostTasks

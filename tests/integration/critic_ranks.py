@@ -18,7 +18,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
@@ -89,7 +89,7 @@ def build(
     reference = open_reference(policy, model_dir, learner.algorithm)
     critic = open_critic(learner, policy, model_dir)
     assert critic is not None
-    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, reference=reference.weights, critic=critic)
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=OtherPolicies(reference=reference.weights), critic=critic)
     return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
 
 

@@ -18,7 +18,7 @@ from learner.megatron import parallel
 from learner.megatron.activations import parallel_info
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
 from tests.integration.debug_ranks import main as two_ranks
@@ -56,7 +56,7 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
             PolicyOptimizer(policy, OPTIMIZER, steps=400),
             config,
             max_lag=2,
-            reference=WeightBackup(policy) if reference else None,
+            others=OtherPolicies(reference=WeightBackup(policy) if reference else None),
             collector=Collector(target) if saves else None,
         )
         return trainer, policy

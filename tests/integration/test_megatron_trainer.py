@@ -26,7 +26,7 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
@@ -61,7 +61,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
-        return Trainer(policy, optimizer, settings, max_lag=2, proximal=proximal), policy, optimizer, proximal
+        return Trainer(policy, optimizer, settings, max_lag=2, others=OtherPolicies(proximal=proximal)), policy, optimizer, proximal
 
     return build
 

@@ -24,7 +24,9 @@ from learner.algorithms.credit import turn_advantages, turn_returns
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.objective import Turns as StepTurns
 from learner.config import LearnerConfig
-from learner.data.batch import StepBatch, build_batches, decode, encode
+from learner.data.batch import StepBatch
+from learner.data.batch_frames import decode, encode
+from learner.data.batching import build_batches
 from learner.data.datasource import DataSource
 from learner.data.groups import mismatch
 from learner.data.plans import GENESIS, chain_of

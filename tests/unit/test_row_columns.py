@@ -18,8 +18,8 @@ from launch.checks.run import Purpose, check
 from launch.run import roles
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
-from learner.config import DataConfig
 from learner.data.columns import RowSampling
+from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.groups import mismatch
 from learner.data.prompts import PromptFile, prompts_digest, scan_rows
