@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
+from learner.algorithms.config import AlgorithmConfig
 from learner.lora import LoraConfig
 from learner.megatron_arguments import refuse_ours
 from learner.routing_replay import REPLAYS

@@ -24,10 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
     _find_modules_here()
-    from launch.cli import commands
-
     try:
-        return _explained(getattr(commands, args.command.replace("-", "_")), args)
+        return _explained(_function(args.command), args)
     except ValueError as bad:  # configuration and input errors state location, expected and actual value
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
         return int(getattr(bad, "exit_code", 2))
@@ -37,6 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Otherwise Python reports the broken pipe again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _function(command: str) -> Callable[[argparse.Namespace], int]:
+    """Return the function of a command, which has its name."""
+    from launch.cli import commands, run_commands
+
+    name = command.replace("-", "_")
+    found: Callable[[argparse.Namespace], int] = getattr(commands if hasattr(commands, name) else run_commands, name)
+    return found
 
 
 def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

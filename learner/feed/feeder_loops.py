@@ -33,11 +33,11 @@ from bus.wire.subjects import EPOCH_KEY
 from learner.data.batch_frames import encode
 from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
-from learner.data.datasource import Waits
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
+from learner.data.waits import Waits
 from learner.feed.beginning import evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies

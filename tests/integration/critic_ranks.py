@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.megatron import state
 from learner.megatron.critic import Critic, open_critic

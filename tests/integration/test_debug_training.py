@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.debug.collector import LOGITS_POSITIONS, Collector, Target
 from learner.debug.comparison import compare_train
 from learner.debug.rollout_file import save_rollout

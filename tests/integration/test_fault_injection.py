@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from bus.wire.messages import Sample, Span
-from learner.algorithms.alarms import Alarm, AlarmWatch, Context
-from learner.algorithms.config import AlarmConfig, AlgorithmConfig
+from learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
+from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
 from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
 from tests.megatron_world import one_rank

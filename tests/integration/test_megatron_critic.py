@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.memory_table import rank_parameters, valued
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Status
 from learner import logprobs
-from learner.algorithms.config import PRESETS, AlgorithmConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.presets import PRESETS
 from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused

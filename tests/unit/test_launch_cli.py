@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli.commands import reached_at
+from launch.cli.inputs import reached_at
 from launch.cli.main import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
