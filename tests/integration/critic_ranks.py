@@ -20,10 +20,10 @@ from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
 from learner.megatron.trainer import OtherPolicies, Trainer
+from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
-VOCAB = 300
 STEPS = (3, 4, 5)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, eps=1e-5)
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))

@@ -17,10 +17,10 @@ from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
 from learner.schedule import OptimizerConfig
+from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
-VOCAB = 300
 STEPS = (3, 4, 5)
 LORA = LoraConfig(rank=4, alpha=8)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)

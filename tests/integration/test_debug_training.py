@@ -1,6 +1,5 @@
 """The training data of a step in files: fields, equality with the numbers of the step, layouts, and memory; with real Megatron."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,8 @@ from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.debug_ranks import packed
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.megatron_world import one_rank
-from tests.tiny_models import write_tiny_model
 
 FILES = "t_{step}_{rank}.safetensors"
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import one_rank
-from tests.tiny_models import write_tiny_model
 
 
 class LossyMemory(PlainMemory):
@@ -61,17 +59,6 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors of this process."""
     found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided]
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 SHARES = parallel.Replicas(distributed_optimizer=True)

@@ -1,6 +1,5 @@
 """The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,23 +31,10 @@ from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.megatron_world import one_rank
 from tests.metric_names import undocumented
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    """Yield a world of one in this process."""
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture
