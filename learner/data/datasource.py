@@ -15,6 +15,7 @@ from bus.errors import WireError
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
 from learner.data.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample
+from learner.data.eval_tasks import EvalTasks
 from learner.data.groups import BufferedSample, Group, Verdict, mismatch
 from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
 from learner.data.plans import GENESIS, chain_of
@@ -54,9 +55,7 @@ class DataSource:
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, Group] = {}
-        self._early, self._requeues, self._versions = EarlyArrivals(), Requeues(), KnownVersions()
-        self._evals: dict[int, set[int]] = {}
-        self._eval_sizes: dict[int, int] = {}
+        self._early, self._evals, self._requeues, self._versions = EarlyArrivals(), EvalTasks(), Requeues(), KnownVersions()
         self._filtered = 0
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -85,7 +84,7 @@ class DataSource:
         if not self._tasks.see(task.id):
             return
         if task.kind is Kind.EVAL:
-            self._eval_sizes[task.id] = task.group_size
+            self._evals.issued(task)
             self._place_early(task, now)
             return
         self._refuse_other_sampling(task)
@@ -101,8 +100,7 @@ class DataSource:
                 self._place(early.seq, early.sample, now, early.actor)
             else:
                 self._invalid(early.seq, "task", early.actor)
-        for id in [id for id in self._evals if id not in self._eval_sizes and id <= issued.id]:
-            del self._evals[id]
+        self._evals.forget_unissued(issued.id)
         self._settle_eval(issued.id)
         if self._early.take_dead(issued.id):
             self._abandon(issued.id, "dead")
@@ -172,10 +170,10 @@ class DataSource:
         self._counter.eval += 1
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # its task is tried again, or dead
             return self._settled(seq, Arrival(Disposition.EVAL))
-        size = self._eval_sizes.get(sample.task)
+        size = self._evals.size(sample.task)
         # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only counted.
         if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
-            self._evals.setdefault(sample.task, set()).add(sample.index)
+            self._evals.add(sample)
             self._settle_eval(sample.task)
         return self._settled(seq, Arrival(Disposition.EVAL))
 
@@ -183,15 +181,11 @@ class DataSource:
         """Return whether its task may be one that is just being issued, and there is room to keep it until then."""
         if sample.task > self._tasks.seen_to + EARLY_IDS:
             return False
-        evals = sum(len(seen) for id, seen in self._evals.items() if id not in self._eval_sizes)
-        return evals + len(self._early) < EARLY_SAMPLES
+        return self._evals.num_early + len(self._early) < EARLY_SAMPLES
 
     def _settle_eval(self, id: int, *, dead: bool = False) -> None:
         """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
-        size = self._eval_sizes.get(id)
-        if size is not None and (dead or len(self._evals.get(id, ())) >= size):
-            self._evals.pop(id, None)
-            del self._eval_sizes[id]
+        if self._evals.close(id, dead=dead):
             self._tasks.settle(id)
 
     def _invalid(self, seq: int, reason: str, actor: str) -> Arrival:
@@ -499,7 +493,7 @@ class DataSource:
                 "admission": self._admission.dump(),
                 # "buried" and "tally" are the names of schema 1 for attributes that have been renamed since.
                 "buried": self._requeues.dump(),
-                "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
+                "evals": self._evals.dump(),
                 "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
                 "evaluation": evaluation,
                 **more,
@@ -521,7 +515,7 @@ class DataSource:
         source._tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
         source._requeues.load(state.get("buried", ()))  # missing in snapshots from before requeues
-        source._evals = {id: set(seen) for id, seen in state["evals"]}
+        source._evals.load(state["evals"])
         source._counter = SampleCounter.load(state["tally"])
         return source
 
