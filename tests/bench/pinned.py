@@ -25,7 +25,7 @@ from torch import Tensor
 from actors.request import SamplingParams
 from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
-from actors.serving.builtin.sequence import Model
+from actors.serving.builtin.sequence import Model, ResponseRequest
 from actors.serving.builtin.sequence import Sequence as Response
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weights import Weights
@@ -127,7 +127,7 @@ class LocalEngine:
     def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:
         """Return one finished response to each prompt."""
         responses = [
-            Response(str(row), prompt, params, seed=seed, model=self._facts, sink=_nobody)
+            Response(ResponseRequest(rid=str(row), prompt=prompt, params=params, seed=seed), model=self._facts, sink=_nobody)
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._open = len(responses)
