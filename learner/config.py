@@ -1,139 +1,17 @@
-"""Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
+"""Settings of the learner: staleness, algorithm, optimizer, parallelism, checkpoints."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from learner.algorithms.config import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS, AlgorithmConfig
-from learner.data.filter_settings import read_filters
-from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
+from learner.algorithms.config import AlgorithmConfig
 from learner.lora import LoraConfig
 from learner.megatron_arguments import refuse_ours
-from learner.parallelism import refuse_experts, refuse_sizes
+from learner.routing_replay import REPLAYS
 from learner.schedule import OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where prompts come from."""
-
-    path: str = ""
-    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
-    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
-    sources: dict[str, Any] = field(default_factory=dict)
-    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
-    label_key: str = "label"
-    """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
-    metadata_key: str = ""
-    """Column with a map that travels with the sample and reaches the reward; empty = none."""
-    reward: str = ""
-    """Name of the reward of all rows that name none: ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to it."""
-    reward_key: str = ""
-    """Column with the name of a row's reward, or null; empty = none."""
-    sampling_key: str = ""
-    """Column with a row's own max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty = none."""
-    tools_key: str = ""
-    """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
-    rollout: str = ""
-    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
-    rollout_key: str = ""
-    """Column with the name of a row's rollout, single_turn, or null; empty = none."""
-    responses_key: str = ""
-    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
-    messages, and those of the assistant are the response."""
-    apply_chat_template: bool = False
-    """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
-    template: str = ""
-    """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
-    system_prompt: str = ""
-    """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
-    chat_template_args: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
-    max_prompt_tokens: int = 0
-    """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
-    shuffle: bool = True
-    """Shuffle the prompts anew for each pass; false = the order of the file."""
-    skip_easy: float = 0.0
-    """Leave a prompt out of the next passes when this share of its samples or more passed; 0 = never (docs/data.md)."""
-    skip_hard: float = -1.0
-    """Leave a prompt out of the next passes when this share of its samples or fewer passed; negative = never."""
-    skip_passes: int = 3
-    """Passes for which such a prompt is left out; then it is asked again."""
-    passes_at: float = 1.0
-    """A sample passes with at least this score, for ``skip_easy`` and ``skip_hard``."""
-    seed: int = 0
-    """Seed of the order of prompts; derived from ``seed`` of the run."""
-
-    filters: dict[str, Any] = field(default_factory=dict)
-    """Functions that drop groups, mask samples or order them: ``{NAME: {use, options, ...}}`` (docs/filters.md)."""
-
-    def __post_init__(self) -> None:
-        read_filters(self.filters)
-        if self.path and self.sources:
-            raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
-        taken = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"} & set(
-            self.chat_template_args
-        )
-        if taken:
-            raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
-        for source in self.chosen:
-            Source.at(source.path)
-        if not 0 <= self.skip_easy <= 1:
-            raise ValueError(f"skip_easy: want 0..1, got {self.skip_easy!r}")
-        if not self.skip_hard < 1 or (self.skip_easy and self.skip_hard >= self.skip_easy):
-            raise ValueError(f"skip_hard: want < 1, and < skip_easy if that is set, got {self.skip_hard!r}")
-        if self.skip_passes < 1:
-            raise ValueError(f"skip_passes: want >= 1, got {self.skip_passes}")
-
-    @property
-    def chosen(self) -> tuple[SourceConfig, ...]:
-        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names the setting."""
-        return tuple(parse_sources(self.sources).values()) or ((SourceConfig(path=self.path),) if self.path else ())
-
-    @property
-    def used(self) -> list[Source]:
-        """The sources with their own settings or those of this section. Raises ValueError."""
-        return [self._source(one) for one in self.chosen]
-
-    @property
-    def names_rewards(self) -> bool:
-        """Whether rows or sources may name a reward."""
-        return any(one.reward or one.reward_key for one in self.used)
-
-    def rollouts(self, known: Collection[str]) -> set[str]:
-        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
-        named = {rollout_named(name) for name in (self.rollout, *(one.rollout for one in self.used))}
-        columns = self.rollout_key or any(one.rollout_key for one in self.used)
-        return (named | set(known) if columns else named) - {""}
-
-    @property
-    def limits_rows(self) -> bool:
-        """Whether rows may have limits of sampling of their own."""
-        return any(one.sampling_key for one in self.used)
-
-    def _source(self, one: SourceConfig) -> Source:
-        def own(name: str) -> str:
-            value: str | None = getattr(one, name)
-            return str(getattr(self, name)) if value is None else value
-
-        keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
-        names = (
-            "template",
-            "system_prompt",
-            "reward",
-            "reward_key",
-            "sampling_key",
-            "tools_key",
-            "rollout",
-            "rollout_key",
-            "responses_key",
-        )
-        return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +202,7 @@ class LearnerConfig:
             raise ValueError(f"nodes: want >= 0, got {self.nodes}")
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
-        refuse_sizes(self)
+        self._refuse_sizes()
         refuse_ours(self.megatron)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
@@ -369,6 +247,50 @@ class LearnerConfig:
     def row_multiple(self) -> int:
         """Number that must divide the tokens of every row, for equal parts of it."""
         return self.tensor_parallel * self.context_parallel
+
+    def _refuse_sizes(self) -> None:
+        """Raise ValueError for sizes that contradict each other."""
+        groups = self.num_ranks // self.tensor_parallel
+        if self.nodes > 1 and groups % self.nodes:
+            names = [name for name in ("data_parallel", "pipeline_parallel", "context_parallel") if getattr(self, name) > 1]
+            raise ValueError(
+                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each has the same number of whole "
+                f"tensor-parallel groups, got {self.nodes}"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the layers of a stage; "
+                "raise pipeline_parallel, or remove it"
+            )
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if self.virtual_pipeline > 1 and getattr(self, name) == "always":
+                raise ValueError(
+                    f"{name}: want auto or never with virtual_pipeline, got 'always': "
+                    "the chunks of a stage would be reduced while others of it still run"
+                )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over the tensor-parallel ranks; "
+                "raise tensor_parallel, or remove it (context_parallel divides rows without it)"
+            )
+
+    def _refuse_experts(self) -> None:
+        """Raise ValueError for settings about mixtures of experts that cannot be."""
+        if self.routing_replay not in REPLAYS:
+            raise ValueError(f"routing_replay: want {' or '.join(REPLAYS)}, got {self.routing_replay!r}")
+        if self.routing_replay != "none" and self.virtual_pipeline > 1:
+            raise ValueError(f"routing_replay: want none with virtual_pipeline > 1, got {self.routing_replay!r}")
+        for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
+            if getattr(self, name) and self.virtual_pipeline > 1:
+                why = "whose rows of padding would count"
+                raise ValueError(
+                    f"{name}: want 0 with virtual_pipeline > 1, {why}, got {getattr(self, name)!r}; lower virtual_pipeline to 1"
+                )
+        spread = self.num_ranks // self.pipeline_parallel
+        if spread % self.expert_parallel:
+            raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {self.expert_parallel}")
 
     def _refuse_group_size(self) -> None:
         """Raise ValueError for groups that would have too few samples to be compared."""
@@ -463,7 +385,7 @@ class LearnerConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
         self._check_kernels()
-        refuse_experts(self)
+        self._refuse_experts()
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from learner.algorithms.config import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, PRESETS, AlgorithmConfig, KLConfig
+from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
+from learner.algorithms.presets import PRESETS
 
 KL = KLConfig(coef=0.1)
 ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}

@@ -15,7 +15,8 @@ from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
-from learner.data.batch import StepBatch, encode
+from learner.data.batch import StepBatch
+from learner.data.batch_frames import encode
 from learner.data.prompts import PromptFile
 from learner.errors import LearnerError
 from learner.feed.feed_client import FeedClient

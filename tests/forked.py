@@ -22,6 +22,7 @@ PRELOADED = [
     "tests.integration.megatron_rank_process",
     "tests.integration.megatron_ranks",
     "launch.cli.commands",
+    "launch.cli.run_commands",
     "launch.cli.status",
     "launch.cli.dead_letters",
     "launch.cli.find_run",

@@ -12,7 +12,8 @@ import numpy as np
 from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from bus.wire.routed_experts import RoutedShape
-from learner.data.batch import StepBatch, build_batches
+from learner.data.batch import StepBatch
+from learner.data.batching import build_batches
 from learner.data.packing import assign
 from tests.forked import Forked
 

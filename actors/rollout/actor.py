@@ -81,6 +81,18 @@ class RolloutOutcome:
     """Whether another actor makes this sample now."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorers:
+    """Functions that score samples."""
+
+    score: Scorer | None
+    """Reward of each sample; None = the reward of groups alone."""
+    group_score: GroupScorer | None = None
+    """Reward of whole groups; None = samples alone have one."""
+    teachers: Teachers | None = None
+    """Models that score the tokens of training samples; None = samples need none."""
+
+
 class Actor:
     """Works on tasks until it is drained. Call ``run`` once."""
 
@@ -92,18 +104,13 @@ class Actor:
         config: ActorConfig,
         responses: Responses,
         rollouts: Mapping[str, Rollout],
-        score: Scorer | None,
+        scorers: Scorers,
         activity: Activity,
-        group_score: GroupScorer | None = None,
-        teachers: Teachers | None = None,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none. ``teachers``: None = samples need none.
-
-        ``score``: the reward of each sample; None = the reward of groups alone, ``group_score``.
-        """
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none."""
         self.id = id
-        self._bus, self._config, self._responses, self._score, self._activity = bus, config, responses, score, activity
-        self._group_score, self._teachers = group_score, teachers
+        self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
+        self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0

@@ -16,7 +16,7 @@ from actors.engines.responses import Responses
 from actors.engines.witness import failing
 from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
-from actors.rollout.actor import Actor
+from actors.rollout.actor import Actor, Scorers
 from actors.rollout.single_turn import SingleTurn
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from actors.teachers.teachers import Teachers
@@ -122,36 +122,32 @@ async def _work(
     activity = Activity()
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
-    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     async with AsyncExitStack() as stack:
-        score: Scorer | None = None
-        if config.reward_parts:
-            score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
-        elif config.reward or not config.group_reward:
-            score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
-        group_score: GroupScorer | None = None
-        if config.group_reward:
-            group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+        scorers = await _open_scorers(stack, config)
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
         if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
             rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at))
-        teachers = Teachers(config) if config.teachers else None
-        if teachers is not None:
-            stack.push_async_callback(teachers.close)
-        actor = Actor(
-            bus,
-            id=id,
-            config=config,
-            responses=responses,
-            rollouts=rollouts,
-            score=score,
-            group_score=group_score,
-            teachers=teachers,
-            activity=activity,
-        )
+        actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
         await _act(bus, id, actor, activity, engines, draining)
+
+
+async def _open_scorers(stack: AsyncExitStack, config: ActorConfig) -> Scorers:
+    """Open the rewards and teachers of the run. ``stack`` closes them."""
+    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    score: Scorer | None = None
+    if config.reward_parts:
+        score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
+    elif config.reward or not config.group_reward:
+        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+    group_score: GroupScorer | None = None
+    if config.group_reward:
+        group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+    teachers = Teachers(config) if config.teachers else None
+    if teachers is not None:
+        stack.push_async_callback(teachers.close)
+    return Scorers(score=score, group_score=group_score, teachers=teachers)
 
 
 async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, draining: asyncio.Event) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bus.errors import WireError
-from bus.wire.codec import Table, unpack
 from bus.wire.fields import INT, TEXT, many
+from bus.wire.table import Table, unpack
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""

@@ -13,7 +13,7 @@ from launch.checks.tokens import CannotRender
 from launch.settings.datasets import prompts
 from launch.settings.end_ids import end_ids
 from launch.settings.run_config import RunConfig
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.mixing import Share
 from learner.data.prompts import Row, Tokenize, read_rows, recorded_row, refuse_template, row_in, row_tokens, with_responses
 from learner.data.responses import Recordings

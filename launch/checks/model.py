@@ -20,7 +20,7 @@ from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.megatron.sizes import FAMILIES, WITH_BIAS, refusals
 from learner.megatron_arguments import refusals as argument_refusals
-from learner.parallelism import ROLLOUT
+from learner.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"

@@ -14,9 +14,9 @@ from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints import disk
-from learner.data.datasource import read_state
 from learner.data.formats import data_files
 from learner.data.prompts import prompts_digest
+from learner.data.snapshot import read_state
 from learner.errors import PromptError, ReplayMismatch
 
 log = logging.getLogger(__name__)

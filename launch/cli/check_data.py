@@ -12,7 +12,7 @@ from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import CannotRender, check_tokenizer
 from launch.settings.config_loader import load
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.prompts import Row, recorded_row, refuse_template, row_tokens, scan_rows, with_responses
 from learner.data.responses import Recordings
 from learner.data.source import Source

@@ -1,71 +1,38 @@
-"""The sub-commands: one function for each, from its arguments to its exit code. Heavy modules are imported inside."""
+"""The sub-commands that make or check something or run a process: one function for each, from its arguments to its exit code.
+
+Heavy modules are imported inside. Commands that read or change a run are in ``run_commands.py``.
+"""
 
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from bus import exit_codes
-from launch.run.access import LEARNER, OPERATOR, VIEWER, allowed
-from launch.settings.config_loader import Loaded, changes, load, render
+from launch.cli.inputs import (
+    bus_address,
+    check_loaded,
+    children_arguments,
+    given_options,
+    loaded_config,
+    process_id,
+    reached_at,
+    unprinted_config,
+    user_name,
+)
+from launch.run.access import LEARNER, allowed
+from launch.settings.config_loader import changes, render
 from launch.settings.extras import require
-from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from bus.streams.bus import Bus
-    from launch.checks.findings import Report
     from launch.run.host_learner import HostLearner
 
 ROUTER_DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
 TEACHER_DRAIN_S = 30.0
 """Seconds that a teacher has to finish its requests."""
-
-
-def _loaded(args: argparse.Namespace) -> Loaded:
-    return load(args.config, args.set, os.environ)
-
-
-def _address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
-    """Return the address of the bus with the password in it: for this process only, never to be shown."""
-    from launch.run.access import address_line
-
-    return address_line(args.bus, config, user, os.environ)
-
-
-def _id(args: argparse.Namespace) -> str:
-    """Return the process's name on the bus: that of --id, else its user's; a user may write under no other."""
-    return args.id or _user()
-
-
-def _user() -> str:
-    from launch.run.access import user_of_environment
-
-    return user_of_environment(os.environ)[0]
-
-
-def _config(args: argparse.Namespace) -> RunConfig | None:
-    """Return the run's configuration; None if it was printed instead."""
-    loaded = _loaded(args)
-    if args.print_config:
-        print(render(loaded), end="")
-        return None
-    return loaded.config
-
-
-def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "Report":
-    """Check the configuration and print warnings to stderr. Returns the report. Raises CheckFailed after errors."""
-    from launch.checks.run import Purpose, check
-
-    report = check(loaded, Purpose(**purpose))
-    report.refuse()
-    for finding in report.warnings:
-        print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
-    return report
 
 
 def config(args: argparse.Namespace) -> int:
@@ -81,7 +48,7 @@ def config(args: argparse.Namespace) -> int:
 
     if not args.config:
         raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
-    loaded = _loaded(args)
+    loaded = loaded_config(args)
     if args.print_config:
         print(render(loaded), end="")
         return 0
@@ -92,7 +59,7 @@ def config(args: argparse.Namespace) -> int:
         return 0
     from launch.checks.devices import PLACEMENT
 
-    report = _refuse(args, loaded)
+    report = check_loaded(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
     for line in report.on(PLACEMENT):
         print(line)
@@ -103,7 +70,7 @@ def check(args: argparse.Namespace) -> int:
     """Print the findings of all checks. Returns 0, or 78 when there are errors. Raises SettingsError."""
     from launch.checks import run
 
-    loaded = _loaded(args)
+    loaded = loaded_config(args)
     if args.print_config:
         print(render(loaded), end="")
         return 0
@@ -118,12 +85,12 @@ def up(args: argparse.Namespace) -> int:
 
     Raises SettingsError, PackagesMissing, CheckFailed and CannotBegin before any process is started.
     """
-    loaded = _loaded(args)
+    loaded = loaded_config(args)
     if args.print_config:
         print(render(loaded), end="")
         return 0
     require("engine", "learner")
-    _refuse(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
+    check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     from launch.run.up import run_up
 
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
@@ -157,7 +124,7 @@ def eval(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> int:
     """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
-    wanted = _config(args)
+    wanted = unprinted_config(args)
     if wanted is None:
         return 0
     require("learner")
@@ -180,7 +147,7 @@ def bus(args: argparse.Namespace) -> int:
     """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
     args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
     args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
-    wanted = _config(args)
+    wanted = unprinted_config(args)
     if wanted is None:
         return 0
     from launch.run import process, roles
@@ -204,16 +171,16 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
     wanted, changed = None, changes(args.set, os.environ)
     if args.config:
-        wanted = _config(args)
+        wanted = unprinted_config(args)
         if wanted is None:
             return 0
     require(role)
     from bus.errors import BusUnavailable
     from launch.run import process, roles
 
-    id = _id(args)
+    id = process_id(args)
     process.set_up_logging(role, id)
-    address = _address(args, wanted, id)
+    address = bus_address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
     work = roles.run_engine if role == "engine" else roles.run_actor
@@ -265,9 +232,9 @@ def router(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
-    id = _id(args)
+    id = process_id(args)
     process.set_up_logging("router", id)
-    address = _address(args, None, id) if args.bus else ""
+    address = bus_address(args, None, id) if args.bus else ""
 
     refused: list[ValueError] = []
 
@@ -301,7 +268,7 @@ def reward_server(args: argparse.Namespace) -> int:
         raise ValueError("want --timeout > 0, --workers >= 1 and --memory-mb >= 0")
     limits = Limits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
     process.set_up_logging("reward-server", args.reward)
-    options = _options(args.option)
+    options = given_options(args.option)
     refused: list[ValueError] = []
 
     async def body(draining: asyncio.Event) -> None:
@@ -347,22 +314,6 @@ def teacher(args: argparse.Namespace) -> int:
     return code
 
 
-def _options(words: list[str]) -> dict[str, object]:
-    """Return the options in ``KEY=VALUE`` words, values as YAML. Raises ValueError."""
-    import yaml
-
-    found: dict[str, object] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--option: want KEY=VALUE, got {word!r}")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--option {key}: want YAML, got {value!r}: {error}") from None
-    return found
-
-
 def host(args: argparse.Namespace) -> int:
     """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
     from pathlib import Path
@@ -372,7 +323,7 @@ def host(args: argparse.Namespace) -> int:
     from launch.run.desired import parse
     from launch.run.host import HostExists, only_one, users_in
 
-    name = args.name or _user() or host_name()
+    name = args.name or user_name() or host_name()
     own = parse(args.wanted)
     if own.get("engine"):
         require("engine")
@@ -418,36 +369,21 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     from launch.run.host_learner import HostLearner
     from launch.run.node_rank import node_place
 
-    loaded = _loaded(args)
+    loaded = loaded_config(args)
     place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)
     if place.nodes == 1:
         raise ValueError("--learner-node: want learner.nodes > 1, got 1; cure: tidemill up, or --set learner.nodes=N")
     if args.run not in ("", loaded.config.run):
         raise ValueError(f"--run: want {loaded.config.run}, the run of --config, got {args.run}")
     args.set.append(f"learner.nodes={place.nodes}")
-    _refuse(args, loaded, starts_workers=False, resumes=True)
-    words = ["learner", *_children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
-    return HostLearner(config=_loaded(args).config, rank=place.rank, arguments=words, users=args.users)
-
-
-def reached_at(args: argparse.Namespace) -> list[str]:
-    """Return the options --host and --advertise of an engine, as they were given here."""
-    given = (("--host", args.host), ("--advertise", args.advertise))
-    return [word for option, value in given if value for word in (option, value)]
-
-
-def scale(args: argparse.Namespace) -> int:
-    """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
-    from launch.run.desired import parse
-    from launch.run.scaling import show_scale
-
-    args.counts = parse(args.wanted)
-    return _change(args, show_scale)
+    check_loaded(args, loaded, starts_workers=False, resumes=True)
+    words = ["learner", *children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
+    return HostLearner(config=loaded_config(args).config, rank=place.rank, arguments=words, users=args.users)
 
 
 def learner(args: argparse.Namespace) -> int:
     """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises CheckFailed."""
-    wanted = _config(args)
+    wanted = unprinted_config(args)
     if wanted is None:
         return 0
     require("learner")
@@ -458,70 +394,57 @@ def learner(args: argparse.Namespace) -> int:
         raise ValueError("--host, --advertise: want --nodes N > 1, got one node: nothing of it listens on the network")
     if place.nodes != wanted.learner.nodes:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
-        wanted = _loaded(args).config
+        wanted = loaded_config(args).config
     if not args.checked:
-        _refuse(args, _loaded(args), starts_workers=False, resumes=True)
-    from launch.run import process, roles
+        check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
+    from launch.run import learner_roles, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
-    address = _address(args, wanted, LEARNER)
+    address = bus_address(args, wanted, LEARNER)
     if place.nodes > 1:
         from launch.run import learner_nodes
 
         given = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
         return process.run(
-            lambda draining: learner_nodes.run_agent(wanted, address, given, _children_arguments(args), draining),
+            lambda draining: learner_nodes.run_agent(wanted, address, given, children_arguments(args), draining),
             drain_s=wanted.up.drain_s + 5,
             uvloop=False,
         )
     return process.run(
-        lambda draining: roles.run_learner(wanted, address, args.id, _children_arguments(args), draining),
+        lambda draining: learner_roles.run_learner(wanted, address, args.id, children_arguments(args), draining),
         drain_s=wanted.up.drain_s + 5,
         uvloop=False,
     )
 
 
-def _children_arguments(args: argparse.Namespace) -> list[str]:
-    settings = [word for setting in args.set for word in ("--set", setting)]
-    return ["--config", *map(str, args.config), *settings, "--bus", args.bus]
-
-
 def feeder(args: argparse.Namespace) -> int:
     """Run the feeder of a learner. Returns the exit code of ``process.run``."""
-    wanted = _config(args)
+    wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import process, roles
+    from launch.run import learner_roles, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
-    address, keys = _address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
+    address, keys = bus_address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
     return process.run(
-        lambda draining: roles.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch), drain_s=wanted.up.drain_s
+        lambda draining: learner_roles.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch),
+        drain_s=wanted.up.drain_s,
     )
 
 
 def rank(args: argparse.Namespace) -> int:
     """Run one rank of a learner; its number is in the variable RANK. Returns its exit code."""
-    wanted = _config(args)
+    wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import process, roles
+    from launch.run import learner_roles, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress)
-
-
-def dead(args: argparse.Namespace) -> int:
-    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
-    from launch.cli.dead_letters import decide_dead_letters, show_dead
-
-    if args.word == "list":
-        return _look(args, show_dead)
-    if not (args.tasks or args.all or args.reason):
-        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
-    return _change(args, decide_dead_letters)
+    return learner_roles.run_rank(
+        wanted, bus_address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
+    )
 
 
 def debug(args: argparse.Namespace) -> int:
@@ -529,132 +452,3 @@ def debug(args: argparse.Namespace) -> int:
     from launch.cli.debug import run_debug
 
     return run_debug(args)
-
-
-def status(args: argparse.Namespace) -> int:
-    """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
-    from launch.cli.status import show_status
-
-    return _look(args, show_status)
-
-
-def weights(args: argparse.Namespace) -> int:
-    """Print the version of each engine. Returns 0, or 1 when engines of one version differ. Raises ValueError."""
-    from launch.cli.weights import show_weights
-
-    return _look(args, show_weights)
-
-
-def tail(args: argparse.Namespace) -> int:
-    """Print samples of the stream; with --follow until interrupted. Returns 0. Raises ValueError."""
-    from launch.samples.tail import show_tail
-
-    return _look(args, show_tail)
-
-
-def show(args: argparse.Namespace) -> int:
-    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
-    from launch.samples.show import show_sample
-
-    return _look(args, show_sample)
-
-
-def stats(args: argparse.Namespace) -> int:
-    """Print statistics of the newest samples; with --follow until interrupted. Returns 0. Raises ValueError."""
-    from launch.samples.stats import show_stats
-
-    return _look(args, show_stats)
-
-
-def replay(args: argparse.Namespace) -> int:
-    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
-    if args.train:
-        require("learner")
-        from launch.cli.retrain import retrain
-
-        return retrain(args.run_dir, args.train, args.set)
-    from launch.run.process import set_up_logging
-    from launch.samples.replay import replay_file, replay_run
-
-    set_up_logging("replay", level=logging.ERROR)
-    if args.source:
-        return asyncio.run(replay_file(args))
-    return _look(args, replay_run)
-
-
-def archive(args: argparse.Namespace) -> int:
-    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
-    from launch.samples.archive import archive as archived
-
-    return _read_until_drained(args, lambda url, run, draining: archived(url, run, args, draining), name=args.name, user=OPERATOR)
-
-
-def metrics(args: argparse.Namespace) -> int:
-    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink that is refused."""
-    from launch.metrics.export import export, open_sink
-
-    sink = open_sink(args.to, _options(args.option))
-
-    async def exported(url: str, run: str, draining: asyncio.Event) -> None:
-        """Export, and print what was given to the sink."""
-        done = await export(url, run, sink, args, draining)
-        print(f"{done.steps} steps and {done.evaluations} evaluations given to {args.to}, {done.failures} calls failed")
-
-    return _read_until_drained(args, exported, name=args.to, user=VIEWER)
-
-
-def cursors(args: argparse.Namespace) -> int:
-    """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
-    from launch.cli.readers import show_cursors
-
-    return _change(args, show_cursors) if args.forget else _look(args, show_cursors)
-
-
-def _read_until_drained(
-    args: argparse.Namespace, read: "Callable[[str, str, asyncio.Event], Coroutine[object, None, None]]", *, name: str, user: str
-) -> int:
-    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of ``process.run``.
-
-    Raises ValueError for errors of the bus and of the arguments.
-    """
-    from bus.errors import BusError
-    from launch.cli.find_run import run_of
-    from launch.run import process
-
-    process.set_up_logging(args.command, name)
-    refused: list[str] = []
-
-    async def body(draining: asyncio.Event) -> None:
-        """Read. Errors of the bus and of the arguments are recorded, for the caller to raise as wrong use of the command."""
-        try:
-            await read(place.url, place.run, draining)
-        except (BusError, ValueError) as error:
-            refused.append(str(error))
-
-    with run_of(args, user=user) as place:
-        args.ended = place.ended
-        code = process.run(body, drain_s=60)
-    if refused:
-        raise ValueError(refused[0])
-    return code
-
-
-def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
-    """Find the run, which may be over, and return the exit code of ``look``, which only reads. Raises ValueError."""
-    from launch.cli.find_run import on_bus, run_of
-    from launch.run.process import set_up_logging
-
-    set_up_logging(args.command, level=logging.ERROR)
-    with run_of(args) as place:
-        args.ended = place.ended
-        return asyncio.run(on_bus(place.url, place.run, args, look))
-
-
-def _change(args: argparse.Namespace, change: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
-    """Find the run, which must not be over, and return the exit code of ``change``. Raises ValueError."""
-    from launch.cli.find_run import find_run, on_bus
-    from launch.run.process import set_up_logging
-
-    set_up_logging(args.command, level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
-    return asyncio.run(on_bus(url, run, args, change))

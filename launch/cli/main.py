@@ -24,10 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
     _find_modules_here()
-    from launch.cli import commands
-
     try:
-        return _explained(getattr(commands, args.command.replace("-", "_")), args)
+        return _explained(_function(args.command), args)
     except ValueError as bad:  # configuration and input errors state location, expected and actual value
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
         return int(getattr(bad, "exit_code", 2))
@@ -37,6 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Otherwise Python reports the broken pipe again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _function(command: str) -> Callable[[argparse.Namespace], int]:
+    """Return the function of a command, which has its name."""
+    from launch.cli import commands, run_commands
+
+    name = command.replace("-", "_")
+    found: Callable[[argparse.Namespace], int] = getattr(commands if hasattr(commands, name) else run_commands, name)
+    return found
 
 
 def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -53,7 +60,9 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_processes, _add_router, _add_reward_server, _add_teacher, _add_hosts, _add_dead, _add_onlookers, debug.add):
+    for add in (_add_runs, _add_data, _add_eval, _add_models, _add_processes, _add_router, _add_reward_server, _add_teacher):
+        add(commands)
+    for add in (_add_hosts, _add_dead, _add_onlookers, debug.add):
         add(commands)
     return parser
 
@@ -85,6 +94,8 @@ def _add_runs(commands: "Commands") -> None:
     _configured(check, positional=True)
     check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
+
+def _add_data(commands: "Commands") -> None:
     data = commands.add_parser("data", help="check files of prompts (docs/data.md), write one of a taskset, import responses (docs/sft.md)")
     words = data.add_subparsers(dest="word", required=True, metavar="WORD")
     _add_taskset(words)
@@ -99,6 +110,8 @@ def _add_runs(commands: "Commands") -> None:
     )
     data.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)")
 
+
+def _add_eval(commands: "Commands") -> None:
     eval_ = commands.add_parser("eval", help="score a model on held-out prompts, without a learner (docs/evaluation.md)")
     eval_.add_argument("model", type=Path, metavar="MODEL", help="directory of a Hugging Face model, such as runs/<run>/final")
     eval_.add_argument("data", type=Path, nargs="?", metavar="DATA", help="a .jsonl or .parquet file; without it, eval.sets of --config")
@@ -112,6 +125,8 @@ def _add_runs(commands: "Commands") -> None:
     eval_.add_argument("--json", action="store_true", help="print one JSON object for each set")
     eval_.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
 
+
+def _add_models(commands: "Commands") -> None:
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 

@@ -18,7 +18,7 @@ from bus.wire.messages import Plan
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
 from learner.checkpoints import disk
-from learner.data.datasource import read_state
+from learner.data.snapshot import read_state
 from learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"

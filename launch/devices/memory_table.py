@@ -112,6 +112,19 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
+    yield from _activations(tokens, shape, critic, learner, dtype, cuda=cuda)
+    staged = STAGED_COPIES * item * parameters(shape)
+    yield Row(
+        process="rank 0, besides",
+        part=f"{STAGED_COPIES} copies of the weights, for pushes",
+        bytes=staged,
+        on_host=config.weights.staging != "cuda",
+    )
+
+
+def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+    """Yield the rows of what a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
+    split = learner.tensor_parallel
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
@@ -125,13 +138,6 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
         bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype),
-    )
-    staged = STAGED_COPIES * item * parameters(shape)
-    yield Row(
-        process="rank 0, besides",
-        part=f"{STAGED_COPIES} copies of the weights, for pushes",
-        bytes=staged,
-        on_host=config.weights.staging != "cuda",
     )
 
 

@@ -386,7 +386,7 @@ def _largest_lag(plan: Plan) -> int:
 def read_cursor(checkpoints: Path) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint of a directory; None if there is none."""
     from learner.checkpoints import disk
-    from learner.data.datasource import read_state
+    from learner.data.snapshot import read_state
 
     path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True)
     if path is None:

@@ -20,7 +20,7 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
-from launch.run import evaluated, roles
+from launch.run import evaluated, learner_roles, roles
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
@@ -63,12 +63,12 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
 
 
 def _plan(config: RunConfig) -> EvalPlan:
-    _, max_context = roles.model_shape(Path(config.model.path))
+    _, max_context = learner_roles.model_shape(Path(config.model.path))
     chosen = config.sampling
     sampling = Sampling(
         temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop=chosen.stop
     )
-    return roles.eval_plan(config, sampling, max_context)
+    return learner_roles.eval_plan(config, sampling, max_context)
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:

@@ -32,7 +32,7 @@ from bus.wire.messages import Done, VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
-from launch.run import audit_progress, desired, evaluated, process, roles, summary, teacher, view
+from launch.run import audit_progress, desired, evaluated, learner_roles, process, roles, summary, teacher, view
 from launch.run.audit import audit, read_cursor
 from launch.run.engine_devices import EngineDevices
 from launch.run.host import Host
@@ -357,7 +357,7 @@ class Up:
         versions = [
             VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
         ]
-        vocab_size, _ = roles.model_shape(Path(self._config.model.path))
+        vocab_size, _ = learner_roles.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
         async with audit_progress.shown(bus, self._print) as progress:
             accounting, outcomes = await audit(bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress)

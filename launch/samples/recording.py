@@ -22,9 +22,9 @@ import numpy as np
 
 from bus.errors import WireError
 from bus.streams.history import StoredSample
-from bus.wire.codec import unpack
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import SCHEMA
+from bus.wire.table import unpack
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.config import AGGREGATIONS
+from learner.algorithms.choices import AGGREGATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,190 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k", "gdpo")
-"""Estimators that compare the samples of a group; in a group of one the advantage is 0."""
-ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
-BY_CRITIC = ("gae", "vtrace")
-"""Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
-CREDITS = ("episode", "turn")
-OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
-"""Estimators that know turns (``learner/algorithms/credit.py``)."""
-BY_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that treat tokens of large covariance (advantage, log-prob) apart."""
-BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
-"""Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
-ANCHORED = (*BOUNDED, "kl_cov", "topr", "sapo", "vespo", "dro")
-"""Losses that compare the new policy with an anchor."""
-LOSSES = (*ANCHORED, "reinforce", "sft")
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
-
-_PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
-"""Range: DAPO 2503.14476."""
-_TIS: dict[str, object] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
-"""Cap of 2: Yao et al. 2025."""
-_NONE: dict[str, object] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
-_PLAIN: dict[str, object] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
-
-PRESETS: Mapping[str, Mapping[str, object]] = {
-    "none": _PLAIN | _NONE,
-    "naive": _PPO | _NONE,
-    "bypass": _PPO | _NONE | {"anchor": "rollout"},
-    "tis": _PLAIN | _TIS,
-    "aipo": _PLAIN | _TIS | {"weight_high": 4.0},
-    "decoupled": _PPO | _TIS,
-    "a3po": _PPO | _TIS | {"proximal": "loglinear"},
-    "mis": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5},
-    "icepop": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5, "weight_high": 5.0},
-    "seq_tis": _PPO | _TIS | {"weight": "sequence"},
-    "seq_mis": _PPO | _TIS | {"weight": "sequence", "weight_action": "mask", "weight_low": 0.5},
-    "geo_mask": _PPO | _TIS | {"reject": ("k1 seq_mean 0.99 1.01",)},
-    "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
-    "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
-    "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
-    "m2po_harmful": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
-    "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
-    "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
-    "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
-    "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
-    "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
-    "clip_cov": _PPO | _TIS | {"loss": "clip_cov"},
-    "kl_cov": _PLAIN | _NONE | {"loss": "kl_cov", "anchor": "rollout"},
-    "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
-    "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
-    "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
-    "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
-    "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip_low": 0.05, "clip_high": 0.05},
-    "ipo": _PPO | _NONE | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
-    "dro": _PLAIN | _NONE | {"loss": "dro", "anchor": "rollout"},
-    "sft": _PLAIN | _NONE | {"loss": "sft"},
-}
-"""Fields of each preset; those that a preset does not name have the defaults below."""
-UNCORRECTED = ("none", "naive")
-"""Presets that train stale data as if it were fresh."""
-_DEFAULTS: dict[str, object] = {
-    "proximal": "recompute",
-    "reject": (),
-    "binary_kl_limit": 0.0,
-    "opsm_threshold": 0.0,
-    "m2_limit": 0.0,
-    "m2_tokens": "all",
-    "m2_keep_low": 0.0,
-    "m2_keep_high": 0.0,
-    "aggregation": "token_mean",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RejectRule:
-    """One entry of ``AlgorithmConfig.reject``."""
-
-    metric: str
-    span: str
-    low: float
-    """Lower bound, for k1 only; 0 = none."""
-    high: float
-
-    @property
-    def name(self) -> str:
-        """Name of the rule in the metrics: ``<metric>_<span>``."""
-        return f"{self.metric}_{self.span}"
-
-
-def reject_rule(text: str) -> RejectRule:
-    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
-
-    Raises ValueError for any other text, for bounds in the wrong order, and for an upper bound of k1 below 1.
-    """
-    parts = text.split()
-    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
-    try:
-        metric, span, *bounds = parts
-        numbers = [float(bound) for bound in bounds]
-        low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
-    except ValueError:
-        raise ValueError(f"reject: want {form}, got {text!r}") from None
-    if metric not in ("k1", "k2", "k3") or span not in ("token", "seq_sum", "seq_mean", "seq_max") or (low and metric != "k1"):
-        raise ValueError(f"reject: want {form}, got {text!r}")
-    if not low < high:
-        raise ValueError(f"reject: want low < high, got {text!r}")
-    if low and span == "seq_max":
-        raise ValueError(f"reject: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
-    if metric == "k1" and high < 1:
-        raise ValueError(f"reject: k1 bounds the ratio pi / mu: want high >= 1, got {text!r}")
-    return RejectRule(metric, span, low, high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLConfig:
-    """Divergence from a reference model (its initial weights, or ``reference``)."""
-
-    coef: float = 0.0
-    """Coefficient in the loss; 0 = none."""
-    estimator: str = "k3"
-    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ (the value of the one, the gradient of k2)."""
-    corrected: bool = True
-    """Multiply the estimate by pi_theta / mu, with the gradient through the ratio: exact on stale data too."""
-    reward_coef: float = 0.0
-    """Coefficient of the summed k1 of a sample, subtracted from its reward; 0 = none."""
-    reward_by: str = "sample"
-    """sample (its sum, before the advantages) | token (REINFORCE++: each token's advantage loses the sum from it to the end)."""
-    target: float = 0.0
-    """> 0: the coefficients adapt so that the mean divergence per token stays there."""
-    horizon: float = 10_000.0
-    """Samples over which the coefficients adapt."""
-    reference: str = ""
-    """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
-    reference_every: int = 0
-    """The policy becomes the reference after every so many steps; 0 = never."""
-    reference_ema: float = 0.0
-    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average); 0 = off."""
-
-    def __post_init__(self) -> None:
-        if self.estimator not in KL_ESTIMATORS:
-            raise ValueError(f"estimator: want {' | '.join(KL_ESTIMATORS)}, got {self.estimator!r}")
-        if min(self.coef, self.reward_coef, self.target) < 0 or self.horizon <= 0:
-            raise ValueError("coef, reward_coef, target: want >= 0; horizon: want > 0")
-        if self.reward_by not in ("sample", "token"):
-            raise ValueError(f"reward_by: want sample | token, got {self.reward_by!r}")
-        if self.reward_by != "sample" and not self.reward_coef:
-            raise ValueError(f"reward_by: not used without reward_coef; want reward_coef > 0, or sample, got {self.reward_by!r}")
-        for name in ("reference_every", "reference_ema"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
-        if self.reference_ema >= 1:
-            raise ValueError(f"reference_ema: want < 1 (at 1 the reference would never move), got {self.reference_ema!r}")
-        if self.reference_every and self.reference_ema:
-            raise ValueError(f"reference_ema: want 0 with reference_every = {self.reference_every}: the reference moves by one rule")
-        if self.target and not (self.coef or self.reward_coef):
-            raise ValueError("target: want coef or reward_coef > 0 as well: there is nothing to adapt")
-        if self.estimator == "k1" and self.coef and not self.corrected:
-            raise ValueError("estimator: k1 in the loss has no gradient in expectation; want corrected: true, or another estimator")
-
-    @property
-    def moves(self) -> bool:
-        """True if the reference changes during the run."""
-        return bool(self.reference_every or self.reference_ema)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlarmConfig:
-    """Action when a diagnostic passes its threshold (docs/metrics.md)."""
-
-    action: str = "warn"
-    """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that train nothing end it."""
-    patience: int = 3
-    """Steps in a row at error level before ``stop`` stops."""
-    ignore: tuple[str, ...] = ()
-    """Names of alarms to ignore."""
-    thresholds: dict[str, Any] = field(default_factory=dict)
-    """Alarm -> [warn, error] in place of the defaults."""
-
-    def __post_init__(self) -> None:
-        if self.action not in ("off", "warn", "stop"):
-            raise ValueError(f"action: want off, warn or stop, got {self.action!r}")
-        if self.patience < 1:
-            raise ValueError(f"patience: want >= 1, got {self.patience}")
+from learner.algorithms.alarms import AlarmConfig
+from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, ANCHORED, BOUNDED, BY_COVARIANCE, BY_CRITIC, LOSSES, OF_TURNS
+from learner.algorithms.kl_settings import KLConfig
+from learner.algorithms.presets import DEFAULTS, PRESETS
+from learner.algorithms.reject_rules import RejectRule, reject_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +150,7 @@ class AlgorithmConfig:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
         _refuse_foreign_range(self)
-        for name, value in {**_DEFAULTS, **PRESETS[self.correction]}.items():
+        for name, value in {**DEFAULTS, **PRESETS[self.correction]}.items():
             # The dataclass is frozen, and a preset is filled in before anything can read it.
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -548,8 +369,12 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         if getattr(config.kl, name) and not config.needs_reference:
             want = "kl.coef, kl.reward_coef or distill_coef (with distill_teacher: reference) > 0 as well, or no reference"
             raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
-    if config.loss != "sft":
-        return
+    if config.loss == "sft":
+        _refuse_ignored_by_sft(config, defaults)
+
+
+def _refuse_ignored_by_sft(config: AlgorithmConfig, defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for a setting that differs from ``defaults`` and has no effect with loss sft."""
     if config.sft_coef:
         raise ValueError(
             f"sft_coef: not used by loss sft, which trains demonstrations as it does all samples; want 0, got {config.sft_coef!r}"

@@ -21,7 +21,8 @@ from torch import Tensor
 from learner.algorithms import policy_losses, rejection, token_choice
 from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, Reducer, aggregate
-from learner.algorithms.config import ANCHORED, BY_COVARIANCE, AlgorithmConfig
+from learner.algorithms.choices import ANCHORED, BY_COVARIANCE
+from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
 from learner.algorithms.distillation import top_k_divergence
 from learner.algorithms.importance_weights import WeightFunction, Weights, bounded, raw_weights, self_normalised, weight_sums

@@ -8,24 +8,25 @@ Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import msgpack
 
 from bus.errors import WireError
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
+from learner.data.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample
+from learner.data.eval_tasks import EvalTasks
 from learner.data.groups import BufferedSample, Group, Verdict, mismatch
 from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
 from learner.data.plans import GENESIS, chain_of
+from learner.data.requeues import Requeues
 from learner.data.rules import DataRules
 from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, urgent
-from learner.data.task_admission import Admission, Reissue, TaskDemand
+from learner.data.snapshot import SCHEMA, read_state, refuse_other_identity
+from learner.data.task_admission import Admission, TaskDemand
+from learner.data.versions import KnownVersions
+from learner.data.waits import Waits, waits_for_groups, waits_for_old
 from learner.errors import ConfigRefused, ReplayMismatch
-
-SCHEMA = 1
-"""Version of the snapshot format."""
 
 REISSUED = frozenset({"stale", "lost"})
 """Reasons to settle a task that are not caused by its prompt, which is issued again."""
@@ -35,38 +36,6 @@ EARLY_IDS = 64
 EARLY_SAMPLES = 1024
 """Largest number of samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. Samples of invented tasks
 are bounded in number by it, not in bytes."""
-
-
-class Disposition(StrEnum):
-    """Classification of a sample when it is read."""
-
-    BUFFERED = "buffered"
-    DUPLICATE = "duplicate"
-    INVALID = "invalid"
-    DROPPED = "dropped"
-    EVAL = "eval"
-    SEEN = "seen"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Result of ``DataSource.add``."""
-
-    name: Disposition
-    reason: str = ""
-    """Reason for which the sample is invalid or dropped; else empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """Description of the event that the next plan waits for."""
-
-    text: str
-    """For status and logs: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
-    missing: int
-    """Number of missing groups."""
-    wake_in_s: float | None = None
-    """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
 
 
 class DataSource:
@@ -86,18 +55,7 @@ class DataSource:
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, Group] = {}
-        self._early: dict[int, list[tuple[int, Sample, str]]] = {}
-        self._early_dead: set[int] = set()
-        self._evals: dict[int, set[int]] = {}
-        self._eval_sizes: dict[int, int] = {}
-        self._steps: dict[int, int] = {}
-        """Step of every known version."""
-        self._after: dict[int, int] = {}
-        """Sequence by version, once its row was read: no sample up to it can be of that version."""
-        self._asked: dict[int, Dead] = {}
-        """Dead tasks whose prompts an operator has requeued, without a record so far."""
-        self._decided_dead: set[int] = set()
-        """Tasks settled as dead, and not requeued since."""
+        self._early, self._evals, self._requeues, self._versions = EarlyArrivals(), EvalTasks(), Requeues(), KnownVersions()
         self._filtered = 0
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -126,7 +84,7 @@ class DataSource:
         if not self._tasks.see(task.id):
             return
         if task.kind is Kind.EVAL:
-            self._eval_sizes[task.id] = task.group_size
+            self._evals.issued(task)
             self._place_early(task, now)
             return
         self._refuse_other_sampling(task)
@@ -137,18 +95,15 @@ class DataSource:
 
     def _place_early(self, issued: Task, now: float) -> None:
         """Place the samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
-        for id in [id for id in self._early if id <= issued.id]:
-            for seq, sample, actor in self._early.pop(id):
-                if id == issued.id and issued.kind is Kind.TRAIN:
-                    self._place(seq, sample, now, actor)
-                else:
-                    self._invalid(seq, "task", actor)
-        for id in [id for id in self._evals if id not in self._eval_sizes and id <= issued.id]:
-            del self._evals[id]
+        for id, early in self._early.take(issued.id):
+            if id == issued.id and issued.kind is Kind.TRAIN:
+                self._place(early.seq, early.sample, now, early.actor)
+            else:
+                self._invalid(early.seq, "task", early.actor)
+        self._evals.forget_unissued(issued.id)
         self._settle_eval(issued.id)
-        if issued.id in self._early_dead:
+        if self._early.take_dead(issued.id):
             self._abandon(issued.id, "dead")
-        self._early_dead = {id for id in self._early_dead if id > issued.id}
 
     def _refuse_other_sampling(self, task: Task) -> None:
         want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
@@ -184,13 +139,13 @@ class DataSource:
             return self._invalid(seq, "teacher_log_probs", actor)
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
         # every reading of the stream (docs/decisions/016).
-        if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
+        if not self._versions.made(sample, seq):
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
             return self._place(seq, sample, now, actor)
         if not self._may_come_early(sample):
             return self._invalid(seq, "task", actor)
-        self._early.setdefault(sample.task, []).append((seq, sample, actor))
+        self._early.add(EarlySample(seq, sample, actor))
         return Arrival(Disposition.BUFFERED)
 
     def _taught(self, sample: Sample) -> bool:
@@ -215,10 +170,10 @@ class DataSource:
         self._counter.eval += 1
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # its task is tried again, or dead
             return self._settled(seq, Arrival(Disposition.EVAL))
-        size = self._eval_sizes.get(sample.task)
+        size = self._evals.size(sample.task)
         # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only counted.
         if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
-            self._evals.setdefault(sample.task, set()).add(sample.index)
+            self._evals.add(sample)
             self._settle_eval(sample.task)
         return self._settled(seq, Arrival(Disposition.EVAL))
 
@@ -226,15 +181,11 @@ class DataSource:
         """Return whether its task may be one that is just being issued, and there is room to keep it until then."""
         if sample.task > self._tasks.seen_to + EARLY_IDS:
             return False
-        evals = sum(len(seen) for id, seen in self._evals.items() if id not in self._eval_sizes)
-        return evals + sum(map(len, self._early.values())) < EARLY_SAMPLES
+        return self._evals.num_early + len(self._early) < EARLY_SAMPLES
 
     def _settle_eval(self, id: int, *, dead: bool = False) -> None:
         """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
-        size = self._eval_sizes.get(id)
-        if size is not None and (dead or len(self._evals.get(id, ())) >= size):
-            self._evals.pop(id, None)
-            del self._eval_sizes[id]
+        if self._evals.close(id, dead=dead):
             self._tasks.settle(id)
 
     def _invalid(self, seq: int, reason: str, actor: str) -> Arrival:
@@ -252,7 +203,7 @@ class DataSource:
     def dead(self, id: int) -> None:
         """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed."""
         if not self._tasks.knows(id) and id <= self._tasks.seen_to + EARLY_IDS:
-            self._early_dead.add(id)
+            self._early.add_dead(id)
         self._abandon(id, "dead")
 
     def lost(self, id: int) -> None:
@@ -262,7 +213,7 @@ class DataSource:
     def requeue(self, dead: Dead) -> None:
         """Requeue the prompt of a dead task with the next records; repeated calls requeue it once."""
         if dead.root >= 0:
-            self._asked[dead.task] = dead
+            self._requeues.ask(dead)
             self.changes += 1
 
     def _abandon(self, id: int, reason: str) -> None:
@@ -296,23 +247,18 @@ class DataSource:
 
     def version(self, version: int, step: int, after: int = 0) -> None:
         """Register the row of ``version``: it has the weights of ``step``, and no sample up to sequence ``after`` was made by it."""
-        self._note_step(version, step)
-        self._after[version] = after
-
-    def _note_step(self, version: int, step: int) -> None:
-        if self._steps.setdefault(version, step) != step:
-            raise ReplayMismatch(f"version {version}", f"weights of step {self._steps[version]}", f"step {step}")
+        self._versions.read_row(version, step, after)
 
     def published(self, version: int, step: int) -> None:
         """Register ``version`` as the head: places of tasks trained up to its step are free again, and new tasks require it."""
-        self._note_step(version, step)
+        self._versions.note(version, step)
         self._admission.published(version, step)
         self.changes += 1
 
     @property
     def versions(self) -> dict[int, int]:
         """Step of every known version."""
-        return dict(self._steps)
+        return dict(self._versions.steps)
 
     @property
     def head(self) -> tuple[int, int] | None:
@@ -321,7 +267,7 @@ class DataSource:
 
     def unread_versions(self, sample: Sample) -> set[int]:
         """Return the versions of a sample for which ``version`` has not been called."""
-        return {span.version for span in sample.spans if span.version not in self._after}
+        return self._versions.unread(sample)
 
     # ---- decide
 
@@ -331,29 +277,14 @@ class DataSource:
         for group in self._groups.values():
             reason = "" if self._complete(group) else group.abandoned
             if self._ready(group):
-                reason = drop_reason(group, self._steps, self.rules, self.step + 1)
+                reason = drop_reason(group, self._versions.steps, self.rules, self.step + 1)
             if reason:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
-            return self._next_requeue()
+            return self._requeues.next(epoch=self.epoch, step=self.step + 1)
         # The least reason by name, because any fixed order will do; later calls return the others.
         reason, groups = min(by_reason.items())
         return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
-
-    def _next_requeue(self) -> Requeue | None:
-        asked = self._asked.keys() & self._decided_dead
-        if not asked:
-            return None
-        dead = self._asked[min(asked)]
-        return Requeue(
-            epoch=self.epoch,
-            task=dead.task,
-            root=dead.root,
-            count=dead.reissues + 1,
-            prompt_epoch=dead.prompt_epoch,
-            offset=dead.offset,
-            step=self.step + 1,
-        )
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
         """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
@@ -362,14 +293,14 @@ class DataSource:
         ready = [group for group in self._groups.values() if self._ready(group)]
         if len(ready) < (wanted := self._wanted_groups()):
             return self._waits(now, wanted - len(ready))
-        chosen = in_order(ready, self._steps, self.rules, self.step + 1)[: self.rules.groups_per_step]
+        chosen = in_order(ready, self._versions.steps, self.rules, self.step + 1)[: self.rules.groups_per_step]
         in_flight = (group for group in self._groups.values() if not self._ready(group))
-        if old := urgent(in_flight, chosen, self._steps, self.rules, self.step + 1):
+        if old := urgent(in_flight, chosen, self._versions.steps, self.rules, self.step + 1):
             self._delayed_since = now if self._delayed_since is None else self._delayed_since
             left = self._delayed_since + self.rules.order_deadline_s - now
             if left > 0:
-                return self._waits_for_old(now, old, left)
-        return make_plan(chosen, self._steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+                return waits_for_old(old, step=self.step + 1, now=now, left_s=left)
+        return make_plan(chosen, self._versions.steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
 
     def _wanted_groups(self) -> int:
         """Return the number of complete groups with which the next step is planned."""
@@ -401,26 +332,10 @@ class DataSource:
         return group.full and not group.abandoned
 
     def _waits(self, now: float, missing: int) -> Waits:
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        parts = [f"{missing} more group{'s' * (missing > 1)} for step {self.step + 1}, for {now - self._waiting_since:.0f} s"]
-        flying = [group.task.id for group in self._groups.values() if not (group.full or self._complete(group))]
-        touched = [group.touched_s for group in self._groups.values() if not (group.full or self._complete(group))]
-        parts.append(
-            f"{len(flying)} in flight, oldest task {min(flying)}, silent for {now - min(touched):.0f} s" if flying else "none in flight"
-        )
-        if judging := len(self.unjudged()):
-            parts.append(f"{judging} wait for the filters")
-        if self.head is None:
-            parts.append("no version is published yet")
-        return Waits(text="; ".join(parts), missing=missing)
-
-    def _waits_for_old(self, now: float, old: list[Group], left: float) -> Waits:
-        silent = now - min(group.touched_s for group in old)
-        text = (
-            f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent:.0f} s) that would be "
-            f"too old for step {self.step + 2}; step {self.step + 1} goes without in {left:.0f} s"
-        )
-        return Waits(text=text, missing=len(old), wake_in_s=left)
+        since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        in_flight = [group for group in self._groups.values() if not (group.full or self._complete(group))]
+        judging, head = len(self.unjudged()), self.head is not None
+        return waits_for_groups(in_flight, missing, step=self.step + 1, now=now, since=since, judging=judging, head=head)
 
     # ---- settle
 
@@ -478,17 +393,14 @@ class DataSource:
         self._close(groups, settle.seqs.tolist(), settle.reason)
         self._filtered += len(groups) * is_filtered(settle.reason)
         if settle.reason == "dead":
-            self._decided_dead.update(group.task.id for group in groups)
+            self._requeues.settled(group.task.id for group in groups)
         if settle.reason in REISSUED:
             still_open = [group.task for group in self._groups.values()]
             for group in groups:
                 self._counter.given_up += not self._admission.schedule_reissue(group.task, still_open)
 
     def _apply_requeue(self, record: Requeue) -> None:
-        if record.task not in self._decided_dead:
-            raise ReplayMismatch(f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none")
-        self._decided_dead.remove(record.task)
-        again = Reissue(root=record.root, count=record.count, prompt_epoch=record.prompt_epoch, offset=record.offset)
+        again = self._requeues.apply(record)
         self._admission.schedule_requeue(again, [group.task for group in self._groups.values()])
 
     def _open(self, record: Plan | Settle) -> list[Group]:
@@ -527,8 +439,7 @@ class DataSource:
 
     def buffered(self) -> set[int]:
         """Return the sequences of all buffered samples."""
-        early = {seq for waiting in self._early.values() for seq, *_ in waiting}
-        return early | {sample.seq for group in self._groups.values() for sample in group.samples.values()}
+        return self._early.seqs | {sample.seq for group in self._groups.values() for sample in group.samples.values()}
 
     def incomplete(self) -> list[int]:
         """Return the open training tasks that lack samples."""
@@ -581,8 +492,8 @@ class DataSource:
                 "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
                 "admission": self._admission.dump(),
                 # "buried" and "tally" are the names of schema 1 for attributes that have been renamed since.
-                "buried": sorted(self._decided_dead),
-                "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
+                "buried": self._requeues.dump(),
+                "evals": self._evals.dump(),
                 "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
                 "evaluation": evaluation,
                 **more,
@@ -597,27 +508,16 @@ class DataSource:
         applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run differs, ReplayMismatch for another schema.
         """
         state = read_state(data)
-        for name, value in rules.identity.items():
-            if state["identity"].get(name, value) != value:
-                want = f"{state['identity'].get(name)!r}, as in the checkpoint (another one needs another run)"
-                raise ConfigRefused(name, want, value)
+        refuse_other_identity(state, rules)
         source = cls(rules, epoch=epoch, created=state["samples"]["created"])
         source.step, source.chain, source.plan_seq = state["step"], state["chain"], state["plan_seq"]
         source._samples = SettledIds(state["samples"]["floor"], state["samples"]["settled"])
         source._tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
-        source._decided_dead = set(state.get("buried", ()))  # missing in snapshots from before requeues
-        source._evals = {id: set(seen) for id, seen in state["evals"]}
+        source._requeues.load(state.get("buried", ()))  # missing in snapshots from before requeues
+        source._evals.load(state["evals"])
         source._counter = SampleCounter.load(state["tally"])
         return source
-
-
-def read_state(data: bytes) -> JsonObject:
-    """Return the map of a snapshot. Raises ReplayMismatch for another schema."""
-    state: dict[str, object] = msgpack.unpackb(data)
-    if state.get("schema") != SCHEMA:
-        raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
-    return state
 
 
 def _label(record: Plan | Settle) -> str:

@@ -21,7 +21,7 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import opened_filters
 from learner.feed.opening import opened_ends
 from learner.feed.places import FeederPlaces
-from learner.parallelism import ROLLOUT
+from learner.routing_replay import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,13 +30,14 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
-from learner.data.batch import build_batches, encode
+from learner.data.batch_frames import encode
+from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
-from learner.data.datasource import Waits
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
+from learner.data.waits import Waits
 from learner.feed.beginning import evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies

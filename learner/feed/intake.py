@@ -16,7 +16,8 @@ from bus.streams.dead import REQUEUE
 from bus.wire import subjects
 from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
 from bus.wire.routed_experts import RoutedShape
-from learner.data.datasource import DataSource, Disposition
+from learner.data.arrivals import Disposition
+from learner.data.datasource import DataSource
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
 from learner.data.senders import Senders, invalid_words

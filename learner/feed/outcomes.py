@@ -20,7 +20,7 @@ from bus.wire.messages import Done, Plan
 from learner.checkpoints import disk
 from learner.checkpoints.disk import Checkpoint
 from learner.data.batch import StepBatch
-from learner.data.datasource import read_state
+from learner.data.snapshot import read_state
 from learner.errors import FeedError
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies, manifest_digest

@@ -24,7 +24,8 @@ from bus.system.coroutines import first_of
 from bus.wire.messages import Done, LiveRow, Plan, Sample
 from bus.wire.routed_experts import RoutedShape
 from learner.config import LearnerConfig
-from learner.data.batch import build_batches, encode
+from learner.data.batch_frames import encode
+from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
 from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
 from learner.errors import FeedError
@@ -36,7 +37,7 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.opening import opened_ends
 from learner.feed.outcomes import facts_of
 from learner.feed.places import FeederPlaces
-from learner.parallelism import ROLLOUT
+from learner.routing_replay import ROLLOUT
 from weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)

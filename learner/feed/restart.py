@@ -13,8 +13,9 @@ from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.data.datasource import DataSource, read_state
+from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
+from learner.data.snapshot import read_state
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.feed.copies import Copies
 

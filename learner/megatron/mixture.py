@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from learner.config import LearnerConfig
-from learner.parallelism import ROLLOUT
+from learner.routing_replay import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

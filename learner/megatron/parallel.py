@@ -150,6 +150,11 @@ def join(
         # The tracker for training saves and restores the generator of a CUDA device; this one does nothing. No random number is drawn in
         # a step: these models have no dropout.
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    return _place_here(device, virtual_pipeline_size, sequence_parallel=sequence_parallel)
+
+
+def _place_here(device: torch.device, virtual_pipeline_size: int, *, sequence_parallel: bool) -> Parallel:
+    """Return this rank's place in the groups that were formed."""
     return Parallel(
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

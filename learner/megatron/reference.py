@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.megatron.model import Policy, WeightBackup, initial_weights, reference_weights
 
 

@@ -115,15 +115,7 @@ def load(
     intact, and ConfigRefused when it is one of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
-    if facts["format"] != FORMAT:
-        raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
-    if proximal is not None and not facts["proximal"]:
-        raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
-    if facts.get("weights_only"):
-        want = "a checkpoint with the optimizer's state, or a new run with learner.from_checkpoint"
-        raise ConfigRefused(str(directory), want, "weights alone (tidemill convert)")
-    if (kind := facts.get("optimizer", "adam")) != optimizer.kind:
-        raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
+    _refuse_missing_state(directory, facts, optimizer, proximal)
     _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
     _refuse_other_roles(directory, facts, beside)
     with megatron_device(), policy.memory.region():
@@ -207,6 +199,19 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
         if there.get(part.key) != (shape := tuple(part.global_shape)):
             found = f"has the shape {there[part.key]}" if part.key in there else "is missing"
             raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
+
+
+def _refuse_missing_state(directory: Path, facts: Mapping[str, Any], optimizer: PolicyOptimizer, proximal: WeightBackup | None) -> None:
+    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in this format."""
+    if facts["format"] != FORMAT:
+        raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
+    if proximal is not None and not facts["proximal"]:
+        raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    if facts.get("weights_only"):
+        want = "a checkpoint with the optimizer's state, or a new run with learner.from_checkpoint"
+        raise ConfigRefused(str(directory), want, "weights alone (tidemill convert)")
+    if (kind := facts.get("optimizer", "adam")) != optimizer.kind:
+        raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
 
 
 def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Beside) -> None:

@@ -58,6 +58,19 @@ class _Update:
     """Learning rate."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPolicies:
+    """Weights of the policies that the trained one is compared with, as far as they are kept."""
+
+    proximal: WeightBackup | None = None
+    """Weights of the last published version, if that is not always the one a step starts from; else None."""
+    reference: WeightBackup | None = None
+    """Weights of the reference model, if the algorithm needs one; else None."""
+
+
+NO_OTHER_POLICIES = OtherPolicies()
+
+
 class Trainer:
     """Trains one policy. It owns only the schedule: policy and optimizer are arguments, and data comes as batches."""
 
@@ -68,23 +81,20 @@ class Trainer:
         algorithm: AlgorithmConfig,
         *,
         max_lag: int,
-        proximal: WeightBackup | None = None,
-        reference: WeightBackup | None = None,
+        others: OtherPolicies = NO_OTHER_POLICIES,
         turn_gamma: float | None = None,
         collector: Collector | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
+        """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for an episode.
 
-        ``reference``: weights of the reference model, if the algorithm needs one; else None. ``turn_gamma``: discount of the returns of
-        turns, each of which has an advantage of its own; None = one advantage for an episode. ``critic``: trained with the policy if the
-        algorithm needs one; else None. ``collector``: gets the values of each token.
+        ``critic``: trained with the policy if the algorithm needs one; else None. ``collector``: gets the values of each token.
         """
         self._collector = collector
-        self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
+        self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, others.proximal, others.reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
-        assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
+        assert others.reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
         self._turn_gamma, self._critic = turn_gamma, critic
         self.kl_scale = 1.0

@@ -45,7 +45,7 @@ from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.reference import open_reference
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
 from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.debugging import RankDebug
@@ -85,29 +85,10 @@ def main(
             idle = Idle()
             if places.silence_s:
                 stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
-            feed = stack.enter_context(
-                FeedClient(
-                    places.feeder_url,
-                    keys=places.feeder_keys,
-                    rank=here.rank,
-                    dp_rank=here.dp_rank,
-                    dp_size=here.dp_size,
-                    on_wait=idle,
-                )
-            )
+            feed = stack.enter_context(_feed_client(places, here, on_wait=idle))
             try:
                 start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
-                memory = open_memory(colocated=learner.colocated, device=here.device)
-                policy = build_policy(
-                    places.model_dir,
-                    dtype=_chosen_dtype(learner, here),
-                    parallel=here,
-                    kernels=Wanted.of(learner),
-                    replicas=parallel.choose_replicas(learner, here),
-                    memory=memory,
-                    tuning=Tuning.of(learner),
-                    mixture=Mixture.of(learner),
-                )
+                policy = _policy(places.model_dir, learner, here)
                 tools = RankDebug(debug or DebugConfig(), learner, policy, places.final_dir.parent)
                 stack.callback(tools.close)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
@@ -164,6 +145,27 @@ def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
                 "pair of tokens of a sequence, in every head and layer; with long sequences use bfloat16"
             )
     return dtype
+
+
+def _feed_client(places: RankPlaces, here: Parallel, *, on_wait: "Idle") -> FeedClient:
+    return FeedClient(
+        places.feeder_url, keys=places.feeder_keys, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=on_wait
+    )
+
+
+def _policy(model_dir: Path, learner: LearnerConfig, here: Parallel) -> Policy:
+    """Build this rank's part of the model, with the weights of its directory."""
+    memory = open_memory(colocated=learner.colocated, device=here.device)
+    return build_policy(
+        model_dir,
+        dtype=_chosen_dtype(learner, here),
+        parallel=here,
+        kernels=Wanted.of(learner),
+        replicas=parallel.choose_replicas(learner, here),
+        memory=memory,
+        tuning=Tuning.of(learner),
+        mixture=Mixture.of(learner),
+    )
 
 
 def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
@@ -223,8 +225,7 @@ class Rank:
             self._optimizer,
             learner.algorithm,
             max_lag=staleness.max_lag,
-            proximal=self._proximal,
-            reference=self._reference.weights,
+            others=OtherPolicies(proximal=self._proximal, reference=self._reference.weights),
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
             collector=debug.collector,
             critic=critic,
@@ -238,22 +239,25 @@ class Rank:
             wait=staleness.max_lag == 0 or not weights.overlap,
             colocated=learner.colocated,
         )
-        self.checkpoints = Checkpoints(
-            places,
-            feed.checkpointed,
-            policy,
-            self._optimizer,
-            self._proximal,
-            config=learner.checkpoint,
-            timeout_s=_timeout_s(learner),
-            beside=state.Beside(reference=self._reference.saved, critic=critic),
-        )
+        self.checkpoints = self._open_checkpoints(state.Beside(reference=self._reference.saved, critic=critic))
         self._models = SavedModels(policy, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock, self._meter = WaitClock(), Meter(policy, StepFlops.read(places.model_dir))
         self._terminated = False
         self._in_wait = False
+
+    def _open_checkpoints(self, beside: state.Beside) -> Checkpoints:
+        return Checkpoints(
+            self._places,
+            self._feed.checkpointed,
+            self._policy,
+            self._optimizer,
+            self._proximal,
+            config=self._learner.checkpoint,
+            timeout_s=_timeout_s(self._learner),
+            beside=beside,
+        )
 
     def run(self, start: Start | None = None) -> None:
         """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from actors.request import SamplingParams
 from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
-from actors.serving.builtin.sequence import Model
+from actors.serving.builtin.sequence import Model, ResponseRequest
 from actors.serving.builtin.sequence import Sequence as Response
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weights import Weights
@@ -35,7 +35,8 @@ from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
-from learner.data.batch import StepBatch, build_batches
+from learner.data.batch import StepBatch
+from learner.data.batching import build_batches
 from learner.data.packing import assign
 from rewards.digits import digits
 from rewards.port import RewardRequest
@@ -126,7 +127,7 @@ class LocalEngine:
     def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:
         """Return one finished response to each prompt."""
         responses = [
-            Response(str(row), prompt, params, seed=seed, model=self._facts, sink=_nobody)
+            Response(ResponseRequest(rid=str(row), prompt=prompt, params=params, seed=seed), model=self._facts, sink=_nobody)
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._open = len(responses)
@@ -190,7 +191,7 @@ class PinnedLoop:
         """
         from learner.megatron.model import WeightBackup, build_policy
         from learner.megatron.optimizer import PolicyOptimizer
-        from learner.megatron.trainer import Trainer
+        from learner.megatron.trainer import OtherPolicies, Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = task or Task(), lag, seed, fault or EngineFault(), corrupt
         self.directory = directory
@@ -201,7 +202,7 @@ class PinnedLoop:
         self.policy = build_policy(made.model, dtype="float32", parallel=parallel or world_of_one())
         optimizer = PolicyOptimizer(self.policy, _optimizer(self.task), steps=versions)
         reference = WeightBackup(self.policy) if algorithm.needs_reference else None
-        self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, reference=reference)
+        self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, others=OtherPolicies(reference=reference))
         self.version = 0
         self.kept: list[Named] = []
         """Weights kept by an experiment."""

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, Reducer, coefficients
-from learner.algorithms.config import ADVANTAGES, AGGREGATIONS, LOSSES, PRESETS, AlgorithmConfig
+from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
+from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
 from learner.algorithms.objective import Coupled, Objective, Tokens, imported
 from learner.algorithms.policy_losses import PolicyLoss
+from learner.algorithms.presets import PRESETS
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""

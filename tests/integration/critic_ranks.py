@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.megatron import state
 from learner.megatron.critic import Critic, open_critic
@@ -18,11 +19,11 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
+from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
-VOCAB = 300
 STEPS = (3, 4, 5)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, eps=1e-5)
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
@@ -89,7 +90,7 @@ def build(
     reference = open_reference(policy, model_dir, learner.algorithm)
     critic = open_critic(learner, policy, model_dir)
     assert critic is not None
-    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, reference=reference.weights, critic=critic)
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=OtherPolicies(reference=reference.weights), critic=critic)
     return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch, build_batches
+from learner.data.batch import StepBatch
+from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
 from learner.debug.collector import Collector, Target
 from learner.debug.rollout_file import Packing, load_rollout, planned_again

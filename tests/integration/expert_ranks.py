@@ -19,7 +19,7 @@ from learner.megatron.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Replicas
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
@@ -146,7 +146,10 @@ def learner(model_dir: Path, here: parallel.Parallel, way: Way) -> Learner:
     optimizer = PolicyOptimizer(policy, replace(OPTIMIZER, lr=way.lr), steps=10)
     proximal = WeightBackup(policy)
     return Learner(
-        policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=proximal), proximal
+        policy,
+        optimizer,
+        Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=proximal)),
+        proximal,
     )
 
 

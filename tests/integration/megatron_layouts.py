@@ -15,7 +15,7 @@ from learner.megatron import parallel
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
@@ -86,7 +86,13 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     kernels = Wanted(recompute=layout.recompute)
     policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=kernels)
     reference = WeightBackup(policy) if config.needs_reference else None
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload), config, max_lag=2, reference=reference)
+    trainer = Trainer(
+        policy,
+        PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
+        config,
+        max_lag=2,
+        others=OtherPolicies(reference=reference),
+    )
     seen = RaisingOnCuda()
     watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.lora import LoraConfig
 from learner.megatron import state
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel, Replicas
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
 from learner.schedule import OptimizerConfig
+from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
-VOCAB = 300
 STEPS = (3, 4, 5)
 LORA = LoraConfig(rank=4, alpha=8)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)
@@ -66,7 +67,7 @@ def learner(
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=way.offload)
     reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
     proximal = WeightBackup(policy)
-    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, proximal=proximal, reference=reference)
+    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, others=OtherPolicies(proximal=proximal, reference=reference))
     return Learner(policy=policy, optimizer=optimizer, trainer=trainer, proximal=proximal)
 
 

@@ -15,7 +15,7 @@ from learner.data.batch import StepBatch
 from learner.megatron import parallel, state
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
@@ -48,7 +48,9 @@ class Learner:
         self.policy: Policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
         self.optimizer = PolicyOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
         self.proximal = WeightBackup(self.policy)
-        self.trainer = Trainer(self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=self.proximal)
+        self.trainer = Trainer(
+            self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=self.proximal)
+        )
 
     def take(self, step: int) -> dict[str, float]:
         return self.trainer.train(self.batch(step))

@@ -1,7 +1,6 @@
 """Checkpoints that are written beside the training: their content is that of their step, and whatever fails leaves the one before."""
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
-from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 @dataclass

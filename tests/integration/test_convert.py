@@ -25,6 +25,7 @@ from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.schedule import OptimizerConfig
 from tests.integration.megatron_lora import STEPS, learner, take
+from tests.integration.megatron_ranks import VOCAB
 from tests.integration.megatron_sharding import WAYS, saved
 from tests.integration.megatron_sharding import learner as whole_learner
 from tests.integration.megatron_sharding import take as take_step
@@ -32,13 +33,6 @@ from tests.integration.test_lora_run import assert_merged
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-
-VOCAB = 300
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture(autouse=True)

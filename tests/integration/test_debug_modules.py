@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +23,10 @@ from learner.megatron import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
 from tests.engine_serving import serving
-from tests.megatron_world import one_rank
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
 LAYER = "model.layers.1.self_attn"
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 def dump(outputs: dict[str, np.ndarray], source: str) -> ModuleDump:

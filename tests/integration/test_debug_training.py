@@ -1,6 +1,5 @@
 """The training data of a step in files: fields, equality with the numbers of the step, layouts, and memory; with real Megatron."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import psutil
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.debug.collector import LOGITS_POSITIONS, Collector, Target
 from learner.debug.comparison import compare_train
 from learner.debug.rollout_file import save_rollout
@@ -18,28 +18,15 @@ from learner.megatron import parallel
 from learner.megatron.activations import parallel_info
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
 from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.debug_ranks import packed
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.megatron_world import one_rank
-from tests.tiny_models import write_tiny_model
 
 FILES = "t_{step}_{rank}.safetensors"
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture
@@ -56,7 +43,7 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
             PolicyOptimizer(policy, OPTIMIZER, steps=400),
             config,
             max_lag=2,
-            reference=WeightBackup(policy) if reference else None,
+            others=OtherPolicies(reference=WeightBackup(policy) if reference else None),
             collector=Collector(target) if saves else None,
         )
         return trainer, policy

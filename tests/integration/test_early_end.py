@@ -14,7 +14,7 @@ from bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from bus.wire.subjects import BEST_KEY, END_KEY
 from learner.checkpoints import disk
 from learner.data.curriculum import CurriculumRules
-from learner.data.datasource import read_state
+from learner.data.snapshot import read_state
 from learner.errors import FeederFailed, NothingTrained
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.data_kit import sample

@@ -7,7 +7,8 @@ from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, encode_task
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Cursor, Done, Plan, Sample, Task
-from learner.data.batch import StepBatch, build_batches
+from learner.data.batch import StepBatch
+from learner.data.batching import build_batches
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules
 from tests.bus_fixtures import BusOpener

@@ -16,23 +16,16 @@ import torch
 from safetensors.torch import save_file
 
 from bus.wire.messages import Sample, Span
-from learner.algorithms.alarms import Alarm, AlarmWatch, Context
-from learner.algorithms.config import AlarmConfig, AlgorithmConfig
+from learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
+from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
 from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
-from tests.megatron_world import one_rank
 
 TASK = Task(num_digits=3, minibatches=1, lr=1.5e-3)
 STEPS = 3
 """Number of steps within which a fault must be detected."""
 
 Make = Callable[..., PinnedLoop]
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 @pytest.fixture(scope="module")

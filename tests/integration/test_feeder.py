@@ -23,7 +23,8 @@ from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sam
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
 from learner.checkpoints import disk
 from learner.config import LearnerConfig, StalenessConfig
-from learner.data.datasource import DataSource, read_state
+from learner.data.datasource import DataSource
+from learner.data.snapshot import read_state
 from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start

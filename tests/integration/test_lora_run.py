@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bus.server.ports import KeptPort
-from bus.streams.bus import connect
-from learner.config import LearnerConfig
 from learner.lora import LoraConfig
 from tests.integration.test_megatron_lora import with_adapter
 from tests.integration.test_megatron_rank import SHARES, OpenLearner, open_learner  # noqa: F401
@@ -77,26 +74,14 @@ async def test_a_run_that_begins_with_adapters_publishes_them_first(open_learner
     async with open_learner(steps=2, lora=LORA) as first:
         await first.finish()
         saved = load_file(tmp_path / "final" / "model.safetensors")
-        (tmp_path / "second").mkdir()
-        settings = {**first.settings, "steps": 3, "lora": replace(LORA, adapter=str(tmp_path / "final" / "adapter"))}
-        name = f"{first.world.run}-second"
-        async with connect(first.world.url, name, first.world.config, name="test", wait_s=10) as bus:
-            await bus.create_layout()
-            learner = LearnerConfig(**settings)
-            world = replace(first.world, run=name, bus=bus, root=tmp_path / "second", learner=learner, digests={}, batches=[])
-            second = replace(first, world=world, settings=settings, ranks=[])
-            engine = receivers(world.url, name, {"good": Behaviour()})
-            engines = await asyncio.to_thread(engine.__enter__)
-            try:
-                with KeptPort() as kept:
-                    async with world.feeder() as (url, feeding), second._ranks(url, feeding, kept.number):
-                        registry = VersionRegistry(bus)
-                        async with asyncio.timeout(60), world.actors():
-                            assert await second.ended() == [0]
-                        await feeding
-                        told = await asyncio.to_thread(state, engines["good"][0])
-            finally:
-                await asyncio.to_thread(engine.__exit__, None, None, None)
-            assert await registry.steps() == {1: 0, 2: 1, 3: 2, 4: 3}
+        adapter = replace(LORA, adapter=str(tmp_path / "final" / "adapter"))
+        async with first.followed(steps=3, lora=adapter) as (second, engine):
+            bus = second.world.bus
+            async with second.started_without_actors():
+                async with asyncio.timeout(60), second.world.actors():
+                    assert await second.ended() == [0]
+                await second.feeding
+                told = await asyncio.to_thread(state, engine)
+            assert await VersionRegistry(bus).steps() == {1: 0, 2: 1, 3: 2, 4: 3}
             assert min([task.min_version async for task in bus.tasks.scan(1)]) == 1
             assert told["ended"][0] == 1 and told["digest"] != digest(saved)

@@ -1,6 +1,5 @@
 """A critic beside the policy on the real Megatron: against plain torch, for every split and layout, skipped, resumed; moving references."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.memory_table import rank_parameters, valued
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
@@ -22,23 +22,10 @@ from learner.megatron.trainer import Trainer
 from tests.integration import critic_ranks
 from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OPTIMIZER, STEPS, VOCAB, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.megatron_world import one_rank
 from tests.metric_names import undocumented
 from tests.tiny_models import write_tiny_model
 
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    """Yield a world of one in this process."""
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 def same(ours: dict[str, float], wanted: dict[str, float], *, tolerance: float = 1e-5) -> None:

@@ -40,11 +40,6 @@ def here() -> Iterator[parallel.Parallel]:
         yield joined
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
-
-
 def close(ours: Mapping[str, float], wanted: Mapping[str, float], tolerance: float = 1e-5) -> None:
     names = wanted.keys() - TIMES
     assert {name: ours[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=tolerance, abs=tolerance)

@@ -14,11 +14,9 @@ from learner.megatron import parallel, state
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import one_rank
-from tests.tiny_models import write_tiny_model
 
 
 class LossyMemory(PlainMemory):
@@ -63,17 +61,6 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
-
-
 SHARES = parallel.Replicas(distributed_optimizer=True)
 """With one replica the share is everything, but weights are in the wrapper's buffer."""
 
@@ -84,7 +71,7 @@ def learner(
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=memory)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     backup = WeightBackup(policy)
-    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, proximal=backup), backup
+    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherPolicies(proximal=backup)), backup
 
 
 @pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])

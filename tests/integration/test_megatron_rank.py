@@ -57,6 +57,30 @@ class Learner:
                 yield
 
     @asynccontextmanager
+    async def started_without_actors(self) -> AsyncIterator[None]:
+        """Run feeder and ranks; all are gone when the block is left."""
+        with KeptPort() as kept:
+            async with self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
+                yield
+
+    @asynccontextmanager
+    async def followed(self, **changes: Any) -> AsyncIterator[tuple["Learner", str]]:
+        """Yield a second run on the same bus, in the directory ``second``, whose settings differ by ``changes``, and its engine's URL."""
+        root, name = self.directory / "second", f"{self.world.run}-second"
+        root.mkdir()
+        settings = {**self.settings, **changes}
+        async with connect(self.world.url, name, self.world.config, name="test", wait_s=10) as bus:
+            await bus.create_layout()
+            learner = LearnerConfig(**settings)
+            world = replace(self.world, run=name, bus=bus, root=root, learner=learner, digests={}, batches=[])
+            engine = receivers(world.url, name, {"good": Behaviour()})
+            engines = await asyncio.to_thread(engine.__enter__)
+            try:
+                yield replace(self, world=world, settings=settings, ranks=[]), engines["good"][0]
+            finally:
+                await asyncio.to_thread(engine.__exit__, None, None, None)
+
+    @asynccontextmanager
     async def _ranks(self, url: str, feeding: Any, port: int) -> AsyncIterator[None]:
         world_size = self.world.learner.num_ranks
         places = {
@@ -310,30 +334,18 @@ async def test_a_run_begins_with_the_weights_of_another_ones_checkpoint(open_lea
         await first.finish()
         saved = load_file(tmp_path / "final" / "model.safetensors")
         [checkpoint] = listed(first.world.root)
-        (tmp_path / "second").mkdir()
-        settings = {**first.settings, "steps": 3, "from_checkpoint": str(checkpoint.path)}
-        name = f"{first.world.run}-second"
-        async with connect(first.world.url, name, first.world.config, name="test", wait_s=10) as bus:
-            await bus.create_layout()
-            learner = LearnerConfig(**settings)
-            world = replace(first.world, run=name, bus=bus, root=tmp_path / "second", learner=learner, digests={}, batches=[])
-            second = replace(first, world=world, settings=settings, ranks=[])
-            engine = receivers(world.url, name, {"good": Behaviour()})
-            engines = await asyncio.to_thread(engine.__enter__)
-            try:
-                with KeptPort() as kept:
-                    async with world.feeder() as (url, feeding), second._ranks(url, feeding, kept.number):
-                        async with asyncio.timeout(60):
-                            async for row in bus.rows("weights").watch(HEAD):
-                                if row is not None and "version" in row[0]:
-                                    break
-                        assert (row[0]["version"], row[0]["step"]) == (1, 0)
-                        assert (await asyncio.to_thread(state, engines["good"][0]))["digest"] == digest(saved)
-                        async with world.actors():
-                            assert await second.ended() == [0]
-                        await feeding
-            finally:
-                await asyncio.to_thread(engine.__exit__, None, None, None)
+        async with first.followed(steps=3, from_checkpoint=str(checkpoint.path)) as (second, engine):
+            bus = second.world.bus
+            async with second.started_without_actors():
+                async with asyncio.timeout(60):
+                    async for row in bus.rows("weights").watch(HEAD):
+                        if row is not None and "version" in row[0]:
+                            break
+                assert (row[0]["version"], row[0]["step"]) == (1, 0)
+                assert (await asyncio.to_thread(state, engine))["digest"] == digest(saved)
+                async with second.world.actors():
+                    assert await second.ended() == [0]
+                await second.feeding
             assert await VersionRegistry(bus).steps() == {1: 0, 2: 1, 3: 2, 4: 3}
             assert min([task.min_version async for task in bus.tasks.scan(1)]) == 1
             assert sorted(await second.digests()) == [1, 2, 3]

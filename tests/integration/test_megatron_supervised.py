@@ -1,6 +1,5 @@
 """Demonstrations on the real Megatron: their loss is transformers' cross-entropy, and beside another loss they change nothing of it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,9 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import one_rank
 from tests.metric_names import undocumented
-from tests.tiny_models import write_tiny_model
 
 SEED = 5
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    """Yield a world of one in this process."""
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Status
 from learner import logprobs
-from learner.algorithms.config import PRESETS, AlgorithmConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.presets import PRESETS
 from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
@@ -26,28 +26,15 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from learner.megatron.trainer import Trainer
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.megatron_world import one_rank
 from tests.metric_names import undocumented
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    """Yield a world of one in this process."""
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 @pytest.fixture
@@ -61,7 +48,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
-        return Trainer(policy, optimizer, settings, max_lag=2, proximal=proximal), policy, optimizer, proximal
+        return Trainer(policy, optimizer, settings, max_lag=2, others=OtherPolicies(proximal=proximal)), policy, optimizer, proximal
 
     return build
 

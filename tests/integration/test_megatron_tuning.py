@@ -1,6 +1,5 @@
 """Frozen weights and the kinds of optimizers: what is not trained keeps its bits, and the others are trained as if alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,11 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
 from learner.schedule import OptimizerConfig
+from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import one_rank
-from tests.tiny_models import write_tiny_model
 
-VOCAB = 300
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1)
 BELOW = ("embed_tokens", r"layers\.0\.", r"layers\.1\.(input_layernorm|self_attn)")
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
 
 
 def learner(

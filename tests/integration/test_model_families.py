@@ -1,6 +1,5 @@
 """Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from transformers import AutoModelForCausalLM
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.errors import ConfigRefused
-from learner.megatron import parallel
 from learner.megatron.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import one_rank
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
 
 YARN = {
@@ -45,13 +42,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "deepseek_v3, yarn": ("deepseek_v3", {"rope_scaling": YARN}),
 }
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    """Yield a world of one in this process."""
-    with one_rank() as joined:
-        yield joined
 
 
 def log_probs_of(model: Any, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:

@@ -16,18 +16,11 @@ from bus.wire.messages import Sample
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
-from tests.megatron_world import one_rank
 
 SMALL = Task(num_digits=3, groups=8, group_size=4, minibatches=1, held_out=8)
 
 
 Make = Callable[..., PinnedLoop]
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 @pytest.fixture

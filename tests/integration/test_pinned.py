@@ -15,17 +15,10 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
 from tests.bench.staleness import VERSIONS, Run, claims, read, sweep
-from tests.megatron_world import one_rank
 
 EASY = Task(num_digits=1, groups=16, group_size=8, minibatches=2, held_out=64, lr=3e-3, eps=1e-5)
 
 Make = Callable[..., PinnedLoop]
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 @pytest.fixture

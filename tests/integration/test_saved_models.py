@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,7 @@ from learner.megatron.model import Policy, build_policy
 from learner.megatron.tuning import Tuning
 from learner.ranks.saved_models import SavedModels, prune
 from tests.feeder_kit import KEYS
-from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[parallel.Parallel]:
-    with one_rank() as joined:
-        yield joined
 
 
 class Held(SavedModels):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms import config
+from learner.algorithms import choices
 from learner.algorithms.advantages import (
     ADVANTAGES,
     MEMBERS,
@@ -352,7 +352,7 @@ def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_see
 
 
 def test_the_table_is_what_the_config_offers() -> None:
-    assert set(ADVANTAGES) == set(config.ADVANTAGES)
+    assert set(ADVANTAGES) == set(choices.ADVANTAGES)
     assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {"reinforce_pp", "reinforce_pp_baseline", "gdpo"}
 
 

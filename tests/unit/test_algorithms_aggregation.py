@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, aggregate, coefficients
-from learner.algorithms.config import AGGREGATIONS
+from learner.algorithms.choices import AGGREGATIONS
 from learner.algorithms.policy_losses import Clip, ppo
 from learner.algorithms.supervised import sft_loss
 

@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
-from learner.algorithms.alarms import FLOAT32, MIN_GAP, MIN_SPREAD, MIN_TOKENS, THRESHOLDS, AlarmWatch, Context, check, refuse_unknown
-from learner.algorithms.config import AlarmConfig
+from learner.algorithms.alarms import (
+    FLOAT32,
+    MIN_GAP,
+    MIN_SPREAD,
+    MIN_TOKENS,
+    THRESHOLDS,
+    AlarmConfig,
+    AlarmWatch,
+    Context,
+    check,
+    refuse_unknown,
+)
 from tests.metric_names import METRICS, undocumented
 
 HEALTHY = {

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from launch.settings.config_loader import load, render
-from learner.algorithms.config import ADVANTAGES, PRESETS, AlarmConfig, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
+from learner.algorithms.alarms import AlarmConfig
+from learner.algorithms.choices import ADVANTAGES
+from learner.algorithms.config import AlgorithmConfig, unset_names
+from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Objective
+from learner.algorithms.presets import PRESETS
+from learner.algorithms.reject_rules import RejectRule, reject_rule
 from learner.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"

@@ -16,19 +16,13 @@ import yaml
 import learner.algorithms
 from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
-from learner.algorithms.config import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    BY_CRITIC,
-    KL_ESTIMATORS,
-    LOSSES,
-    PRESETS,
-    AlarmConfig,
-    AlgorithmConfig,
-    KLConfig,
-    reject_rule,
-)
+from learner.algorithms.alarms import AlarmConfig
+from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, BY_CRITIC, KL_ESTIMATORS, LOSSES
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Objective
+from learner.algorithms.presets import PRESETS
+from learner.algorithms.reject_rules import reject_rule
 from tests.contract import test_custom_algorithms as contract
 
 ROOT = Path(__file__).parents[2]

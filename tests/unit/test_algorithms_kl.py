@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import KL_ESTIMATORS
+from learner.algorithms.choices import KL_ESTIMATORS
 from learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, kl_T, next_coefficient
 
 LEVELS = ("sequence", "token")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.policy_losses import (
     Clip,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.policy_losses import reinforce
 from learner.config import LearnerConfig

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.wire.messages import Plan, Sample, Status
-from learner.data.batch import MicroBatch, StepBatch, build_batches, decode, encode
+from learner.data.batch import MicroBatch, StepBatch
+from learner.data.batch_frames import decode, encode
+from learner.data.batching import build_batches
 from learner.data.packing import assign
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack

@@ -35,6 +35,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
+from bus.wire.table import unpack
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_sample, make_task
 
@@ -399,7 +400,7 @@ def _either(read: Any, data: bytes) -> Sample | str:
 
 
 def _by_table(data: bytes) -> Sample:
-    sample: Sample = codec._SAMPLE.decode(codec.unpack(data, "sample"))
+    sample: Sample = codec._SAMPLE.decode(unpack(data, "sample"))
     return sample
 
 

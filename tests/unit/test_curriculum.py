@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.prompts import PromptFile
 from learner.feed.issuing import next_prompt

@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bus.errors import WireError
 from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from learner.data.batch import trainable_lags
-from learner.data.datasource import DataSource, Disposition, Waits
+from learner.data.arrivals import Disposition
+from learner.data.batching import trainable_lags
+from learner.data.datasource import DataSource
 from learner.data.groups import Verdict
 from learner.data.rules import DataRules
+from learner.data.waits import Waits
 from tests.data_kit import rules, sample, task
 
 NUM_PROMPTS = 5

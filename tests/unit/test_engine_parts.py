@@ -11,7 +11,7 @@ from actors.errors import EngineFailed
 from actors.request import SamplingParams
 from actors.serving.builtin.progress import Progress
 from actors.serving.builtin.response import response_json
-from actors.serving.builtin.sequence import Model, Sequence
+from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.text.text import StopStrings, Text
 from bus.wire.messages import Span
@@ -19,11 +19,9 @@ from tests.tiny_models import SERVED, tiny_config, tiny_model, write_tiny_tokeni
 
 
 def new_sequence(**params: object) -> Sequence:
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
     return Sequence(
-        "rid",
-        np.array([5, 6, 7], np.int32),
-        SamplingParams(**params),  # type: ignore[arg-type]
-        seed=1,
+        ResponseRequest(rid="rid", prompt=np.array([5, 6, 7], np.int32), params=sampling, seed=1),
         model=Model(eos_ids=frozenset({2}), max_context=20, text=None),
         sink=lambda sequence, num_tokens, ended: None,
     )

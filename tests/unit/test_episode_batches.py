@@ -19,12 +19,15 @@ from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Plan, Sample, Span
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AGGREGATIONS, OF_TURNS, AlgorithmConfig
+from learner.algorithms.choices import AGGREGATIONS, OF_TURNS
+from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages, turn_returns
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.objective import Turns as StepTurns
 from learner.config import LearnerConfig
-from learner.data.batch import StepBatch, build_batches, decode, encode
+from learner.data.batch import StepBatch
+from learner.data.batch_frames import decode, encode
+from learner.data.batching import build_batches
 from learner.data.datasource import DataSource
 from learner.data.groups import mismatch
 from learner.data.plans import GENESIS, chain_of

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from bus.errors import WireError
 from bus.wire.codec import decode_record, encode_record
 from bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
-from learner.data.batch import build_batches
-from learner.data.datasource import Waits
+from learner.data.batching import build_batches
 from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
 from learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
 from learner.data.groups import Verdict
 from learner.data.plans import chain_of
+from learner.data.waits import Waits
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.registry import bind
 from tests.data_kit import rules, sample, task

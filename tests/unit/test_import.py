@@ -14,7 +14,7 @@ from bus.wire.episodes import SequenceSize
 from bus.wire.messages import Sample, Sampling, Status
 from launch.cli.main import main
 from launch.samples.recording import Origin, Recorder
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.prompts import PromptFile
 from learner.data.responses import Recordings
 from tests import data_kit

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli.commands import reached_at
-from launch.cli.main import _parser
+from launch.cli import commands, run_commands
+from launch.cli.inputs import reached_at
+from launch.cli.main import INNER, _function, _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = 0.5
@@ -37,6 +38,16 @@ def torch_s() -> float:
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
         times.append(processor_s() - before)
     return min(times)
+
+
+def test_every_command_has_one_function_of_its_name() -> None:
+    (choice,) = (action for action in _parser()._actions if action.choices is not None)
+    assert choice.choices is not None
+    for command in (*choice.choices, *INNER):
+        name = command.replace("-", "_")
+        (home,) = (module for module in (commands, run_commands) if hasattr(module, name))
+        assert _function(command) is getattr(home, name)
+        assert (_function(command).__name__, _function(command).__module__) == (name, home.__name__)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 
 from bus.wire.messages import Prompt
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.prompts import PromptFile, read_rows, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError

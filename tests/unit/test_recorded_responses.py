@@ -18,7 +18,7 @@ from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Plan, Prompt, Sampling
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
-from learner.config import DataConfig
+from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.datasource import DataSource
 from learner.data.prompts import PromptFile

@@ -15,11 +15,11 @@ from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from launch.checks.rows import refuse_unfit
 from launch.checks.run import Purpose, check
-from launch.run import roles
+from launch.run import learner_roles
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
-from learner.config import DataConfig
 from learner.data.columns import RowSampling
+from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.groups import mismatch
 from learner.data.prompts import PromptFile, prompts_digest, scan_rows
@@ -303,7 +303,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked
-        roles.open_prompts(loaded.config, loaded.config.eval.parsed["held"].data(loaded.config.data), 256, 16)
+        learner_roles.open_prompts(loaded.config, loaded.config.eval.parsed["held"].data(loaded.config.data), 256, 16)
     assert complaint in str(refused.value)
 
 

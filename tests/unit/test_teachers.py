@@ -23,7 +23,8 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.distillation import top_k_divergence
 from learner.algorithms.objective import Objective, Tokens
-from learner.data.batch import MicroBatch, decode, encode
+from learner.data.batch import MicroBatch
+from learner.data.batch_frames import decode, encode
 from learner.data.datasource import DataSource
 from learner.data.senders import invalid_words
 from tests import data_kit

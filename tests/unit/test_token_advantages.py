@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.config import CriticConfig, LearnerConfig

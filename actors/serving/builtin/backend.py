@@ -22,7 +22,7 @@ from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.progress import Progress
 from actors.serving.builtin.response import response_json
 from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.sequence import Model, Sequence
+from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.update_checks import specs_in
 from actors.serving.builtin.weight_updates import WeightUpdates
@@ -121,19 +121,9 @@ class BuiltinBackend:
         self._host.accept(len(generate.prompts))
         progress, routed = Progress(), self._shape.routed if generate.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
-            progress.add(
-                Sequence(
-                    rid,
-                    prompt,
-                    params,
-                    seed=seed,
-                    model=self._model,
-                    sink=progress.update,
-                    stream=generate.stream,
-                    continued_tokens=generate.continued_tokens,
-                    experts=None if routed is None else CapturedExperts(routed),
-                )
-            )
+            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.continued_tokens)
+            experts = None if routed is None else CapturedExperts(routed)
+            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.stream, experts=experts))
         self._scheduler.submit(list(progress.sequences))
         return progress
 

@@ -27,6 +27,18 @@ class Model:
     """Tokenizer; None = the model has none, and stop strings are not searched for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResponseRequest:
+    """One requested response."""
+
+    rid: str
+    prompt: NDArray[np.int32]
+    params: SamplingParams
+    seed: int
+    continued_tokens: int = 0
+    """Last tokens of the prompt that are the beginning of the response."""
+
+
 class Sequence:
     """A prompt and the tokens that follow it, with log-probs and the versions that generated them."""
 
@@ -56,21 +68,18 @@ class Sequence:
 
     def __init__(
         self,
-        rid: str,
-        prompt: NDArray[np.int32],
-        params: SamplingParams,
+        request: ResponseRequest,
         *,
-        seed: int,
         model: Model,
         sink: Callable[["Sequence", int, bool], None],
         stream: bool = False,
-        continued_tokens: int = 0,
         experts: CapturedExperts | None = None,
     ) -> None:
-        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream
+        prompt, params = request.prompt, request.params
+        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = request.rid, prompt, params, request.seed, sink, stream
         self.key = prompt.tobytes()
         """Key of the context to prefill: equal keys = equal contexts."""
-        self.begun: list[int] = prompt[len(prompt) - continued_tokens :].tolist()
+        self.begun: list[int] = prompt[len(prompt) - request.continued_tokens :].tolist()
         """Tokens of the response that are part of the prompt; only its text and its stop strings need them."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []

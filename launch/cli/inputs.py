@@ -1,0 +1,84 @@
+"""What a command is given: the configuration in its arguments, checked or printed, its name, the bus, and words for its children."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from launch.settings.config_loader import Loaded, load, render
+from launch.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from launch.checks.findings import Report
+
+
+def loaded_config(args: argparse.Namespace) -> Loaded:
+    """Return the run's configuration and where its values come from. Raises SettingsError."""
+    return load(args.config, args.set, os.environ)
+
+
+def bus_address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
+    """Return the address of the bus with the password in it: for this process only, never to be shown."""
+    from launch.run.access import address_line
+
+    return address_line(args.bus, config, user, os.environ)
+
+
+def process_id(args: argparse.Namespace) -> str:
+    """Return the process's name on the bus: that of --id, else its user's; a user may write under no other."""
+    return args.id or user_name()
+
+
+def user_name() -> str:
+    """Return the user of the bus in the environment; empty if there is none."""
+    from launch.run.access import user_of_environment
+
+    return user_of_environment(os.environ)[0]
+
+
+def unprinted_config(args: argparse.Namespace) -> RunConfig | None:
+    """Return the run's configuration; None if it was printed instead."""
+    loaded = loaded_config(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return None
+    return loaded.config
+
+
+def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "Report":
+    """Check the configuration and print warnings to stderr. Returns the report. Raises CheckFailed after errors."""
+    from launch.checks.run import Purpose, check
+
+    report = check(loaded, Purpose(**purpose))
+    report.refuse()
+    for finding in report.warnings:
+        print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
+    return report
+
+
+def given_options(words: list[str]) -> dict[str, object]:
+    """Return the options in ``KEY=VALUE`` words, values as YAML. Raises ValueError."""
+    import yaml
+
+    found: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option: want KEY=VALUE, got {word!r}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--option {key}: want YAML, got {value!r}: {error}") from None
+    return found
+
+
+def reached_at(args: argparse.Namespace) -> list[str]:
+    """Return the options --host and --advertise of an engine, as they were given here."""
+    given = (("--host", args.host), ("--advertise", args.advertise))
+    return [word for option, value in given if value for word in (option, value)]
+
+
+def children_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the options with which a process that is started here reads the same configuration and reaches the same bus."""
+    settings = [word for setting in args.set for word in ("--set", setting)]
+    return ["--config", *map(str, args.config), *settings, "--bus", args.bus]

@@ -1,0 +1,19 @@
+"""Names of the built-in estimators, units of credit, losses, aggregations and estimates of a divergence."""
+
+OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k", "gdpo")
+"""Estimators that compare the samples of a group; in a group of one the advantage is 0."""
+ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
+BY_CRITIC = ("gae", "vtrace")
+"""Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
+CREDITS = ("episode", "turn")
+OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that know turns (``learner/algorithms/credit.py``)."""
+BY_COVARIANCE = ("clip_cov", "kl_cov")
+"""Losses that treat tokens of large covariance (advantage, log-prob) apart."""
+BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
+"""Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
+ANCHORED = (*BOUNDED, "kl_cov", "topr", "sapo", "vespo", "dro")
+"""Losses that compare the new policy with an anchor."""
+LOSSES = (*ANCHORED, "reinforce", "sft")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")

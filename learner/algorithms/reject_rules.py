@@ -1,0 +1,43 @@
+"""Rules of ``learner.algorithm.reject``, parsed from their text. Plain numbers; ``rejection.py`` applies them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRule:
+    """One entry of ``AlgorithmConfig.reject``."""
+
+    metric: str
+    span: str
+    low: float
+    """Lower bound, for k1 only; 0 = none."""
+    high: float
+
+    @property
+    def name(self) -> str:
+        """Name of the rule in the metrics: ``<metric>_<span>``."""
+        return f"{self.metric}_{self.span}"
+
+
+def reject_rule(text: str) -> RejectRule:
+    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
+
+    Raises ValueError for any other text, for bounds in the wrong order, and for an upper bound of k1 below 1.
+    """
+    parts = text.split()
+    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
+    try:
+        metric, span, *bounds = parts
+        numbers = [float(bound) for bound in bounds]
+        low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
+    except ValueError:
+        raise ValueError(f"reject: want {form}, got {text!r}") from None
+    if metric not in ("k1", "k2", "k3") or span not in ("token", "seq_sum", "seq_mean", "seq_max") or (low and metric != "k1"):
+        raise ValueError(f"reject: want {form}, got {text!r}")
+    if not low < high:
+        raise ValueError(f"reject: want low < high, got {text!r}")
+    if low and span == "seq_max":
+        raise ValueError(f"reject: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
+    if metric == "k1" and high < 1:
+        raise ValueError(f"reject: k1 bounds the ratio pi / mu: want high >= 1, got {text!r}")
+    return RejectRule(metric, span, low, high)

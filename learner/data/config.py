@@ -1,0 +1,128 @@
+"""Settings of the section ``data``: files and columns of prompts, templates, the curriculum and filters."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from learner.data.filter_settings import read_filters
+from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    path: str = ""
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
+    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
+    label_key: str = "label"
+    """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
+    metadata_key: str = ""
+    """Column with a map that travels with the sample and reaches the reward; empty = none."""
+    reward: str = ""
+    """Name of the reward of all rows that name none: ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to it."""
+    reward_key: str = ""
+    """Column with the name of a row's reward, or null; empty = none."""
+    sampling_key: str = ""
+    """Column with a row's own max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty = none."""
+    tools_key: str = ""
+    """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
+    rollout: str = ""
+    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
+    rollout_key: str = ""
+    """Column with the name of a row's rollout, single_turn, or null; empty = none."""
+    responses_key: str = ""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
+    messages, and those of the assistant are the response."""
+    apply_chat_template: bool = False
+    """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
+    template: str = ""
+    """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
+    system_prompt: str = ""
+    """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
+    max_prompt_tokens: int = 0
+    """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
+    shuffle: bool = True
+    """Shuffle the prompts anew for each pass; false = the order of the file."""
+    skip_easy: float = 0.0
+    """Leave a prompt out of the next passes when this share of its samples or more passed; 0 = never (docs/data.md)."""
+    skip_hard: float = -1.0
+    """Leave a prompt out of the next passes when this share of its samples or fewer passed; negative = never."""
+    skip_passes: int = 3
+    """Passes for which such a prompt is left out; then it is asked again."""
+    passes_at: float = 1.0
+    """A sample passes with at least this score, for ``skip_easy`` and ``skip_hard``."""
+    seed: int = 0
+    """Seed of the order of prompts; derived from ``seed`` of the run."""
+
+    filters: dict[str, Any] = field(default_factory=dict)
+    """Functions that drop groups, mask samples or order them: ``{NAME: {use, options, ...}}`` (docs/filters.md)."""
+
+    def __post_init__(self) -> None:
+        read_filters(self.filters)
+        if self.path and self.sources:
+            raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
+        taken = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"} & set(
+            self.chat_template_args
+        )
+        if taken:
+            raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
+        for source in self.chosen:
+            Source.at(source.path)
+        if not 0 <= self.skip_easy <= 1:
+            raise ValueError(f"skip_easy: want 0..1, got {self.skip_easy!r}")
+        if not self.skip_hard < 1 or (self.skip_easy and self.skip_hard >= self.skip_easy):
+            raise ValueError(f"skip_hard: want < 1, and < skip_easy if that is set, got {self.skip_hard!r}")
+        if self.skip_passes < 1:
+            raise ValueError(f"skip_passes: want >= 1, got {self.skip_passes}")
+
+    @property
+    def chosen(self) -> tuple[SourceConfig, ...]:
+        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names the setting."""
+        return tuple(parse_sources(self.sources).values()) or ((SourceConfig(path=self.path),) if self.path else ())
+
+    @property
+    def used(self) -> list[Source]:
+        """The sources with their own settings or those of this section. Raises ValueError."""
+        return [self._source(one) for one in self.chosen]
+
+    @property
+    def names_rewards(self) -> bool:
+        """Whether rows or sources may name a reward."""
+        return any(one.reward or one.reward_key for one in self.used)
+
+    def rollouts(self, known: Collection[str]) -> set[str]:
+        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
+        named = {rollout_named(name) for name in (self.rollout, *(one.rollout for one in self.used))}
+        columns = self.rollout_key or any(one.rollout_key for one in self.used)
+        return (named | set(known) if columns else named) - {""}
+
+    @property
+    def limits_rows(self) -> bool:
+        """Whether rows may have limits of sampling of their own."""
+        return any(one.sampling_key for one in self.used)
+
+    def _source(self, one: SourceConfig) -> Source:
+        def own(name: str) -> str:
+            value: str | None = getattr(one, name)
+            return str(getattr(self, name)) if value is None else value
+
+        keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
+        names = (
+            "template",
+            "system_prompt",
+            "reward",
+            "reward_key",
+            "sampling_key",
+            "tools_key",
+            "rollout",
+            "rollout_key",
+            "responses_key",
+        )
+        return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
