@@ -136,7 +136,7 @@ async def _work(
         if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
-            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at))
+            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at, config.gateway))
         teachers = Teachers(config) if config.teachers else None
         if teachers is not None:
             stack.push_async_callback(teachers.close)
