@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from actors.config import GatewayConfig
 from actors.episodes.opened import opened_rollouts
 from actors.errors import BadRequest, BadRow, NoRenderer
+from actors.openai.openai_api import parse
 from actors.rollout_settings import RolloutPrograms
+from actors.router.chats import RenderedChats
 from actors.text.rendering import Renderer
 from actors.text.text import Text
 from bus.wire.codec import check_sample
@@ -190,6 +192,20 @@ async def test_a_conversation_is_found_by_its_messages(models: dict[str, Path]) 
     await played("qwen3", models["qwen3"], program)
 
 
+async def test_each_of_several_answers_can_be_gone_on_with(models: dict[str, Path]) -> None:
+    async def program(client: Client) -> float:
+        _, answer = await client.post("/v1/chat/completions", {"messages": ASKED, "tools": [ADD], "n": 2, "return_token_ids": True})
+        messages = [choice["message"] for choice in answer["choices"]]
+        assert len({message["tool_calls"][0]["id"] for message in messages}) == 2
+        for message, choice in zip(messages, answer["choices"], strict=True):
+            begin = [*answer["prompt_token_ids"], *choice["token_ids"]]
+            further = (await asked(client, [*ASKED, message, result_of(message)]))[2]
+            assert further["prompt_token_ids"][: len(begin)] == begin
+        return 1.0
+
+    await played("qwen3", models["qwen3"], program)
+
+
 async def test_what_a_client_changes_is_rendered_as_changed(models: dict[str, Path]) -> None:
     prompts: list[list[int]] = []
 
@@ -276,7 +292,7 @@ def write_tokenizer(family: str, directory: Path) -> Path:
 PIECES = ["{", "}", '"name"', '"arguments"', ":", '"add"', "NaN", '"\\ud800"', "[" * 2000, "9" * 5000, "\n", "a", "\ud7ff"]
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=200)
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(OF_RENDERERS))
 def test_whatever_a_model_says_is_a_reply(family: str, rendered: dict[str, tuple[Renderer, Text]], data: st.DataObject) -> None:
@@ -296,6 +312,66 @@ def test_whatever_a_model_says_is_a_reply(family: str, rendered: dict[str, tuple
     assert arguments["tools"] or not reply.calls
     following = renderer.next_prompt(prompt, ids, [{"role": "tool", "tool_call_id": "1", "content": "seven"}], arguments)
     assert following is None or following[: len(prompt) + len(ids)] == [*prompt, *ids]
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats() | st.text(max_size=5) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["function", "name", "arguments", "type", "id"]), inner),
+    max_leaves=5,
+)
+CALLS = st.fixed_dictionaries({"id": VALUES, "function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": VALUES})})
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]), "content": st.none() | st.text(max_size=5)},
+    optional={name: VALUES for name in ("name", "tool_call_id", "reasoning_content")}
+    | {"tool_calls": st.lists(CALLS, max_size=2) | VALUES},
+)
+
+
+@settings(max_examples=200)
+@given(
+    messages=st.lists(MESSAGES, min_size=1, max_size=4),
+    more=st.fixed_dictionaries({}, optional={"tools": st.just([ADD]) | VALUES, "chat_template_kwargs": VALUES, "stop_token_ids": VALUES}),
+    generation=st.booleans(),
+)
+@pytest.mark.parametrize("family", sorted(OF_RENDERERS))
+def test_whatever_a_program_sends_is_rendered_or_refused(
+    family: str, rendered: dict[str, tuple[Renderer, Text]], messages: list[Any], more: dict[str, Any], generation: bool
+) -> None:
+    renderer, text = rendered[family]
+    chats = RenderedChats(renderer, 1000)
+    said = text.encode("hm</think>ok")
+    meta = {"output_token_logprobs": [[-1.0, token, None] for token in said], "finish_reason": {"type": "stop"}}
+    answer = {"text": "ok", "output_ids": said, "meta_info": meta}
+    try:
+        for story in (messages, [*messages, {"role": "assistant", "content": "ok"}, {"role": "tool", "content": "x"}]):
+            parsed = parse({"messages": story, "add_generation_prompt": generation, **more}, chat=True).stopping_at(chats.stop_token_ids)
+            asked_chat = chats.ask(parsed, "")
+            assert asked_chat.ids and all(isinstance(token, int) and 0 <= token < text.vocab_size for token in asked_chat.ids)
+            chats.remember(asked_chat, answer, {"role": "assistant", "content": "ok"})
+    except BadRequest:
+        pass
+
+
+def test_the_memory_of_chats_is_bounded(rendered: dict[str, tuple[Renderer, Text]]) -> None:
+    renderer, text = rendered["qwen3"]
+    said = [*text.encode("<think>\n\nhm</think>ok"), *text.encode(EOS)]
+    meta = {"output_token_logprobs": [[-1.0, token, None] for token in said], "finish_reason": {"type": "stop"}}
+
+    def found(max_tokens: int) -> list[bool]:
+        """Return which of three chats go on with the ids that were sampled."""
+        chats = RenderedChats(renderer, max_tokens)
+        stories = [[{"role": "user", "content": f"{number}?"}] for number in range(3)]
+        for story in stories:
+            chats.remember(
+                chats.ask(parse({"messages": story}, chat=True), ""),
+                {"text": "ok", "output_ids": said, "meta_info": meta},
+                {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+            )
+        more = [{"role": "assistant", "content": "ok"}, {"role": "tool", "content": "x"}]
+        return [chats.ask(parse({"messages": [*story, *more]}, chat=True), "").num_known > 0 for story in stories]
+
+    assert found(10_000) == [True, True, True]
+    assert found(100) == [False, False, True]
 
 
 @pytest.mark.parametrize(
