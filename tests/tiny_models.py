@@ -81,6 +81,11 @@ OF_RENDERERS: dict[str, tuple[str, ...]] = {
         *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>"),
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    "kimi-k2": (
+        *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
     "deepseek-v3": tuple(
         f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
         for name in (

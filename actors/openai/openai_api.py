@@ -308,7 +308,7 @@ class ResponseBuilder:
 
     def _call(self, call: Call, place: int, number: int) -> JsonObject:
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
+        return {"id": call.id or f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
 
     def _finish(self, answer: JsonMapping, called: bool) -> str | None:
         finish = _finish(answer)

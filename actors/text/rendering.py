@@ -8,6 +8,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,11 @@ class Renderer:
             renderer = self._variant(_template_arguments(arguments))
             parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
             found = [self._attempt(each, output) for each in parsed.tool_calls]
-            content, reasoning = str(parsed.content), str(parsed.reasoning_content or "")
+            content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
         except Exception as error:  # the output is the model's, and the library's parsers raise whatever it leads to
             logger.debug("renderer cannot read a response renderer=%s error=%s", self.name, _first_line(error))
             return ParsedReply(text, (), malformed=1)
-        calls = tuple(call for _, call in found if call is not None) if tools else ()
+        calls = _with_distinct_ids([call for _, call in found if call is not None]) if tools else ()
         left = [written for written, call in found if call is None or not tools]
         return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
 
@@ -120,7 +121,8 @@ class Renderer:
         """Return a call as it was written, and the call; None if it cannot be read."""
         span = attempt.token_span
         written = str(attempt.raw) if span is None else self._text.decode(output[span[0] : span[1]], skip_special=False)
-        return written, call_of(attempt.name, attempt.arguments) if attempt.status == "ok" else None
+        call = call_of(attempt.name, attempt.arguments) if attempt.status == "ok" else None
+        return written, call if call is None else replace(call, id=str(attempt.id or ""))
 
     def _variant(self, arguments: JsonMapping) -> Any:
         """Return the library's renderer for ``chat_template_kwargs``. Raises BadRequest for arguments that it does not have."""
@@ -202,6 +204,11 @@ def _public_name(model_dir: Path) -> str | None:
     return next(
         (name for name in ("/".join(model_dir.parts[-2:]), "/".join(resolved.parts[-2:]), *cached) if name in MODEL_RENDERER_MAP), None
     )
+
+
+def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """Return the calls, without the model's id where an earlier one has the same: results are told apart by ids."""
+    return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
 
 
 def _check(messages: Sequence[JsonMapping], arguments: JsonMapping) -> None:

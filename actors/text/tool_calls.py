@@ -22,6 +22,8 @@ class Call:
     name: str
     arguments: str
     """JSON map of the arguments."""
+    id: str = ""
+    """Id that the model has given it, where its format has one, and results of tools are written with it; empty = none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,32 @@ async def test_a_conversation_is_found_by_its_messages(models: dict[str, Path]) 
     await played("qwen3", models["qwen3"], program)
 
 
+async def test_a_call_has_the_id_that_the_model_has_given_it(tmp_path: Path) -> None:
+    """Kimi K2 writes the results of tools with it."""
+    call = ["<|tool_call_begin|>", "functions.add:0", "<|tool_call_argument_begin|>", '{"a":  3}', "<|tool_call_end|>"]
+    said = ["<|im_middle|>", "Now ", "<|tool_calls_section_begin|>", *call, "<|tool_calls_section_end|>", EOS]
+    ids: list[Any] = []
+
+    async def program(client: Client) -> float:
+        message, _, answer = await asked(client, ASKED)
+        assert [each["id"] for each in message["tool_calls"]] == ["functions.add:0"]
+        further = (await asked(client, [*ASKED, message, result_of(message)]))[2]
+        ids.extend(further["prompt_token_ids"][len(answer["prompt_token_ids"]) + len(said) - 1 :])
+        return 1.0
+
+    directory = model_of("kimi-k2", tmp_path / "model", said)
+    sample = await played("kimi-k2", directory, program)
+    assert len(sample.sizes) == 1
+    assert "## Return of functions.add:0\nseven" in Tokenizer.from_file(str(directory / "tokenizer.json")).decode(ids)
+
+
+def test_calls_of_one_response_have_ids_of_their_own(rendered: dict[str, tuple[Renderer, Text]]) -> None:
+    renderer, text = rendered["kimi-k2"]
+    call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    ids = text.encode(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>")
+    assert [each.id for each in renderer.read_reply("", ids, [], {"tools": [ADD]}).calls] == ["functions.add:0", ""]
+
+
 async def test_each_of_several_answers_can_be_gone_on_with(models: dict[str, Path]) -> None:
     async def program(client: Client) -> float:
         _, answer = await client.post("/v1/chat/completions", {"messages": ASKED, "tools": [ADD], "n": 2, "return_token_ids": True})
@@ -214,6 +240,9 @@ async def test_what_a_client_changes_is_rendered_as_changed(models: dict[str, Pa
         for change in ({"reasoning_content": "Other."}, {"content": "other"}, {"tool_calls": None}):
             answer = (await asked(client, [*ASKED, {**message, **change}, result_of(message)]))[2]
             prompts.append(answer["prompt_token_ids"])
+        multiply = {"type": "function", "function": {"name": "multiply"}}
+        answer = (await asked(client, [*ASKED, message, result_of(message)], tools=[ADD, multiply]))[2]
+        prompts.append(answer["prompt_token_ids"])
         return 1.0
 
     await played("qwen3", models["qwen3"], program)
@@ -222,6 +251,7 @@ async def test_what_a_client_changes_is_rendered_as_changed(models: dict[str, Pa
     assert "\nOther.\n</think>" in texts[0] and THOUGHT not in texts[0]
     assert f"{THOUGHT}\n</think>\n\nother\n<tool_call>" in texts[1]
     assert texts[2].count("<tool_call>") == texts[0].count("<tool_call>") - 1
+    assert "multiply" in texts[3]
 
 
 async def test_a_new_question_leaves_out_the_reasoning_unless_it_is_retained(models: dict[str, Path]) -> None:
