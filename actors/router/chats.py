@@ -116,8 +116,8 @@ class RenderedChats:
         """``stop_token_ids``: besides the renderer's. ``malformed`` is called with the number of calls that cannot be read."""
         self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
         self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        """Turns by digest of their chat, each with and without its reasoning; the oldest first."""
+        self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
+        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat first."""
         self._num_tokens = 0
 
     def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -152,12 +152,15 @@ class RenderedChats:
             return
         bare, reasoning = _digest(asked.key, comparable(message)), str(message.get("reasoning_content") or "")
         num_new = len(asked.ids) + len(sampled.tokens) - asked.num_known
-        turn = _Turn(prompt=asked.pieces, output=sampled, reasoning=reasoning, num_new=num_new)
-        for key in {bare, _digest(bare, reasoning)}:
-            self._num_tokens += num_new - (self._turns.pop(key).num_new if key in self._turns else 0)
-            self._turns[key] = turn
-        while self._num_tokens > self._max_tokens and len(self._turns) > 2:
-            self._num_tokens -= self._turns.popitem(last=False)[1].num_new
+        same = self._turns.setdefault(bare, {})
+        self._turns.move_to_end(bare)
+        if reasoning in same:
+            self._num_tokens -= same.pop(reasoning).num_new
+        same[reasoning] = _Turn(prompt=asked.pieces, output=sampled, reasoning=reasoning, num_new=num_new)
+        self._num_tokens += num_new
+        while self._num_tokens > self._max_tokens and len(self._turns) > 1:
+            _, oldest = self._turns.popitem(last=False)
+            self._num_tokens -= sum(turn.num_new for turn in oldest.values())
 
     def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[Piece] | None:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
@@ -178,11 +181,18 @@ class RenderedChats:
                 key = _digest(key, message)
                 continue
             bare, reasoning = _digest(key, comparable(message)), message.get("reasoning_content")
-            turn = self._turns.get(_digest(bare, reasoning) if reasoning else bare)
+            turn = self._known(bare, reasoning)
             if turn is not None:
                 count, newest, reasoning = place, turn, turn.reasoning
             key = _digest(bare, reasoning or "")
         return count, newest, key
+
+    def _known(self, bare: bytes, reasoning: object) -> _Turn | None:
+        """Return the turn of a message with this reasoning; where the client has left it out, the newest."""
+        same = self._turns.get(bare, {})
+        if not reasoning:
+            return next(reversed(same.values()), None)
+        return same.get(reasoning) if isinstance(reasoning, str) else None
 
 
 def _without(reply: ParsedReply, stop: str) -> ParsedReply:
