@@ -94,6 +94,16 @@ class GatewayConfig:
     containers and on other hosts; their requests are not encrypted (docs/security.md)."""
     advertise: str = ""
     """Host, or host:port, in the ``base_url`` of programs, where that is not ``host`` (containers, NAT)."""
+    renderer: str = ""
+    """Renderer of the library ``renderers`` (extra ``renderers``) that makes token ids of chats, and reasoning and calls of tools of token
+    ids, in the model's own format (docs/rollouts.md): its name (qwen3, glm-4.5, deepseek-v3, ...), or auto = that of the model's public
+    name. Empty = the model's chat template, and calls of two formats."""
+    renderer_options: dict[str, Any] = field(default_factory=dict)
+    """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
+
+    def __post_init__(self) -> None:
+        if self.renderer_options and not self.renderer:
+            raise ValueError(f"renderer_options: want none without a renderer, got {self.renderer_options!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,3 +140,19 @@ class BadRow(EngineError, ValueError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class NoRenderer(ValueError):
+    """The renderer of the settings cannot be used: it is unknown, or the model's tokenizer does not fit."""
+
+    def __init__(self, want: str, got: str, cure: str, setting: str = "renderer") -> None:
+        """``setting``: name of the setting within its section."""
+        super().__init__(want, got, cure, setting)
+        self.setting, self.want, self.got, self.cure = setting, want, got, cure
+
+    def __str__(self) -> str:
+        return f"{self.setting}: want {self.want}, got {self.got}; {self.cure}"
+
+
+class RendererMissing(NoRenderer):
+    """This environment lacks the packages of renderers."""

@@ -18,6 +18,7 @@ from actors.episodes.gateway import Gateway
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
+from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
 from bus.streams.turns import TurnStream
 from bus.wire.budget import Budget
@@ -119,12 +120,13 @@ async def stage(
     turns: TurnStream | None = None,
     again: str = "restart",
     at: Reach = HERE,
+    renderer: Renderer | None = None,
 ) -> AsyncIterator[Stage]:
     async with serving(model_dir) as served, aiohttp.ClientSession() as session:
         engines = EnginePool(UrlDiscovery([served.engine.url], HttpEngine), HttpEngine)
         running = asyncio.create_task(engines.run())
         responses = Responses(engines, timeout_s=timeout_s, retries=3, activity=Activity())
-        gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses)
+        gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses, renderer)
         await gateway.start(at)
         programs = InProcess(session, program)
         try:

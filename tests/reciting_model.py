@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,17 +29,23 @@ SAID = "".join(CALLS[1:-1])
 
 def write_reciting_model(directory: Path) -> Path:
     """Write the model: each token of the two chains is followed by the next, in any context. Return its directory."""
-    write_tiny_model(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(CALLS + ANSWER) if piece != EOS])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_chains(directory, [CALLS, ANSWER], added=[piece for piece in dict.fromkeys(CALLS + ANSWER) if piece != EOS])
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    model = tiny_model(hidden_size=32, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024)
+    return directory
+
+
+def write_chains(directory: Path, chains: Sequence[Sequence[str]], *, added: Sequence[str], context: int = 1024) -> Path:
+    """Write a model that follows each token of a chain by the next, in any context. ``added``: tokens that its tokenizer gets."""
+    write_tiny_model(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in added])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    model = tiny_model(hidden_size=32, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=context)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
-        pairs = [pair for chain in (CALLS, ANSWER) for pair in itertools.pairwise(chain)]
+        pairs = [pair for chain in chains for pair in itertools.pairwise(chain)]
         for place, (piece, following) in enumerate(pairs):
             model.model.embed_tokens.weight[tokenizer.token_to_id(piece), place] = 1.0
             model.lm_head.weight[tokenizer.token_to_id(following), place] = 20.0

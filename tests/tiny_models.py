@@ -75,6 +75,28 @@ CORPUS = (
 NUM_MERGES = 40
 
 
+OF_RENDERERS: dict[str, tuple[str, ...]] = {
+    "qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    "glm-4.5": (
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>"),
+        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "kimi-k2": (
+        *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "deepseek-v3": tuple(
+        f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
+        for name in (
+            *("begin of sentence", "end of sentence", "User", "Assistant", "tool sep"),
+            *(f"tool {what} {end}" for what in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
+        )
+    ),
+}
+"""Tokens that the renderer of a family needs, besides those of the tiny tokenizer."""
+
+
 @functools.cache
 def tiny_tokenizer() -> Tokenizer:
     """Return a byte-level BPE tokenizer: 3 special tokens, 256 bytes, ``NUM_MERGES`` merges; decodes every id."""

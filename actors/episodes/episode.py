@@ -87,6 +87,8 @@ class Episode:
     """Reward by number of the turn in the recorder."""
     overridden: Counter[str] = field(default_factory=Counter)
     """Sampling parameters that a program asked for and the task has otherwise."""
+    malformed_calls: int = 0
+    """Calls of tools that the gateway's renderer could not read."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it cannot go on."""
     began_s: float = field(default_factory=time.monotonic)
@@ -184,6 +186,10 @@ class Episode:
             raise BadRequest("state: this rollout does not go on behind a state; want rollouts.NAME.again: resume")
         async with self.log.lock:
             await self.log.save({"state": state}, self._turns, self.turn_rewards)
+
+    def note_malformed(self, count: int) -> None:
+        """Count calls of tools that could not be read."""
+        self.malformed_calls += count
 
     def reward_turn(self, turn: object, reward: object) -> None:
         """Give a turn, by id or number, its reward; null = the last one. Raises BadRequest."""

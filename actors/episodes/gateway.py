@@ -31,10 +31,12 @@ from actors.errors import BadRequest
 from actors.events import DATA
 from actors.http_api import json_map
 from actors.openai import openai_api
+from actors.router.chats import Chats, RenderedChats
 from actors.router.dialects import DIALECTS
 from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
+from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
 from bus.streams.turns import Superseded
 from bus.wire.messages import Timings
@@ -91,8 +93,9 @@ class _Open:
 class Gateway:
     """The listener of an actor. ``start``, and ``close`` at the end."""
 
-    def __init__(self, model: ModelText, responses: Responses) -> None:
-        self._model, self._responses = model, responses
+    def __init__(self, model: ModelText, responses: Responses, renderer: Renderer | None = None) -> None:
+        """``renderer``: None = chats are those of the model's chat template."""
+        self._model, self._responses, self._renderer = model, responses, renderer
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
@@ -112,7 +115,7 @@ class Gateway:
     async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
         """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is refused."""
         key = secrets.token_hex(16)
-        history = TokenHistory(self._model, HISTORY_TEXT)
+        history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode))
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         _remember(history, self._model, episode)
         open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))
@@ -129,6 +132,13 @@ class Gateway:
             for stream in open.streams:
                 _cut(stream)
             await asyncio.gather(*open.streams, return_exceptions=True)
+
+    def _chats(self, episode: Episode) -> Chats | None:
+        """Return the chats of an episode; None = those of the model's chat template."""
+        if self._renderer is None:
+            return None
+        stops = episode.sampling.stop_token_ids
+        return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
     async def _handle(self, given: web.Request) -> web.StreamResponse:
         key, path = _key(given)

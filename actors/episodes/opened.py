@@ -1,37 +1,46 @@
 """The rollouts of an actor with all that they need: one gateway, and the children of each."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+from actors.config import GatewayConfig
 from actors.engines.responses import Responses
 from actors.episodes.children import Children
 from actors.episodes.gateway import Gateway
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.episodes.turn_log import RESUME
-from actors.errors import BadRow
+from actors.errors import BadRow, NoRenderer
 from actors.rollout_settings import RolloutPrograms
 from actors.router.token_history import ModelText
+from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
 from bus.streams.turns import TurnStream
 
 
 @asynccontextmanager
 async def opened_rollouts(
-    programs: RolloutPrograms, responses: Responses, turns: TurnStream | None = None, at: Reach = HERE
+    programs: RolloutPrograms,
+    responses: Responses,
+    turns: TurnStream | None = None,
+    at: Reach = HERE,
+    gateway_config: GatewayConfig | None = None,
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
     """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    ``turns``: where their episodes are logged; ``at``: where programs ask.
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: which renderer it has.
 
-    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, and for an address that is not.
+    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
+    renderer that cannot be used.
     """
     try:
         text = ModelText.read(programs.model, "model.path")
     except ValueError as error:
         raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
     async with AsyncExitStack() as stack:
-        gateway = Gateway(text, responses)
+        gateway = Gateway(text, responses, await _renderer(gateway_config or GatewayConfig(), programs.model, text))
         try:
             await gateway.start(at)
         except OSError as error:
@@ -55,3 +64,13 @@ async def opened_rollouts(
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
             found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight, turns=turns, again=config.again)
         yield found
+
+
+async def _renderer(config: GatewayConfig, model: str, text: ModelText) -> Renderer | None:
+    """Return the gateway's renderer; None = the model's chat template. Raises BadRow."""
+    if not config.renderer:
+        return None
+    try:
+        return await asyncio.to_thread(Renderer.read, config.renderer, config.renderer_options, Path(model), text.text)
+    except NoRenderer as error:
+        raise BadRow(f"actor.gateway.{error}") from None

@@ -201,8 +201,11 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return what viewers should know of the sampling."""
-    return {"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}
+    """Return what viewers should know of the sampling and of the calls."""
+    return {
+        **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
+        **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
+    }
 
 
 def _timings(episode: Episode) -> Timings:

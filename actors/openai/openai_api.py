@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from actors.errors import BadRequest
@@ -24,6 +24,9 @@ from actors.text.tool_calls import Call, ParsedReply
 from bus.wire.json_object import JsonMapping, JsonObject
 
 Found = TypeVar("Found")
+
+ReadReply = Callable[[JsonMapping, str, bool], ParsedReply]
+"""Function from SGLang's JSON of a response, the text to read of it, and whether it has ended, to content and calls."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default ``max_tokens`` of a completion."""
@@ -94,6 +97,14 @@ class ParsedRequest:
         """Number of responses to each prompt."""
         return int(self.sampling.get("n", 1))
 
+    def stopping_at(self, token_ids: Sequence[int]) -> "ParsedRequest":
+        """Return the request with further ``stop_token_ids``."""
+        asked = self.sampling.get("stop_token_ids") or []
+        if not token_ids or not isinstance(asked, list):  # what is no list is refused where the others are validated
+            return self
+        more = [token for token in token_ids if token not in asked]
+        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *more]})
+
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
         """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
         params = dict(self.sampling)
@@ -161,9 +172,10 @@ def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
     return template.render(parsed.messages, **parsed.template)
 
 
-def form_of_calls(parsed: ParsedRequest, template: ChatTemplate | None) -> str | None:
-    """Return the format of tool calls in the answer (``actors.text.tool_calls``); None = no tools in the request, or an unknown format."""
-    return template.form_of_calls if template is not None and parsed.template.get("tools") else None
+def reader(parsed: ParsedRequest, template: ChatTemplate | None) -> ReadReply | None:
+    """Return the function that reads a response; None = all of it is content: no tools in the request, or an unknown format of calls."""
+    form = template.form_of_calls if template is not None and parsed.template.get("tools") else None
+    return None if form is None else lambda _, text, finished: tool_calls.read(text, form, finished=finished)
 
 
 def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
@@ -199,10 +211,13 @@ class ResponseBuilder:
         model: str,
         created: int,
         piece: Callable[[int], str] | None,
-        form_of_calls: str | None = None,
+        read: ReadReply | None = None,
     ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``form_of_calls``: its result."""
-        self._request, self._id, self._piece, self._form = parsed, id, piece, form_of_calls
+        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: that of ``reader``.
+
+        ``read`` is called once for each finished response.
+        """
+        self._request, self._id, self._piece, self._read = parsed, id, piece, read
         kind = "chat.completion" if parsed.chat else "text_completion"
         self._head = {"id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{id}", "created": created, "model": parsed.model or model}
         self._whole, self._part = kind, f"{kind}.chunk" if parsed.chat else kind
@@ -215,6 +230,8 @@ class ResponseBuilder:
         self._offsets: dict[int, int] = {}
         """Place -> number of characters of the tokens with log-probs sent."""
         self._metas: dict[int, JsonMapping] = {}
+        self._replies: dict[int, ParsedReply] = {}
+        """Place -> content and calls of a finished response."""
 
     def whole(self, answers: Sequence[JsonMapping]) -> JsonObject:
         """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by place."""
@@ -230,9 +247,11 @@ class ResponseBuilder:
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
 
     def message(self, answer: JsonMapping) -> JsonObject:
-        """Return the assistant's message of a finished chat: content and tool calls."""
-        reply = self._reply(_text(answer), finished=True)
+        """Return the assistant's message of a finished chat: content, reasoning and tool calls."""
+        reply = self._reply(answer, _text(answer), finished=True)
         message: JsonObject = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["content"] = reply.content or None
             message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)]
@@ -246,14 +265,15 @@ class ResponseBuilder:
         if first and self._request.chat:
             yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
         text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
-        reply = self._reply(text if ended else text[: _settled(text, self._stops())], finished=ended)
+        reply = self._reply(answer, text if ended else text[: _settled(text, self._stops())], finished=ended)
         shown, called = self._shown.get(place, 0), self._called.get(place, 0)
         new, calls = reply.content[shown:], reply.calls[called:]
         self._shown[place], self._called[place] = max(shown, len(reply.content)), len(reply.calls)
         if not new and not calls and not ended:
             return
         self._counted[place] = len(answer["output_ids"])
-        delta: JsonObject = {"content": new} if new else {}
+        delta: JsonObject = {"reasoning_content": reply.reasoning} if reply.reasoning else {}  # read at the end of a response alone
+        delta |= {"content": new} if new else {}
         if calls:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
         content = {"delta": delta} if self._request.chat else {"text": new}
@@ -265,7 +285,7 @@ class ResponseBuilder:
         """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
         place = answer.get("index", 0)
         shown = _text(answer)[: self._shown.get(place, 0)]
-        return "" if self._called.get(place) or self._reply(shown, finished=False).content != shown else shown
+        return "" if self._called.get(place) or self._reply(answer, shown, finished=False).content != shown else shown
 
     def last(self) -> Iterator[JsonObject]:
         """Yield the chunks that follow when all responses have ended."""
@@ -276,12 +296,19 @@ class ResponseBuilder:
         choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
         return {**self._head, "object": self._part, "choices": [choice]}
 
-    def _reply(self, text: str, *, finished: bool) -> ParsedReply:
-        return ParsedReply(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
+    def _reply(self, answer: JsonMapping, text: str, *, finished: bool) -> ParsedReply:
+        if self._read is None:
+            return ParsedReply(text, ())
+        if not finished:
+            return self._read(answer, text, False)
+        place = answer.get("index", 0)
+        if place not in self._replies:
+            self._replies[place] = self._read(answer, text, True)
+        return self._replies[place]
 
     def _call(self, call: Call, place: int, number: int) -> JsonObject:
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
+        return {"id": call.id or f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
 
     def _finish(self, answer: JsonMapping, called: bool) -> str | None:
         finish = _finish(answer)

@@ -108,7 +108,7 @@ class OpenAiRoutes:
             model=self._model,
             created=int(time.time()),
             piece=None if text is None else lambda token: text.decode([token], skip_special=False),
-            form_of_calls=openai_api.form_of_calls(parsed, self._template),
+            read=openai_api.reader(parsed, self._template),
         )
         body = parsed.generate(prompts, max_context=engine.limits.max_context)
         body["return_logprob"] = parsed.logprobs or parsed.token_ids

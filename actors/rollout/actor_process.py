@@ -128,7 +128,7 @@ async def _work(
         if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
-            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at))
+            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at, config.gateway))
         actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
         await _act(bus, id, actor, activity, engines, draining)
 

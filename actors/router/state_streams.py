@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from actors.errors import EngineError
 from actors.events import data_of
+from actors.router.tree import Piece
 from bus.wire.json_object import JsonMapping, JsonObject
 
 
@@ -37,6 +38,25 @@ class SentStates:
             if state["text"] and self._decode(list(state["output_ids"])) == state["text"]:
                 self._remember(place, state)
         self._open.clear()
+
+
+def sampled_piece(answer: JsonMapping) -> Piece | None:
+    """Return the tokens of a state, without text; None when it has no ids, or not the log-prob of each."""
+    ids, meta = tuple(answer.get("output_ids") or ()), answer["meta_info"]
+    log_probs = tuple(entry[0] for entry in meta.get("output_token_logprobs") or ())
+    if not ids or len(log_probs) != len(ids) or None in log_probs:
+        return None
+    return Piece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
+
+
+def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
+    """Return the version of each token; -1 where it is not reported as a number."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
+    versions = [-1] * num_tokens
+    for span in spans:
+        number = int(span["version"]) if str(span["version"]).isdecimal() else -1
+        versions[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+    return versions[:num_tokens]
 
 
 async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:

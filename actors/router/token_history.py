@@ -20,11 +20,11 @@ from pathlib import Path
 
 from actors.errors import BadRequest, EngineError
 from actors.openai import openai_api
+from actors.router.chats import AskedChat, Chats, TemplateChats
 from actors.router.config import RouterConfig
 from actors.router.dialects import DIALECTS
 from actors.router.exchange import Answer, Handler, Request
-from actors.router.state_streams import SentStates, state_in, states_in
-from actors.router.tool_call_cache import ToolCallCache
+from actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
 from actors.router.tree import Piece, TokenTree, columns
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
@@ -60,16 +60,19 @@ class ModelText:
 class TokenHistory:
     """A ``Middleware``; one for all requests of a router. Texts of different sessions are kept apart."""
 
-    def __init__(self, model: "ModelText | RouterConfig", max_text: int = RouterConfig.max_text) -> None:
-        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that of a router."""
+    def __init__(self, model: "ModelText | RouterConfig", max_text: int = RouterConfig.max_text, chats: Chats | None = None) -> None:
+        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that of a router.
+
+        ``chats``: None = those of the model's chat template.
+        """
         if isinstance(model, RouterConfig):
             found, max_text = ModelText.read(model.model, "router.model"), model.max_text
         else:
             found = model
-        self._text, self._template, self._model, self._max_context = found.text, found.template, found.name, found.max_context
+        self._text, self._model, self._max_context = found.text, found.name, found.max_context
         self._engine_context, self._engine_context_until_s = 0, float("-inf")
         self.tree = TokenTree(max_text)
-        self._call_cache = ToolCallCache(max_text)
+        self._chats = chats or TemplateChats(found.template, self.pieces, max_text)
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
         paths = {
@@ -164,18 +167,14 @@ class TokenHistory:
 
     def _sampled(self, answer: JsonMapping) -> list[Piece]:
         """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
-        ids, meta = list(answer.get("output_ids") or ()), answer["meta_info"]
-        log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-        if not ids or len(log_probs) != len(ids) or None in log_probs:
+        if (whole := sampled_piece(answer)) is None:
             return []
-        versions = _versions(meta, len(ids))
-        cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), (meta.get("finish_reason") or {}).get("matched"))
+        ids, matched = list(whole.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
+        cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), matched)
         if cut and not seen:  # ids without visible text belong to the text that is visible
             cut, seen, tail = len(ids), tail, ""
-        columns = (tuple(ids), tuple(log_probs), tuple(versions))
-        first, second = (tuple(column[:cut] for column in columns), tuple(column[cut:] for column in columns))
-        pieces = [Piece(text=seen, tokens=first[0], log_probs=first[1], versions=first[2])] if first[0] else []
-        return [*pieces, Piece(text=tail, tokens=second[0], log_probs=second[1], versions=second[2])] if second[0] else pieces
+        pieces = [_part(whole, seen, slice(cut))] if cut else []
+        return [*pieces, _part(whole, tail, slice(cut, None))] if cut < len(ids) else pieces
 
     def _cut(self, ids: list[int], seen: str, matched: object) -> tuple[int, str, str]:
         """Return (number of visible tokens, their text, the text of the others)."""
@@ -193,12 +192,13 @@ class TokenHistory:
     # -- OpenAI's paths -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
+        asked = None
         try:
             parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
-                prompts = [self.pieces(self._chat_text(parsed), request.session, add_special=False)]
-            else:
-                prompts = [self._prompt(each, request.session) for each in parsed.prompts]
+                parsed = parsed.stopping_at(self._chats.stop_token_ids)
+                asked = self._chats.ask(parsed, request.session)
+            prompts = [self._prompt(each, request.session) for each in parsed.prompts] if asked is None else [list(asked.pieces)]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
         owners = _Owners(prompts, parsed.sampling)
@@ -212,7 +212,7 @@ class TokenHistory:
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
-            form_of_calls=openai_api.form_of_calls(parsed, self._template),
+            read=None if asked is None else self._chats.reader(asked),
         )
         answer = await handler(request.with_body(generate, "/generate"))
         async with answer:
@@ -220,12 +220,12 @@ class TokenHistory:
                 return await _refused(answer)
             if answer.streamed:
                 states = answer.states if answer.states is not None else states_in(answer.chunks)
-                return answer.with_states(self._openai_events(states, builder, owners, request.session))
+                return answer.with_states(self._openai_events(states, builder, owners, request.session, asked))
             read = await answer.json()
             answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
-                self._note_calls({**each, "index": place}, builder)
+                self._note_chat(asked, {**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
             return answer.with_content(whole)
 
@@ -264,7 +264,12 @@ class TokenHistory:
         return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
     async def _openai_events(
-        self, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
+        self,
+        states: AsyncGenerator[JsonMapping, None],
+        builder: openai_api.ResponseBuilder,
+        owners: "_Owners",
+        session: str,
+        asked: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
         """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error is sent instead."""
         sent, open = self._sent(owners, session), set(range(owners.count))
@@ -277,7 +282,7 @@ class TokenHistory:
                         continue
                     if sent.take(state):
                         open.discard(state.get("index", 0))
-                        self._note_calls(state, builder)
+                        self._note_chat(asked, state, builder)
                     for part in builder.parts(state):
                         yield part
                         sent.seen(state, builder.shown(state))
@@ -288,24 +293,26 @@ class TokenHistory:
         for part in builder.last():
             yield part
 
-    def _chat_text(self, parsed: openai_api.ParsedRequest) -> str:
-        return openai_api.chat_text(replace(parsed, messages=self._call_cache.with_original_text(parsed.messages)), self._template)
-
-    def _note_calls(self, answer: Mapping[str, object], builder: openai_api.ResponseBuilder) -> None:
-        self._call_cache.remember(builder.message(answer), str(answer.get("text") or ""))
+    def _note_chat(self, asked: AskedChat | None, answer: JsonMapping, builder: openai_api.ResponseBuilder) -> None:
+        if asked is not None:
+            self._chats.remember(asked, answer, builder.message(answer))
 
     # -- /retrieve_from_text --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
         body = request.json()
-        text, add_special = body.get("text"), True
+        text = body.get("text")
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
-            text, add_special = self._chat_text(openai_api.parse(body, chat=True)), False
-        if not isinstance(text, str):
+            pieces = list(self._chats.ask(openai_api.parse(body, chat=True), request.session).pieces)
+            seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
+            text = "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
+        elif not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
-        found = list(columns(self.pieces(text, request.session, add_special=add_special))) if text else []
+        else:
+            pieces = self.pieces(text, request.session) if text else []
+        found = list(columns(pieces))
         tokens, log_probs, versions, mask = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [], [])
         return Answer.of(
             200,
@@ -319,6 +326,11 @@ class TokenHistory:
                 "versions": versions,
             },
         )
+
+
+def _part(piece: Piece, text: str, tokens: slice) -> Piece:
+    """Return the tokens of a piece at some places, with their text."""
+    return Piece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
 
 
 def _ids(pieces: Sequence[Piece]) -> list[int]:
@@ -343,16 +355,6 @@ class _Owners:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
-
-
-def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
-    """Return the version of each token; -1 where it is not reported as a number."""
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
-    versions = [-1] * num_tokens
-    for span in spans:
-        number = int(span["version"]) if str(span["version"]).isdecimal() else -1
-        versions[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
-    return versions[:num_tokens]
 
 
 async def _refused(answer: Answer) -> Answer:

@@ -19,7 +19,7 @@ class ToolCallCache:
         """Remember a finished response; one without calls is ignored."""
         if not message.get("tool_calls"):
             return
-        self._by_id[message["tool_calls"][0]["id"]] = (_comparable(message), text)
+        self._by_id[message["tool_calls"][0]["id"]] = (comparable(message), text)
         self._size += len(text)
         while self._size > self._max_text and len(self._by_id) > 1:
             _, (_, oldest) = self._by_id.popitem(last=False)
@@ -32,14 +32,16 @@ class ToolCallCache:
     def _original(self, message: JsonMapping) -> Mapping[str, object]:
         calls = message.get("tool_calls")
         sent, text = self._by_id.get(str(calls[0].get("id")), (None, "")) if calls else (None, "")
-        if sent is None or sent != _comparable(message):
+        if sent is None or sent != comparable(message):
             return message
         return {"role": message["role"], "content": text}
 
 
-def _comparable(message: JsonMapping) -> object:
+def comparable(message: JsonMapping) -> object:
     """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
-    calls = [(call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message["tool_calls"]]
+    calls = [
+        (call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()
+    ]
     return message.get("role"), message.get("content") or "", calls
 
 

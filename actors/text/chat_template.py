@@ -37,6 +37,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._template, self._special = environment.from_string(source), dict(special)
+        self.source = source
         self.form_of_calls = form_of(source)
         """Format in which the model writes tool calls (``actors.text.tool_calls``); None = unknown."""
 

@@ -36,6 +36,11 @@ class Text:
         """Number of tokens, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text; None when the vocabulary has no such token."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 

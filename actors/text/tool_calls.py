@@ -22,6 +22,8 @@ class Call:
     name: str
     arguments: str
     """JSON map of the arguments."""
+    id: str = ""
+    """Id that the model has given it, where its format has one, and results of tools are written with it; empty = none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class ParsedReply:
 
     content: str
     calls: tuple[Call, ...]
+    reasoning: str = ""
+    """Text in front of the content that is no part of the answer; only renderers (``actors.text.rendering``) tell it from the content."""
+    malformed: int = 0
+    """Number of calls that a renderer could not read; they are content."""
 
 
 def form_of(template: str) -> str | None:
@@ -42,6 +48,14 @@ def form_of(template: str) -> str | None:
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
     """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
+
+
+def call_of(name: object, arguments: object) -> Call | None:
+    """Return the call with these arguments, a map or JSON; None if it is none, or cannot be encoded."""
+    try:
+        return _encoded(name, json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def with_maps(calls: object, where: str) -> list[dict[str, object]]:
@@ -135,11 +149,15 @@ def _call_from(value: object) -> Call | None:
     Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them), lone surrogates,
     deep nesting.
     """
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+    if not isinstance(value, Mapping):
         return None
-    arguments: object = next((value[name] for name in ARGUMENTS if name in value), {})
-    if not isinstance(arguments, Mapping):
+    return _encoded(value.get("name"), next((value[name] for name in ARGUMENTS if name in value), {}))
+
+
+def _encoded(name: object, arguments: object) -> Call | None:
+    """Return the call, None if it is none. Raises as ``_call_from`` does."""
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None
-    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    call = Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call

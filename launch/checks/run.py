@@ -10,6 +10,7 @@ from launch.checks.functions import check_algorithm, check_filters, check_reward
 from launch.checks.machine import check_bus, check_engine, check_memory, check_places
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
+from launch.checks.renderer import check_renderer
 from launch.checks.teachers import check_teachers
 from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import Loaded
@@ -48,6 +49,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_debug(report, config)
     check_reward(report, config, None if first is None else first.first, here=actors_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
+    check_renderer(report, config, model, here=actors_here)
     check_teachers(report, config, model, None if data is None else data.first, reach=purpose.starts_workers)
     check_filters(report, config)
     check_algorithm(report, config)

@@ -30,7 +30,7 @@ _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
 _OF_EPISODES = (
     *("data/episode", "data/turns_", "data/sequences_", "data/context_share", "data/budget_share/"),
-    *("data/cut_", "data/overridden_"),
+    *("data/cut_", "data/overridden_", "data/malformed_"),
 )
 """Beginnings of the names of metrics about episodes."""
 

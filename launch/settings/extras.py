@@ -8,6 +8,7 @@ EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
     "math": ("math_verify",),
+    "renderers": ("renderers", "httpx"),
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),

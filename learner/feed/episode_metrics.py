@@ -8,7 +8,7 @@ from bus.wire.messages import Sample
 
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
-_OVERRIDDEN = "overridden_sampling"
+_OVERRIDDEN, _MALFORMED = "overridden_sampling", "malformed_calls"
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -29,6 +29,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "data/context_share": 1 - sampled / max(1, tokens),
         "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
         "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
+        "data/malformed_calls_share": float(np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])),
         "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
         "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),
         "data/episode_tools_seconds": float(np.mean([timing.tools_s for timing in timings])),

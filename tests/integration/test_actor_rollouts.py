@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.config import ActorConfig
+from actors.config import ActorConfig, GatewayConfig
 from actors.errors import BadRow
 from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
@@ -157,6 +157,9 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open
         wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
         with pytest.raises(BadRow, match=r"model\.path"):
             await run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong)
+        config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
+        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want "):
+            await run_actor(nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES))
 
 
 async def test_a_config_on_the_bus_names_the_rollouts(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

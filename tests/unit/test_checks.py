@@ -107,6 +107,19 @@ def test_the_steps_of_the_passes_are_shown(tmp_path: Path) -> None:
     assert "want learner.steps: 8 with learner.optimizer.lr_decay: cosine" in warning.text
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_a_renderer_needs_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
+    """An actor on another machine may have them."""
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    report = checked(tmp_path, "actor.gateway.renderer=qwen3", f"up.actors={int(here)}")
+    (finding,) = [one for one in report.findings if one.topic == "rollouts"]
+    want = "actor.gateway.renderer: want the packages of tidemill[renderers], got none of the name renderers"
+    assert (
+        finding.level == ("error" if here else "warning") and want in finding.text and "pip install 'tidemill[renderers]'" in finding.text
+    )
+    assert not checked(tmp_path).on("rollouts")
+
+
 @pytest.mark.parametrize(("length", "fits"), [(240, True), (241, False)])
 def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -> None:
     file = write_run(tmp_path)

@@ -38,7 +38,7 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
     again = replace(
         first,
         finish_reason="budget.turns",
-        metadata={"overridden_sampling": ["top_p"]},
+        metadata={"overridden_sampling": ["top_p"], "malformed_calls": 2},
         timings=Timings(queued_s=1.0, generating_s=2.0, tools_s=3.0, reward_s=4.0),
         turns=replace(first.turns, finish=("stop", "cut", "stop")),
     )
@@ -49,7 +49,7 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
     assert found["data/sequences_mean"] == len(first.sizes) == 2
     assert found["data/context_share"] == pytest.approx(1 - sampled / len(first.tokens))
     assert found["data/cut_turns_share"] == pytest.approx(1 / (2 * count))
-    assert found["data/overridden_share"] == 0.5
+    assert (found["data/overridden_share"], found["data/malformed_calls_share"]) == (0.5, 0.5)
     parts = [found[f"data/episode_{part}_seconds"] for part in ("queued", "generating", "tools", "reward")]
     assert parts == [0.5, 1.0, 1.5, 2.0]
     assert {name: value for name, value in found.items() if "budget" in name and value} == {"data/budget_share/turns": 0.5}

@@ -1,0 +1,213 @@
+"""How the chats of one token history become prompts, and its responses messages: by the model's chat template, or by a renderer.
+
+messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
+             ^                                        |
+             +---------------- remember --------------+
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from actors.errors import BadRequest
+from actors.openai import openai_api
+from actors.openai.openai_api import ParsedRequest, ReadReply
+from actors.router.state_streams import sampled_piece
+from actors.router.tool_call_cache import ToolCallCache, comparable
+from actors.router.tree import Piece
+from actors.text.chat_template import ChatTemplate
+from actors.text.rendering import Renderer
+from actors.text.tool_calls import ParsedReply
+from bus.wire.json_object import JsonMapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedChat:
+    """A chat and its prompt."""
+
+    parsed: ParsedRequest
+    pieces: Sequence[Piece]
+    """The prompt, with the very ids of the responses that are part of it."""
+    key: bytes = b""
+    """Digest of session, arguments and messages, for a renderer."""
+    num_known: int = 0
+    """Number of tokens at the beginning of the prompt that an earlier turn has, for a renderer."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return _ids(self.pieces)
+
+
+class Chats(Protocol):
+    """The chats of one token history."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end a response, besides those of the request."""
+        ...
+
+    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+        """Return a chat with its prompt. Raises BadRequest."""
+        ...
+
+    def reader(self, asked: AskedChat) -> ReadReply | None:
+        """Return the function that reads the responses; None = all of them is content."""
+        ...
+
+    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+        """Remember a finished response. ``message``: as it is sent to the client."""
+        ...
+
+
+class TemplateChats:
+    """Chats by the model's chat template, whose text is found again in the token history."""
+
+    stop_token_ids = ()
+
+    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., list[Piece]], max_text: int) -> None:
+        """``pieces``: that of the history. ``max_text``: most characters of responses with calls of tools that are remembered."""
+        self._template, self._pieces = template, pieces
+        self._cache = ToolCallCache(max_text)
+
+    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+        """See ``Chats``."""
+        original = replace(parsed, messages=self._cache.with_original_text(parsed.messages))
+        return AskedChat(parsed=parsed, pieces=self._pieces(openai_api.chat_text(original, self._template), session, add_special=False))
+
+    def reader(self, asked: AskedChat) -> ReadReply | None:
+        """See ``Chats``."""
+        return openai_api.reader(asked.parsed, self._template)
+
+    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+        """See ``Chats``: of a response with calls its text, which the template would render differently."""
+        self._cache.remember(message, str(answer.get("text") or ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """A response with its whole prompt."""
+
+    prompt: Sequence[Piece]
+    output: Piece
+    reasoning: str
+    num_new: int
+    """Number of tokens that no earlier turn has."""
+
+
+class RenderedChats:
+    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
+
+    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the same or left out:
+    many clients drop it.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        max_tokens: int,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        malformed: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """``stop_token_ids``: besides the renderer's. ``malformed`` is called with the number of calls that cannot be read."""
+        self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
+        self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
+        self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
+        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat first."""
+        self._num_tokens = 0
+
+    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+        """See ``Chats``. Where the renderer changes earlier turns, the whole chat is rendered."""
+        messages, arguments = parsed.messages, parsed.template
+        try:
+            count, turn, key = self._longest(parsed, session)
+        except RecursionError:
+            raise BadRequest("messages: want values that are less deep") from None
+        if turn is not None and (found := self._continued(turn, messages[count:], arguments)) is not None:
+            return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
+        return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(self._renderer.prompt(messages, arguments)))], key=key)
+
+    def reader(self, asked: AskedChat) -> ReadReply | None:
+        """See ``Chats``. A response is read as a whole, when it has ended."""
+        prompt, arguments = asked.ids, asked.parsed.template
+
+        def read(answer: JsonMapping, text: str, finished: bool) -> ParsedReply:
+            if not finished:
+                return ParsedReply("", ())
+            reply = self._renderer.read_reply(text, answer["output_ids"], prompt, arguments)
+            if reply.malformed:
+                self._malformed(reply.malformed)
+            stop = (answer["meta_info"].get("finish_reason") or {}).get("matched")
+            return _without(reply, stop) if isinstance(stop, str) else reply
+
+        return read
+
+    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+        """See ``Chats``. A response without log-probs is left out."""
+        if (sampled := sampled_piece(answer)) is None:
+            return
+        bare, reasoning = _digest(asked.key, comparable(message)), str(message.get("reasoning_content") or "")
+        num_new = len(asked.ids) + len(sampled.tokens) - asked.num_known
+        same = self._turns.setdefault(bare, {})
+        self._turns.move_to_end(bare)
+        if reasoning in same:
+            self._num_tokens -= same.pop(reasoning).num_new
+        same[reasoning] = _Turn(prompt=asked.pieces, output=sampled, reasoning=reasoning, num_new=num_new)
+        self._num_tokens += num_new
+        while self._num_tokens > self._max_tokens and len(self._turns) > 1:
+            _, oldest = self._turns.popitem(last=False)
+            self._num_tokens -= sum(turn.num_new for turn in oldest.values())
+
+    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[Piece] | None:
+        """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
+        if not arguments["add_generation_prompt"]:
+            return None if following else [*turn.prompt, turn.output]
+        prompt, output = _ids(turn.prompt), turn.output.tokens
+        ids = self._renderer.next_prompt(prompt, output, following, arguments)
+        if ids is None:
+            return None
+        return [*turn.prompt, turn.output, Piece(text="", tokens=tuple(ids[len(prompt) + len(output) :]))]
+
+    def _longest(self, parsed: ParsedRequest, session: str) -> tuple[int, _Turn | None, bytes]:
+        """Return the number of messages up to the last known turn, the turn, and the digest of the whole chat."""
+        arguments = {name: value for name, value in parsed.template.items() if name != "add_generation_prompt"}
+        count, newest, key = 0, None, _digest(b"", [session, arguments])
+        for place, message in enumerate(parsed.messages, 1):
+            if message["role"] != "assistant":
+                key = _digest(key, message)
+                continue
+            bare, reasoning = _digest(key, comparable(message)), message.get("reasoning_content")
+            turn = self._known(bare, reasoning)
+            if turn is not None:
+                count, newest, reasoning = place, turn, turn.reasoning
+            key = _digest(bare, reasoning or "")
+        return count, newest, key
+
+    def _known(self, bare: bytes, reasoning: object) -> _Turn | None:
+        """Return the turn of a message with this reasoning; where the client has left it out, the newest."""
+        same = self._turns.get(bare, {})
+        if not reasoning:
+            return next(reversed(same.values()), None)
+        return same.get(reasoning) if isinstance(reasoning, str) else None
+
+
+def _without(reply: ParsedReply, stop: str) -> ParsedReply:
+    """Return a reply without the stop string that ended it: its ids are part of the response, its text is not."""
+    if stop in reply.content:
+        return replace(reply, content=reply.content[: reply.content.rindex(stop)])
+    if not reply.content and stop in reply.reasoning:
+        return replace(reply, reasoning=reply.reasoning[: reply.reasoning.rindex(stop)])
+    return reply
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    """Return the digest of a JSON value behind others."""
+    return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _ids(pieces: Sequence[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]

@@ -1,0 +1,229 @@
+"""Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning and tool calls.
+
+A renderer is written for one family of models, whose chat template and format of tool calls it has as code. This is the only module that
+knows the library; it is imported when a renderer is read.
+"""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from actors.errors import BadRequest, NoRenderer, RendererMissing
+from actors.text.chat_template import ChatTemplate
+from actors.text.text import Text
+from actors.text.tool_calls import Call, ParsedReply, call_of
+from bus.wire.json_object import JsonMapping, JsonObject
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""The renderer that the library has for the model's public name."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that every renderer has. Some renderers leave out a message of another role without an error."""
+UNSUPPORTED = {
+    "default": "it is the model's own chat template; leave the setting empty",
+    "gpt-oss": "its vocabulary is downloaded from the network, not read from the model directory",
+}
+"""Renderers of the library that cannot be used here, with the reason."""
+MOST_VARIANTS = 16
+"""Renderers that are kept for different ``chat_template_kwargs``."""
+OF_REQUEST = ("tools", "add_generation_prompt")
+"""Arguments of a chat that are no ``chat_template_kwargs``."""
+
+
+class Renderer:
+    """The renderer of a model. Knows nothing of earlier chats."""
+
+    def __init__(self, text: Text, config: Any, *, public_name: str = "", template: str = "") -> None:
+        """``config``: the library's, of one renderer. Raises what the library raises when the tokenizer does not fit.
+
+        ``public_name`` and ``template``: of the model, for the renderers of families whose models differ in small things.
+        """
+        self._text, self._config = text, config
+        self._tokenizer = _Tokenizer(text, public_name, template)
+        self._variants: OrderedDict[str, Any] = OrderedDict()
+        """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
+        self.name = str(config.name)
+        self.stop_token_ids = tuple(dict.fromkeys(map(int, self._variant({}).get_stop_token_ids())))
+        """Tokens that end a response."""
+
+    @classmethod
+    def read(cls, name: str, options: Mapping[str, object], model_dir: Path, text: Text) -> "Renderer":
+        """Return the library's renderer ``name``, or the one of the model (``auto``). Raises NoRenderer.
+
+        ``options``: fields of its config. Takes seconds when the library is imported first.
+        """
+        config = config_of(name, options, model_dir)
+        try:
+            template = ChatTemplate.read(model_dir)
+            return cls(text, config, public_name=_public_name(model_dir) or "", template="" if template is None else template.source)
+        except Exception as error:  # the library's constructors assert, and raise ValueError, KeyError or TypeError
+            want = f"a tokenizer with the special tokens of {config.name}"
+            cure = f"name the renderer of this model's family, or use the tokenizer that belongs to it ({model_dir / 'tokenizer.json'})"
+            raise NoRenderer(want=want, got=_first_line(error), cure=cure) from error
+
+    def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
+        """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
+        _check(messages, arguments)
+        renderer = self._variant(_template_arguments(arguments))
+        try:
+            ids = renderer.render_ids(
+                list(messages), tools=arguments.get("tools"), add_generation_prompt=bool(arguments.get("add_generation_prompt", True))
+            )
+        except Exception as error:  # messages and tools are a program's, and the library raises whatever their contents lead to
+            raise BadRequest(f"messages: rejected by the renderer {self.name}: {_first_line(error)}") from error
+        return list(map(int, ids))
+
+    def next_prompt(
+        self, prompt: Sequence[int], output: Sequence[int], messages: Sequence[JsonMapping], arguments: JsonMapping
+    ) -> list[int] | None:
+        """Return ``prompt + output`` and the token ids of the messages that follow; None where only rendering the whole chat is right.
+
+        That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier reasoning is left
+        out. Raises BadRequest.
+        """
+        _check(messages, arguments)
+        renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
+        try:
+            found = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
+        except Exception as error:  # as in ``prompt``; the output is the model's
+            logger.debug("renderer cannot extend a chat renderer=%s error=%s", self.name, _first_line(error))
+            return None
+        if found is None or found.token_ids[: len(before)] != before:
+            return None
+        return list(map(int, found.token_ids))
+
+    def read_reply(self, text: str, output: Sequence[int], prompt: Sequence[int], arguments: JsonMapping) -> ParsedReply:
+        """Return content, reasoning and calls of a finished response.
+
+        ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part of the content, and
+        counted; without tools in the request every call is part of the content.
+        """
+        tools = arguments.get("tools")
+        try:
+            renderer = self._variant(_template_arguments(arguments))
+            parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
+            found = [self._attempt(each, output) for each in parsed.tool_calls]
+            content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
+        except Exception as error:  # the output is the model's, and the library's parsers raise whatever it leads to
+            logger.debug("renderer cannot read a response renderer=%s error=%s", self.name, _first_line(error))
+            return ParsedReply(text, (), malformed=1)
+        calls = _with_distinct_ids([call for _, call in found if call is not None]) if tools else ()
+        left = [written for written, call in found if call is None or not tools]
+        return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
+
+    def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, Call | None]:
+        """Return a call as it was written, and the call; None if it cannot be read."""
+        span = attempt.token_span
+        written = str(attempt.raw) if span is None else self._text.decode(output[span[0] : span[1]], skip_special=False)
+        call = call_of(attempt.name, attempt.arguments) if attempt.status == "ok" else None
+        return written, call if call is None else replace(call, id=str(attempt.id or ""))
+
+    def _variant(self, arguments: JsonMapping) -> Any:
+        """Return the library's renderer for ``chat_template_kwargs``. Raises BadRequest for arguments that it does not have."""
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self._variants:
+            self._variants[key] = self._create(arguments)
+            if len(self._variants) > MOST_VARIANTS:
+                self._variants.popitem(last=False)
+        self._variants.move_to_end(key)
+        return self._variants[key]
+
+    def _create(self, arguments: JsonMapping) -> Any:
+        import renderers
+
+        if not arguments:
+            return renderers.create_renderer(self._tokenizer, self._config)
+        try:
+            return renderers.create_renderer(self._tokenizer, self._config, chat_template_kwargs=arguments)
+        except Exception as error:  # the arguments are a program's
+            raise BadRequest(f"chat_template_kwargs: rejected by the renderer {self.name}: {_first_line(error)}") from error
+
+
+class _Tokenizer:
+    """The tokenizer of a model as the library calls it."""
+
+    unk_token_id = None
+
+    def __init__(self, text: Text, public_name: str, template: str) -> None:
+        self._text, self.name_or_path, self.chat_template = text, public_name, template
+        self.eos_token_id = next(iter(text.eos_ids), None)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._text.encode(text, add_special=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **_: object) -> str:
+        return self._text.decode(list(ids), skip_special=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        return self._text.id_of(tokens) if isinstance(tokens, str) else [self._text.id_of(token) for token in tokens]
+
+
+def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) -> Any:
+    """Return the library's config of a renderer; None for ``auto`` without a ``model_dir``, which may not exist yet. Raises NoRenderer."""
+    if missing := [package for package in ("renderers", "httpx") if find_spec(package) is None]:
+        got = f"none of the name {', '.join(missing)}"
+        raise RendererMissing(want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'")
+    import renderers
+    from renderers.base import MODEL_RENDERER_MAP
+
+    names = sorted({AUTO, *MODEL_RENDERER_MAP.values()} - set(UNSUPPORTED))
+    found = name
+    if name == AUTO:
+        if model_dir is None:
+            return None
+        public_name = _public_name(model_dir)
+        if public_name is None:
+            want = "a model directory OWNER/NAME with the public name of a model that the library knows"
+            raise NoRenderer(want=want, got=str(model_dir), cure=f"name the renderer of the model's family: {', '.join(names)}")
+        found = MODEL_RENDERER_MAP[public_name]
+    if found in UNSUPPORTED:
+        raise NoRenderer(want=f"one of {', '.join(names)}", got=f"{found}: {UNSUPPORTED[found]}", cure="name another one")
+    try:
+        empty = renderers.config_from_name(found)
+    except ValueError:
+        raise NoRenderer(want=f"one of {', '.join(names)}", got=repr(name), cure="fix the name") from None
+    try:
+        return type(empty)(**options)
+    except (ValueError, TypeError) as error:
+        want, got = f"fields of renderers.{type(empty).__name__}", " ".join(str(error).split())
+        raise NoRenderer(setting="renderer_options", want=want, got=got, cure="fix or remove them") from None
+
+
+def _public_name(model_dir: Path) -> str | None:
+    """Return the name by which the library knows a model, by the directory's own path or that of a cache of Hugging Face; None = none."""
+    from renderers.base import MODEL_RENDERER_MAP
+
+    resolved = model_dir.resolve()
+    cached = [part.removeprefix("models--").replace("--", "/", 1) for part in resolved.parts if part.startswith("models--")]
+    return next(
+        (name for name in ("/".join(model_dir.parts[-2:]), "/".join(resolved.parts[-2:]), *cached) if name in MODEL_RENDERER_MAP), None
+    )
+
+
+def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """Return the calls, without the model's id where an earlier one has the same: results are told apart by ids."""
+    return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
+
+
+def _check(messages: Sequence[JsonMapping], arguments: JsonMapping) -> None:
+    """Refuse what some renderers would leave out without an error. Raises BadRequest."""
+    for place, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadRequest(f"messages[{place}].role: want {', '.join(ROLES)}, got {message['role']!r}")
+    tools = arguments.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
+
+
+def _template_arguments(arguments: JsonMapping) -> JsonObject:
+    return {name: value for name, value in arguments.items() if name not in OF_REQUEST}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:300] or type(error).__name__

@@ -1,0 +1,62 @@
+"""Check of the gateway's renderer: its packages, its name and options, the special tokens that it needs, the model's own chat template."""
+
+from pathlib import Path
+
+from actors.errors import NoRenderer, RendererMissing
+from actors.text.chat_template import ChatTemplate
+from actors.text.rendering import Renderer, config_of
+from actors.text.text import Text
+from launch.checks.findings import Report
+from launch.checks.model import CheckedModel
+from launch.settings.run_config import RunConfig
+
+QUESTION = ({"role": "user", "content": "What is three plus four?"},)
+"""Chat that the renderer and the model's chat template are to write in the same way."""
+
+
+def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
+    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have other packages."""
+    gateway = config.actor.gateway
+    if not gateway.renderer:
+        return
+    directory = model.directory if model is not None else None
+    try:
+        if directory is None or (text := _tokenizer(directory)) is None:
+            config_of(gateway.renderer, gateway.renderer_options, directory)
+            report.good("rollouts", f"renderer: {gateway.renderer}, not tried: there is no tokenizer yet")
+            return
+        renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
+    except NoRenderer as error:
+        where = report.at(f"actor.gateway.{error.setting}")
+        severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
+        severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
+        return
+    ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
+    report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
+    if difference := _difference(renderer, text, directory):
+        want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"
+        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
+
+
+def _tokenizer(directory: Path) -> Text | None:
+    try:
+        return Text.read(directory)
+    except Exception:  # the tokenizers library raises nothing more special; the check of the tokenizer reports it
+        return None
+
+
+def _difference(renderer: Renderer, text: Text, directory: Path) -> str:
+    """Return how a question differs from that of the model's chat template; empty where it does not, or there is none to compare with."""
+    try:
+        template = ChatTemplate.read(directory)
+        if template is None:
+            return ""
+        theirs = text.encode(template.render(QUESTION, add_generation_prompt=True), add_special=False)
+        ours = renderer.prompt(QUESTION, {"add_generation_prompt": True})
+    except ValueError:  # BadRequest, or a template that the check of the tokenizer reports
+        return ""
+    if ours == theirs:
+        return ""
+    same = next((place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+    before, here, there = (text.decode(ids, skip_special=False) for ids in (ours[:same], ours[same:][:8], theirs[same:][:8]))
+    return f"{here!r} instead of {there!r} behind {before!r}"
