@@ -1,4 +1,4 @@
-"""What kind of function a user's function is: how its argument is written for a child process, and what results it may have.
+"""Kinds of users' functions: how the argument of one is written for a child process, and which results it may have.
 
 There is one contract for rewards (``rewards/registry.py``) and one for the filters of the learner (``learner/data/filters.py``).
 """

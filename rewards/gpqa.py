@@ -40,7 +40,7 @@ def find_letter(response: str, valid: str = LETTERS) -> str | None:
 
 
 def _choice_in(request: RewardRequest, valid: str) -> str | None:
-    """Return the letter of the one choice whose text is in the response; None for none or several."""
+    """Return the letter of the one choice that the response has the text of; None for none or several."""
     text = f" {_words(request.response.rpartition('</think>')[2])} "
     choices = (_words(str(choice)) for choice in request.metadata.get("choices", ()))
     found = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]

@@ -1,4 +1,4 @@
-"""Rewards of groups: functions of all responses to a prompt at once, which see what ``actor.reward`` gave to each.
+"""Rewards of groups: functions of all responses to a prompt at once, which see the reward that ``actor.reward`` gave to each.
 
 The actor calls one when every sample of a task is generated; its results replace the rewards of the samples.
 """
@@ -26,9 +26,9 @@ class GroupRequest:
     """All finished responses to a prompt: the argument of a reward of groups."""
 
     samples: tuple[RewardRequest, ...]
-    """By index."""
+    """The samples, in order of their index."""
     rewards: tuple[Reward, ...] = ()
-    """What ``actor.reward`` or ``actor.reward_parts`` gave to each; empty without them."""
+    """Reward of each sample by ``actor.reward`` or ``actor.reward_parts``; empty without them."""
 
 
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]

@@ -35,7 +35,7 @@ def same_math(answer: str, gold: str) -> bool:
 
 
 def plain(text: str) -> str:
-    r"""Return an answer without what does not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final full stop."""
+    r"""Return an answer without the parts that do not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final full stop."""
     text = text[: 10 * MAX_CHARACTERS].replace("\N{MINUS SIGN}", "-").replace("\N{GREEK SMALL LETTER PI}", r"\pi")
     text = _DROPPED.sub("", _WRAPPED.sub(r"\1", text)).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
     text = _LISTED.sub(", ", _ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")

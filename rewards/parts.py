@@ -19,7 +19,7 @@ from rewards.registry import checked
 
 @asynccontextmanager
 async def opened_parts(parts: Sequence[Part], limits: Limits) -> AsyncIterator[Scorer]:
-    """Give the scorer of a sum; each part has its own processes and limits. Raises what ``opened`` raises."""
+    """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
         yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
 
@@ -54,7 +54,7 @@ def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
 
 
 async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
-    """Score one part; a failure says which."""
+    """Score one part; a failure names the part."""
     try:
         return await scorer(request)
     except RewardFailed as error:

@@ -8,7 +8,7 @@ from rewards.port import RewardRequest
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
     """Return 1.0 if ``pattern`` is found in the response (``whole``: if it describes all of it), else 0.0.
 
-    ``group``: name or number of a group whose text, stripped, must equal the label, in the last match. Dots match line ends.
+    ``group``: name or number of a group; its text in the last match, stripped, must equal the label. Dots match line ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if whole:

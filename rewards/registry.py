@@ -49,7 +49,7 @@ UNBOUNDED = frozenset({"code", "judge", "math_verify", "regex", "remote"})
 ASKING = frozenset({"judge", "remote"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code"}
-"""Built-in rewards whose options name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
+"""Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
 COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"})
 """Built-in rewards that compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
@@ -101,7 +101,7 @@ class Bound:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call gives an awaitable."""
+        """True if a call gives an awaitable."""
         return _is_async(self.function)
 
 

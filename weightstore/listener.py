@@ -55,7 +55,7 @@ class Access:
             await self.want(request, admin=False)
 
     async def want(self, request: web.Request, *, admin: bool) -> None:
-        """Check for the given key; for a handler whose need depends on the body. Raises as ``check`` does."""
+        """Check for the given key; for a handler that reads from the body which key it needs. Raises as ``check`` does."""
         if self.keys is None:
             return
         scheme, _, presented = request.headers.get("Authorization", "").partition(" ")

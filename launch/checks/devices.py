@@ -35,7 +35,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
-    """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with what it has."""
+    """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with its size."""
     if model.shape is None:
         return
     rows = [row for row in memory_rows(model.shape, config, cuda=True, critic=model.critic) if row.on_host]

@@ -53,7 +53,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def identity(config: RunConfig) -> dict[str, object]:
-    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; what is not known yet is missing."""
+    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; entries not known yet are missing."""
     data, sampling = config.data, config.sampling
     found: dict[str, object] = {"run": config.run, "seed": data.seed}
     found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

@@ -25,7 +25,7 @@ SHOWN = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the rows are read, beyond their columns."""
+    """Options for reading the rows, beyond their columns."""
 
     recorded: Collection[str] = ()
     """Rollouts with recorded responses."""
@@ -48,7 +48,7 @@ class Reading:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Print what the files hold. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
+    """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
     reading = _reading(args)
     bad = sum(_check(source, reading, most=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
@@ -70,7 +70,7 @@ def _sources(args: argparse.Namespace) -> list[Source]:
 def _reading(args: argparse.Namespace) -> Reading:
     """Return how rows are read, with the tokens of the model that the settings name, if it is there.
 
-    Raises CheckFailed for a model whose tokenizer cannot be used.
+    Raises CheckFailed for a model with a tokenizer that cannot be used.
     """
     configs = [Path(one) for one in args.files if one.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)

@@ -358,7 +358,7 @@ def host(args: argparse.Namespace) -> int:
 
 
 def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
-    """Return the learner's node of a host, whose configuration and machine are checked. Raises ValueError, SettingsError, CheckFailed."""
+    """Return the learner's node of a host, after checks of its configuration and machine. Raises ValueError, SettingsError, CheckFailed."""
     if args.learner_node is None:
         if args.config or args.set:
             raise ValueError("--config, --set: want --learner-node R with them, got none: engines and actors read theirs from the bus")

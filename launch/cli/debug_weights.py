@@ -146,7 +146,7 @@ def between_reports(what: str, ours: "ChecksumReport", theirs: "ChecksumReport")
 
 
 def _by_layer(name: str) -> tuple[int, str]:
-    """Return a sort key: the number of the layer, then the name; what is in no layer comes first."""
+    """Return a sort key: the number of the layer, then the name; tensors of no layer come first."""
     numbers = [int(part) for part in name.partition(":")[0].split(".") if part.isdigit()]
     return numbers[0] if numbers else -1, name
 

@@ -1,4 +1,4 @@
-"""What a command is given: the configuration in its arguments, checked or printed, its name, the bus, and words for its children."""
+"""Inputs of a command: the configuration in its arguments, checked or printed, its name, the bus, and arguments for its children."""
 
 import argparse
 import os

@@ -99,7 +99,7 @@ def metrics(args: argparse.Namespace) -> int:
     sink = open_sink(args.to, given_options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:
-        """Export, and print what was given to the sink."""
+        """Export, and print the counts of steps and evaluations given to the sink."""
         done = await export(url, run, sink, args, draining)
         print(f"{done.steps} steps and {done.evaluations} evaluations given to {args.to}, {done.failures} calls failed")
 

@@ -10,7 +10,7 @@ class DeviceError(ValueError):
 
 
 class Refused(DeviceError):
-    """A placement that cannot work: the setting or thing at fault, what was wanted, what was found, and a cure."""
+    """A placement that cannot work: the setting or thing at fault, the value wanted, the value found, and a cure."""
 
     def __init__(self, where: str, wanted: str, found: str, cure: str) -> None:
         super().__init__(where, wanted, found, cure)

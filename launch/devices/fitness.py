@@ -1,4 +1,4 @@
-"""Whether a placement can work: the way of the weights from the learner to its engines, the memory of each device, /dev/shm. Pure.
+"""Checks that a placement can work: the way of the weights from the learner to its engines, the memory of each device, /dev/shm. Pure.
 
 Sources: two ranks of one NCCL communicator on one GPU, and ends of different NCCL releases, are refused by NCCL itself (NVIDIA/nccl,
 src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").

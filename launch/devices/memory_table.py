@@ -1,8 +1,8 @@
 """Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing, loads no torch.
 
 The tensors of a rank are counted as Megatron's classes allocate them here, and those that a layer keeps for the backward pass one by one
-(``_layer_bytes``); tests compare both with a real rank. What a library takes for itself (CUDA context, NCCL, cuBLAS, fragmentation of
-the allocator, Python: some GB together) is not in the table.
+(``_layer_bytes``); tests compare both with a real rank. The memory that libraries take for themselves (CUDA context, NCCL, cuBLAS,
+fragmentation of the allocator, Python: some GB together) is not in the table.
 """
 
 import math
@@ -123,7 +123,7 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
 
 
 def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
-    """Yield the rows of what a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
+    """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
     split = learner.tensor_parallel
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
     activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
@@ -149,13 +149,13 @@ class _Elements:
     trained: int
     """Elements with a gradient, adapters included."""
     share: int
-    """Elements whose optimizer state is on this rank."""
+    """Elements with their optimizer state on this rank."""
     experts: bool
     """True where experts are trained."""
 
 
 def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
-    """Return what one rank has of the tensors of its stage, with the padding that a distributed optimizer needs for the trained ones.
+    """Return one rank's elements of the tensors of its stage, with the padding that a distributed optimizer needs for the trained ones.
 
     ``trained``: the tensors with a gradient, adapters among them; None = all.
     """
@@ -256,7 +256,7 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_p
     Experts have a buffer of their own.
 
     Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
-    (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, whose ends add some KB.
+    (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, and their ends add some KB.
     """
     joint: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():

@@ -3,8 +3,8 @@
     nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | Refused
 
 Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of ``devices_per_engine`` that
-begin at a multiple of it among the node's visible devices, on what the ranks leave; colocated engines get the ranks' own devices. Where a
-machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU.
+begin at a multiple of it among the node's visible devices, on those that the ranks leave; colocated engines get the ranks' own devices.
+Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from launch.devices.shapes import CUDA, SGLANG, Device, EnginePlace, Node, Place
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
-    """Return the place of every rank and engine. Raises Refused for what cannot work, with the reason and a cure."""
+    """Return the place of every rank and engine. Raises Refused for a placement that cannot work, with the reason and a cure."""
     nodes = _ordered(nodes)
     why: list[str] = []
     _refuse_shortage(nodes, want)

@@ -1,4 +1,4 @@
-"""Machines with their devices, what a run wants of them, and the places of its processes: plain values."""
+"""Machines with their devices, the requirements of a run, and the places of its processes: plain values."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -87,13 +87,13 @@ class RankPlace:
     rank: int
     node: int
     local_rank: int
-    """Its number on its node, and the ordinal of its device among ``uuids``."""
+    """Number of the rank on its node, and the ordinal of its device among ``uuids``."""
     uuids: tuple[str, ...] = ()
     """Devices that it sees: those of all ranks of its node; empty = it runs on the CPU."""
 
     @property
     def uuid(self) -> str:
-        """Its own device; empty = it runs on the CPU."""
+        """The rank's own device; empty = it runs on the CPU."""
         return self.uuids[self.local_rank] if self.uuids else ""
 
 
@@ -104,7 +104,7 @@ class EnginePlace:
     number: int
     node: int
     uuids: tuple[str, ...] = ()
-    """Its own devices; empty = it runs on the CPU."""
+    """The engine's own devices; empty = it runs on the CPU."""
     visible: tuple[str, ...] = ()
     """Devices that it sees, its own among them."""
     base_index: int = 0

@@ -6,7 +6,7 @@ from learner.config import LearnerConfig
 from learner.schedule import frozen_names
 
 ROW_SPLIT = ("o_proj", "down_proj")
-"""Layers whose input is split over tensor-parallel ranks; of the others the output is."""
+"""Layers with their input split over tensor-parallel ranks; of the others the output is."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

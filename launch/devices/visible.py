@@ -31,7 +31,7 @@ QUERY = ("--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,n
 SHARED_MEMORY = Path("/dev/shm")
 CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
-"""Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the words of container runtimes and Slurm."""
+"""Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container runtimes and Slurm."""
 
 
 def this_node(environment: Mapping[str, str]) -> Node:

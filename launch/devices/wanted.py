@@ -27,7 +27,7 @@ AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
 same; a built-in engine has the defaults of the NCCL that the ranks have."""
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
-"""Arguments of SGLang, each with its other names, whose product is the number of its devices."""
+"""Arguments of SGLang, each with its other names; their product is the number of its devices."""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 
@@ -51,7 +51,7 @@ class ModelSize:
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
-    """Return what a run wants of a machine, for the ranks of a node (``learner``) and a number of engines.
+    """Return the requirements of a run on a machine, for the ranks of a node (``learner``) and a number of engines.
 
     Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
     """

@@ -142,7 +142,7 @@ class _Thread:
         threading.Thread(target=self._work, name="sink", daemon=True).start()
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        """Return what ``call`` returns, or raise what it raises. Cancelled, it no longer waits; a call that has begun goes on."""
+        """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits; a call that has begun goes on."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 

@@ -46,5 +46,5 @@ SINK = Contract(
     decode=_decoded,
     checked=_nothing,
 )
-"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class that is made once with the options and whose instances are
+"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class: one instance of it is made with the options and
 called. A ``close()`` of the instance is called at the end. One that raises is called again with the same metrics, until it returns."""

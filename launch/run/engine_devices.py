@@ -30,7 +30,7 @@ class EngineDevices:
     """The devices of one machine, and the engines of one host that have them."""
 
     def __init__(self, bus: Bus, config: RunConfig | None = None, read: Callable[[], Node] = lambda: this_node(os.environ)) -> None:
-        """``config``: that of the run whose ranks are on this machine, too; None = the run's is read from the bus, and it has no ranks."""
+        """``config``: that of the run, if its ranks are on this machine too; None = the run's is read from the bus, and it has no ranks."""
         self._bus, self._with_ranks, self._config, self._read = bus, config is not None, config, read
         self._view = LiveView(bus)
         self._node: Node | None = None
@@ -41,7 +41,7 @@ class EngineDevices:
         """Live process that this host has not started -> UUIDs of its devices."""
 
     async def refresh(self) -> None:
-        """Read what decides on free devices; on a machine without devices, nothing but the machine, once. Raises BusError."""
+        """Read the state that decides on free devices; on a machine without devices, nothing but the machine, once. Raises BusError."""
         if self._node is None and self._unreadable is None:
             try:
                 self._node = await to_thread(self._read)

@@ -48,7 +48,7 @@ LONG_WAIT_S = 300.0
 PROOF = ".nodes"
 """File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
-"""Seconds for a written file to be seen on another node: a client of NFS keeps what it knows of a directory for some seconds."""
+"""Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 

@@ -71,7 +71,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
 
 def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]":
-    """Return the variables of each rank, with its devices, and what the learner's live row states of them.
+    """Return the variables of each rank, with its devices, and the capabilities that the learner's live row states.
 
     Raises DeviceError. Blocks while nvidia-smi runs.
     """
@@ -117,7 +117,7 @@ async def run_feeder(
         )
         return
     facts = {"identity": model_identity(model), "directory": str(await asyncio.to_thread(model.resolve))}
-    # Without training there is one rank, whose batches are one part.
+    # Without training there is one rank, and its batches are one part.
     learner = config.learner.alone() if debug.rollout_only else config.learner
     await feeder.run_feeder(
         places,

@@ -2,7 +2,7 @@
 
     recordings (*.tide), their directories, JSON lines --read--> groups --checked--> rows of JSON lines for a rollout with ``use: dataset``
 
-Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes say (docs/sft.md).
+Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes state (docs/sft.md).
 """
 
 import json

@@ -168,7 +168,7 @@ def _print(
 def shaded(tokens: Sequence[Token]) -> Text:
     """Return the response with a background for each token's probability, every second span underlined and each new one marked.
 
-    A rule stands between the sequences of an episode, whose contexts are not shown.
+    A rule stands between the sequences of an episode; their contexts are not shown.
     """
     text = Text()
     for place, token in enumerate(tokens):

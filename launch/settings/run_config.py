@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and what follows from them.
+"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and derived values.
 
 Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no torch.
 """
@@ -152,12 +152,12 @@ class RunConfig:
 
     @property
     def recorded_rollouts(self) -> frozenset[str]:
-        """Names of the rollouts whose samples are the recorded responses of the rows."""
+        """Names of the rollouts that give the recorded responses of the rows as samples."""
         return recorded_in(parse_rollouts(self.rollouts))
 
     @property
     def samples_nothing(self) -> bool:
-        """Whether all its samples are recorded responses, so that it needs no engine, no actor and no reward."""
+        """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
         return bool(sources) and not self.eval.every and all(one.rollout in recorded and not one.rollout_key for one in sources)
 
@@ -175,7 +175,7 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """Return the SHA-256, hexadecimal, of the settings that decide what is trained; places, machines and names are left out."""
+        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are left out."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
         for name in ("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
             del parts["learner"][name]
@@ -261,7 +261,7 @@ def _refuse_sharing(config: RunConfig) -> None:
 
 
 def _refuse_routing(config: RunConfig) -> None:
-    """Raise ValueError for a replay of the engines' experts that samples cannot have, and for what follows from it."""
+    """Raise ValueError for a replay of the engines' experts that samples cannot have, and for a derived setting that is set without it."""
     wanted = config.learner.routing_replay == ROLLOUT
     for path, given in (("actor.routed_experts", config.actor.routed_experts), ("engine.routed_experts", config.engine.routed_experts)):
         if given and not wanted:
@@ -386,7 +386,7 @@ def _refuse_recorded(config: RunConfig) -> None:
 
 
 def _refuse_teachers(config: RunConfig) -> None:
-    """Raise ValueError for teachers whose scores nothing uses, and for a loss that needs scores which no teacher makes."""
+    """Raise ValueError for teachers with scores that nothing uses, and for a loss that needs scores which no teacher makes."""
     algorithm, teachers = config.learner.algorithm, config.actor.teachers
     if teachers and not algorithm.needs_teacher:
         raise ValueError(

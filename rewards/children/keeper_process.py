@@ -1,6 +1,6 @@
 """The actor's side of a keeper and its workers: starts, calls, kills. Nothing here blocks the event loop.
 
-Knows no policy: which worker gets a call, and what happens after one that fails, is for ``rewards.children.pool``.
+Knows no policy: ``rewards.children.pool`` decides which worker gets a call, and how it goes on after one that fails.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ START_S = 120.0
 KILL_S = 10.0
 """Seconds in which a keeper ends a worker or itself; a keeper that needs longer is killed, and its workers with it."""
 LAST_WORDS_S = 1.0
-"""Seconds for reading what a process wrote before it ended; its connection stays open where a process below it lives on."""
+"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below it lives on."""
 SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
 """Variables that children do not inherit: they may hold the credentials of the bus."""
 
@@ -84,7 +84,7 @@ class Worker:
                 future.cancel()
 
     def process_ended(self, reason: str) -> None:
-        """End, once what the process has written before its end is read: the keeper's word may come before its last reply."""
+        """End, once the output from before the process's end is read: the keeper may report the end before the last reply comes."""
         if self._reading is None or self._reading.done():
             self.end(reason)
             return

@@ -1,4 +1,4 @@
-"""Limits of a reward's processes, and what Linux offers to find and end all of them. No part of it needs privileges."""
+"""Limits of a reward's processes, and the calls of Linux that find and end all of them. No part of it needs privileges."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ def become_undumpable() -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of descendants whose own parent ends: a process that has left its session is still found."""
+    """Become the parent of descendants after the end of their own parent: a process that has left its session is still found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

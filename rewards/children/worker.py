@@ -1,7 +1,7 @@
 """The process that calls a reward: one call at a time if it is a plain function, any number if it is async.
 
 Consumes requests from its connection, produces a result or a reason for each; ends when the connection does. Everything that the reward
-can raise is a reason. What it can do besides (hang, exit, write rubbish) is the business of the keeper and of the actor.
+can raise is a reason. The keeper and the actor handle a reward that hangs, exits or writes rubbish.
 """
 
 import asyncio

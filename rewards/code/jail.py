@@ -1,4 +1,4 @@
-"""Program of a sandboxed interpreter: gives up what it does not need, then runs a program. Imports nothing of ours.
+"""Program of a sandboxed interpreter: gives up the rights that it does not need, then runs a program. Imports nothing of ours.
 
 Its first argument is a descriptor with settings (JSON), its second one for the result. Before the program runs: limits on processor time,
 memory, files and output size; Landlock, where the kernel has it, leaves only the interpreter's own files to be read; a seccomp filter
@@ -159,7 +159,7 @@ def restrict(settings: "dict[str, int]") -> None:
 
 
 def run(settings: "dict[str, object]") -> "dict[str, object]":
-    """Run the program, and a call of one of its functions or its tests, if the settings say so. A program's own exit is its end."""
+    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit is its end."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.argv = ["solution.py"]
     try:

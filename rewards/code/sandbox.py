@@ -1,7 +1,7 @@
 """Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
 
-Linux on x86_64 and aarch64, without privileges. What a program may do: compute, start threads, read the interpreter's files and its
-standard input, write to its standard output. It has no network, starts no process, and changes nothing outside of itself.
+Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and its
+standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside of itself.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ class Bounds:
     """Limits of one run of a program."""
 
     seconds: float = 6.0
-    """By the wall clock; processor time has this limit, rounded up, too."""
+    """Wall time; processor time has this limit, rounded up, too."""
     memory_mb: int = 1024
     """Address space, the interpreter's own (about 30 MB) included."""
     output_bytes: int = 1 << 20
-    """Of standard output and of a result; a program that writes more is ended."""
+    """Size of standard output, and of a result; a program that writes more is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Outcome:
     output: str = ""
     """Standard output."""
     passed: bool = False
-    """Whether it ended well: without an error, and with its tests passed, if there are any."""
+    """True if the run ended well: without an error, and with its tests passed, if there are any."""
     value: Any = None
     """Result of the function that was called."""
     reason: str = ""
@@ -139,7 +139,7 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
 
 
 def _write(descriptor: int, data: bytes) -> bytes:
-    """Write what fits, and return the rest; nothing is left once the program reads no more."""
+    """Write as much as fits, and return the rest; it is empty once the program reads no more."""
     try:
         return data[os.write(descriptor, data[: 1 << 16]) :] if data else b""
     except BlockingIOError:

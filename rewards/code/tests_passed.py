@@ -1,4 +1,4 @@
-"""Reward for a response whose program passes the tests of the label."""
+"""Reward for a response with a program that passes the tests of the label."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ MAX_PROGRAM = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test: standard input, or a call of a function, and what is expected; or code that raises."""
+    """One test: standard input, or a call of a function, and the expected result; or code that raises."""
 
     stdin: str = ""
     call: tuple[str, list[Any]] | None = None

@@ -97,7 +97,7 @@ class Calls:
 
 
 class _Refused(Exception):
-    """An answer that says that the call itself is wrong."""
+    """An answer that refuses the call itself as wrong."""
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

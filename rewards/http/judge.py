@@ -31,7 +31,7 @@ class Judge:
     """Asks a chat model to grade a response; ``score`` is its number, scaled to 0..1, ``grade`` the number itself.
 
     Options: ``url`` of an API (``.../v1``); ``model``; ``template`` with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``;
-    ``pattern``, whose first group is the number and whose last match counts; ``low``, ``high``; ``key_env``: variable with the API's key;
+    ``pattern``: its first group is the number, and its last match counts; ``low``, ``high``; ``key_env``: variable with the API's key;
     ``max_tokens``, ``temperature``; ``timeout_s``, ``retries``, ``connections``. An answer without a number in bounds is asked for again.
     """
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 Load = Callable[[Path, int, int], Awaitable[None]]
 """(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed afterwards."""
 OnWait = Callable[[str], None]
-"""Called with a description of what the engine is waiting for; "" = nothing any more."""
+"""Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
 _REQUEST_AGAIN_S = 2.0
 """A request is written again after this time: the learner may have failed to write the snapshot, which it does not try again."""

@@ -199,7 +199,7 @@ class HandleReceivers:
     """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
     def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "") -> None:
-        """``gpu``: UUID of the GPU whose memory it is; empty = host memory."""
+        """``gpu``: UUID of the GPU that has the memory; empty = host memory."""
         self._gpu = gpu
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()

@@ -64,7 +64,7 @@ class Member:
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
         self.receiver, self.deadlines = receiver, deadlines
         self.verified = False
-        """Its checksums have been compared once, or it has none to compare."""
+        """True once the engine's checksums have been compared, or if it has none to compare."""
         # Both sides must know the request: the engine by its live row, the adapter by its type (that for handles does not).
         self._push_receiver = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
         self._joined = False

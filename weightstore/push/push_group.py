@@ -60,7 +60,7 @@ class GroupRules:
     memory: Memory | None = None
     """The staging memory, if other processes can read it; NCCL needs that."""
     apart: tuple[str, ...] = APART
-    """Backends whose end is in a process of its own."""
+    """Backends with the learner's end in a process of its own."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
         """Return the backend to an engine (empty: it is refused), and why it is not NCCL."""

@@ -64,7 +64,7 @@ class PushReport:
     stall_s: dict[str, float]
     """Engine -> seconds for which the flip paused its generation."""
     verified: tuple[str, ...]
-    """Engines of ``engines`` whose checksums were compared with those of the sent weights before they served them."""
+    """Engines of ``engines`` with checksums that were compared with those of the sent weights before they served them."""
     verify_s: dict[str, float]
     """Engine -> seconds that the comparison took."""
     seconds: float

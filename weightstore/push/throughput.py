@@ -14,7 +14,7 @@ class Throughput:
         self._seconds: dict[str, float] = {}
 
     def add(self, transport: str, engines: int, seconds: float) -> None:
-        """Count a push group whose update took so long; the groups of a push are updated at the same time."""
+        """Count a push group with an update of ``seconds``; the groups of a push are updated at the same time."""
         if engines:
             self._engines[transport] = self._engines.get(transport, 0) + engines
             self._seconds[transport] = max(self._seconds.get(transport, 0.0), seconds)

@@ -45,7 +45,7 @@ class SnapshotStore:
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
         self._here: set[int] = set()
-        """Versions of this registry whose directory is complete. A directory of another run may have the same name."""
+        """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
         """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its row is cleared.

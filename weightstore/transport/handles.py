@@ -186,7 +186,7 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> Tensor:
         there = os.fstat(fd)
         if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
             raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
-        # An engine's is private, so that nothing there can write into what the learner reads; pages only read stay the learner's own.
+        # An engine's is private, so that nothing there can write into the learner's memory; pages only read stay the learner's own.
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=flags), dtype=torch.uint8)
     finally:

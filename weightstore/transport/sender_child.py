@@ -1,4 +1,4 @@
-"""The process behind ``weightstore.transport.sender_process``: one process group, which sends what it is given handles of.
+"""The process behind ``weightstore.transport.sender_process``: one process group, which sends the memory that it gets handles of.
 
 python -m weightstore.transport.sender_child DESCRIPTOR PARENT
 """

@@ -8,8 +8,8 @@ from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.handles import Memory
 
 APART = ("nccl",)
-"""Backends whose end is in a process of its own. NCCL may end its process, or wait in it without end, when a peer dies. Gloo does neither,
-so its groups spare the process."""
+"""Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a peer dies. Gloo does
+neither, so its groups spare the process."""
 
 
 class Sender(Protocol):

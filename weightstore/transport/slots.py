@@ -41,7 +41,7 @@ class DoubleBuffer:
         """The message that has been copied before it is sent."""
 
     def message(self, flat: Tensor, following: Tensor | None = None) -> Tensor:
-        """Return ``flat`` on the device, and queue the copy of ``following``, whose bytes must not change until it is sent.
+        """Return ``flat`` on the device, and queue the copy of ``following``: its bytes must not change until it is sent.
 
         A copy ahead counts for the very next message only: memory that is filled again has the same address and other bytes.
         """
