@@ -20,7 +20,7 @@ def by_label(group: FilterGroup, *, dropped: list[int]) -> Any:
 
 
 def misbehaves(group: FilterGroup) -> Any:
-    """Do what the prompt's number says: every third group is judged well."""
+    """Act by the prompt's number: every third group is judged well."""
     match group.label % 3:
         case 0:
             return True

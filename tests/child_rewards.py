@@ -50,7 +50,7 @@ def backtracks(request: RewardRequest) -> float:
 
 
 def misbehaves(request: RewardRequest) -> float:
-    """Do what the response names."""
+    """Act as the response names."""
     match request.response:
         case "ok":
             return 1.0

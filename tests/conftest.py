@@ -41,7 +41,7 @@ PROCESSES_LIMIT_S = 400.0
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """Start the process from which ``tests.forked`` forks: for async tests, whose loop the start would block."""
+    """Start the process from which ``tests.forked`` forks: for async tests: the start would block their loop."""
     forked.start_server()
 
 

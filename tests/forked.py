@@ -65,7 +65,7 @@ class Forked:
         """File of stdout."""
         output.touch()  # a child that fails to start writes nothing
         self._asking = threading.Lock()
-        """Its exit code can be read once: of two threads that ask at the same time, one would get another code."""
+        """The exit code of the child can be read once: of two threads that ask at the same time, one would get another code."""
         whole = {**os.environ, **environment}  # of now: the fork server has that of its own start
         self._process = context().Process(target=_run, args=(main, arguments, whole, output, errors or output), daemon=True)
         self._process.start()

@@ -1,6 +1,6 @@
 """`tidemill` commands of tests, forked from the process of ``tests.forked`` that has imported their modules: a start takes no second.
 
-Knows nothing of what the commands do. A test of a start itself (arguments of the interpreter, time, memory) runs ``python -m launch``.
+Knows nothing of the commands' work. A test of a start itself (arguments of the interpreter, time, memory) runs ``python -m launch``.
 """
 
 import os

@@ -210,7 +210,7 @@ class Engine:
 
 @dataclass
 class ByHandles:
-    """The same engine as an object that ``actors.serving.handles`` drives."""
+    """An engine as an object that ``actors.serving.handles`` drives."""
 
     engine: Engine
 

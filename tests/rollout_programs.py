@@ -34,7 +34,7 @@ def ask(base_url, api_key, messages):
 
 
 class Resumes:
-    """Says what it was called with."""
+    """Returns its arguments."""
 
     def run(self, data, saves):
         return {"run": 1, "saves": saves}
@@ -84,7 +84,7 @@ def complete(base_url, api_key, prompt):
 
 
 class Script:
-    """Does what the task's metadata says."""
+    """Runs the method that the task's metadata names."""
 
     def __init__(self, **options):
         self.options = options

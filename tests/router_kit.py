@@ -82,14 +82,14 @@ class Faulty:
     def __init__(self) -> None:
         self.does, self.asked = "ok", list[str]()
         self.healthy, self.silent = True, False
-        """Its answer to a health check; with ``silent`` it gives none."""
+        """Answer of the engine to a health check; with ``silent`` it gives none."""
         self.paths, self.queries = list[str](), list[str]()
         self.checks = 0
         """Number of health checks."""
         self.gone = asyncio.Event()
         """Set when the client of a hanging request has disconnected."""
         self.version: str | None = None
-        """Its release in /server_info; None = the field is missing."""
+        """Release of the engine in /server_info; None = the field is missing."""
         self.events = b""
         self.url, self.leave = "", _nothing
         """``leave``: function that stops listening at its address."""

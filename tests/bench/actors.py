@@ -1,4 +1,4 @@
-"""A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and what does each process cost?
+"""A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and how much does each process cost?
 
 One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the other, renews and
 acks like a real one; only the tokens are made up, at a fixed pace. Behind the real nats-server is the real feeder

@@ -2,7 +2,7 @@
 
 ``python -m tests.bench checkpoint`` trains one rank on the CPU and takes a checkpoint every few steps, in both ways by turns. *Stall* is
 the time from the end of the step to the beginning of the next; *whole* is the time of all steps with their checkpoints, against the same
-steps without one: what the writing takes from the steps that it runs beside.
+steps without one: the time that the writing takes from the steps that it runs beside.
 """
 
 import argparse

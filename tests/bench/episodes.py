@@ -3,9 +3,9 @@
 python -m tests.bench.episodes [--episodes 32] [--turns 6] [--new-tokens 32] [--rounds 3]
 
 An episode's prompt grows by its answers. ``direct``: the actor's client of engines, no gateway. ``ids``: the gateway's /generate with token
-ids. ``chat``: chat completions, whose history becomes token ids again. ``log``: ``ids`` with ``again: replay``, every turn stored on a real
-bus before it is given. All take part in each round, in another order; the ratio is that of the medians. Engine, gateway and programs share
-this process, and the model is tiny: what an engine with a large model spends on a turn is not there to hide the gateway's share.
+ids. ``chat``: chat completions, with their history made into token ids again. ``log``: ``ids`` with ``again: replay``, every turn stored
+on a real bus before it is given. All take part in each round, in another order; the ratio is that of the medians. Engine,
+gateway and programs share this process, and the model is tiny: the long turns of a large model do not hide the gateway's share here.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Runs a command that writes a JSON line a step, and records the time of each line and the CPU time of all its processes by then.
 
-Wall time on shared cores says little about a program of many processes; CPU time shows its cost.
+Wall time on shared cores is no measure of a program of many processes; CPU time shows its cost.
 """
 
 import json

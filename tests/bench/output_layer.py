@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What one forward and backward pass took and gave."""
+    """Time, memory and results of one forward and backward pass."""
 
     seconds: float
     cpu_s: float
@@ -97,7 +97,7 @@ def reset_peak(device: torch.device) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the pass before has freed is not there any more
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns the memory that the pass before has freed
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets the peak to the present resident set
     return _status_bytes("VmRSS")
 

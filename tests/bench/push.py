@@ -7,7 +7,7 @@ group per receiver or push group, buckets announced over HTTP.
 ``--verify always`` compares checksums in every push, and prints the time of that.
 ``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
 generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this
-machine's CPU, whose pushes are also compared with its own API, called by a minimal client.
+machine's CPU; its pushes are also compared with its own API, called by a minimal client.
 """
 
 import argparse

@@ -60,7 +60,7 @@ def per_second(name: str, seconds: float) -> float:
 
 
 def nothing(request: RewardRequest) -> float:
-    """Score nothing: the reward whose way is measured."""
+    """Score nothing: only the path of a call is measured."""
     return 0.0
 
 

@@ -49,7 +49,7 @@ class Verdict:
     trimmed: int = 0
     steps_taken_again: int = 0
     steps_without_digest: int = 0
-    """Number of done steps whose weights have no digest (``learner.weights_digest``): their bits were compared with nothing."""
+    """Number of done steps with weights that have no digest (``learner.weights_digest``): their bits were compared with nothing."""
     lost: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

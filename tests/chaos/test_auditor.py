@@ -116,7 +116,7 @@ async def test_a_sound_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp
 
 
 async def test_a_dead_task_is_trained_with_what_it_has(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
-    """Its second sample is the first of its group; its first one came too late."""
+    """The second sample of the task is the first of its group; the first one came too late."""
     async with open_bus() as bus:
         scene = Scene(bus, nats_server.url, tmp_path)
         scene.plans, scene.dead = [(1, [0], [2])], [0]

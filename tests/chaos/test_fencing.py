@@ -94,7 +94,7 @@ async def _done_by(bus: Bus, epoch: int) -> None:
 async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]]:
     """Return the rows and checkpoints of this epoch, outside of the fenced streams.
 
-    A version in transfer may yet be marked as failed, and be given its ``after``, which anybody sets, once.
+    A version in transfer may yet be marked as failed, and be given its ``after``, which any process may set, once.
     """
     found: dict[str, dict[str, Any]] = {path.name: {} for path in (run.root / "checkpoints").glob(f"step-*-epoch-{epoch}*")}
     for bucket in ("weights", "run"):

@@ -40,7 +40,7 @@ def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.slow
 def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """No world is told two answers for one turn, except by episodes whose log could not be written, which their actors have named."""
+    """No environment gets two answers for one turn, but in episodes with a log that could not be written: their actors name them."""
     told = tmp_path / "told"
     told.mkdir()
     rollout = {"use": "agent:tests.rollout_programs:Tells", "options": {"directory": str(told)}, "processes": 2, "again": "replay"}

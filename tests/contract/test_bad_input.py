@@ -173,7 +173,7 @@ async def test_requests_beyond_the_waiting_limit_get_503_at_a_proxy(model_dir: P
 
 async def reached(server: Faulty, count: int) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while server.paths.count("/generate") < count:  # noqa: ASYNC110 - it tells nobody
+        while server.paths.count("/generate") < count:  # noqa: ASYNC110 - it sends no event
             await asyncio.sleep(0.01)
 
 

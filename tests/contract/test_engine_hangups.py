@@ -55,7 +55,7 @@ async def hang_up_on(served: Served, path: str, body: object) -> None:
 async def until(reached: object) -> None:
     assert callable(reached)
     async with asyncio.timeout(LIMIT_S):
-        while not reached():  # noqa: ASYNC110 - the engine tells nobody
+        while not reached():  # noqa: ASYNC110 - the engine sends no event
             await asyncio.sleep(0.01)
 
 

@@ -180,7 +180,7 @@ async def test_a_release_while_it_takes_a_directory_by_itself_comes_behind_it(di
         updates = served.engine.updates
         assert await ask(served, RELEASE) == 200
         load = asyncio.create_task(served.engine.load_snapshot(directory, 5))
-        while not updates._writing.locked():  # noqa: ASYNC110 - it tells nobody
+        while not updates._writing.locked():  # noqa: ASYNC110 - it sets no event
             await asyncio.sleep(0)
         release = asyncio.create_task(updates.run_shielded(updates.release(frozenset({"weights", "kv_cache"}))))
         await asyncio.gather(load, release)

@@ -1,6 +1,6 @@
-"""Programs that ask the model through the gateway: what they are told, what is recorded, and how episodes end."""
+"""Programs that ask the model through the gateway: its replies, its records, and how episodes end."""
 
-# ruff: noqa: ASYNC110 - what is waited for is inside the gateway
+# ruff: noqa: ASYNC110 - the awaited state is inside the gateway
 
 import asyncio
 import json

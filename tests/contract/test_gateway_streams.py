@@ -1,6 +1,6 @@
 """Streams of the gateway: sent token by token, and recorded as they were sent."""
 
-# ruff: noqa: ASYNC110 - what is waited for is inside the gateway
+# ruff: noqa: ASYNC110 - the awaited state is inside the gateway
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The rollout ``multi_turn`` on a real engine: what is trained and what is context, protocols, environments and ends."""
+"""The rollout ``multi_turn`` on a real engine: trained tokens and context, protocols, environments and ends."""
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -26,7 +26,7 @@ from tests.tiny_models import write_tiny_model
 
 HERE = "tests.contract.test_multi_turn"
 ANYTHING = r"([\s\S]*)"
-"""A call, whatever the model says."""
+"""A call, whatever the model generates."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ class Game:
 
 
 class SavedGame(Game):
-    """A game that tells its state, and can end its process."""
+    """A game that gives its state, and can end its process."""
 
     def state(self) -> dict[str, int]:
         return {"number": self.number}

@@ -47,7 +47,7 @@ def first_model(model_dir: Path) -> Path:
 async def until_unfinished(served: Served, requests: int) -> None:
     """Wait until the engine has this many unfinished requests."""
     async with asyncio.timeout(60):
-        while served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) != requests:  # noqa: ASYNC110 - it tells nobody
+        while served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) != requests:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Models with a tool format of their own, through the real gateway: what programs receive, and what is trained on."""
+"""Models with a tool format of their own, through the real gateway: messages that programs receive, and tokens that are trained."""
 
 import json
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ SAID = {
         *("<arg_value>", "3", "</arg_value>", "</tool_call>", "<|observation|>"),
     ],
 }
-"""What the model says to every prompt, behind the last token of one. A template would write the calls with other ids."""
+"""Tokens that the model generates for every prompt, behind the last token of one. A template would write the calls with other ids."""
 FAMILIES = tuple(SAID)
 
 

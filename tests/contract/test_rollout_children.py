@@ -204,7 +204,7 @@ async def test_an_interpreter_that_is_not_there() -> None:
 
 
 async def test_an_interpreter_without_any_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child's program is one file of the standard library; what the user's needs is on PYTHONPATH."""
+    """The child's program is one file of the standard library; packages of the user's program are on PYTHONPATH."""
     (tmp_path / "own.py").write_text("import sys\n\ndef program(data):\n    return float('numpy' in sys.modules or sys.flags.no_site)\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

@@ -477,6 +477,6 @@ async def test_a_draining_router_finishes_its_requests_and_takes_no_more(model_d
 
 async def refused(door: Door) -> None:
     async with asyncio.timeout(60):
-        while (await door.get("/health"))[0] != 503:  # noqa: ASYNC110 - the router tells nobody
+        while (await door.get("/health"))[0] != 503:  # noqa: ASYNC110 - the router sends no event
             await asyncio.sleep(0.01)
     assert (await door.generate())[0] == 503

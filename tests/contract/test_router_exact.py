@@ -121,7 +121,7 @@ async def test_a_stop_string_is_cut_off_and_found_again(model_dir: Path) -> None
 
 
 async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) -> None:
-    """The same text from different ids is constructed: a random model does not produce it on demand."""
+    """Constructs the same text from different ids: a random model does not produce it on demand."""
     text = text_of(model_dir)
     exact = TokenHistory(RouterConfig(model=str(model_dir)))
     joined = [3 + 256 + 5]  # one of the tokenizer's merges

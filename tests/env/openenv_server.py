@@ -10,13 +10,13 @@ from openenv.core.env_server.types import Action, Observation, State
 
 
 class Said(Action):
-    """What the player says."""
+    """Text of the player."""
 
     message: str
 
 
 class Seen(Observation):
-    """What the player sees."""
+    """State that the player sees."""
 
     text: str
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(tmp_path: Path, model: Path, rollout: dict[str, Any], prompts: Sequence[dict[str, Any]], key: str = "") -> Up:
-    """Train on a rollout, check what every run promises, and return the run."""
+    """Train on a rollout, check the guarantees of every run, and return the run."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     config = tmp_path / "env.yaml"
     settings = {

@@ -60,7 +60,7 @@ class LoudEnv(vf.Env[LoudEnvConfig]):
 
 
 class Loud(vf.Taskset[LoudTask, LoudConfig]):
-    """One prompt, whose answer cannot be encoded."""
+    """One prompt, with an answer that cannot be encoded."""
 
     def load(self):
         print("loud: it is loaded")

@@ -31,7 +31,7 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
 
 
 class SumsConfig(vf.TasksetConfig):
-    """How many sums there are."""
+    """Number of sums."""
 
     count: int = 8
 

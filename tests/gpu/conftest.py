@@ -1,6 +1,6 @@
 """The device of the GPU tests, one rank on it for the whole session, and reference values from a process without CUDA.
 
-``--gpu-device cpu`` runs everything whose logic is not CUDA's own on the CPU, at tiny sizes; tests that take ``cuda`` skip there.
+``--gpu-device cpu`` runs everything but CUDA's own behaviour on the CPU, at tiny sizes; tests that take ``cuda`` skip there.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 
 # cuBLAS and NCCL read these when CUDA is initialised: the environment of a rank (learner/ranks/process.py), and the one interface of a
-# machine whose host name may resolve to nothing.
+# machine with a host name that may resolve to nothing.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -51,7 +51,7 @@ def on_gpu(device: torch.device) -> bool:
 
 @pytest.fixture(scope="session")
 def cuda(device: torch.device) -> torch.device:
-    """The same for tests of CUDA's own behaviour, which skip on the CPU."""
+    """Device for tests of CUDA's own behaviour, which skip on the CPU."""
     if device.type != "cuda":
         pytest.skip("of CUDA only")
     return device

@@ -27,7 +27,7 @@ WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hid
 
 
 SHARES = Replicas(distributed_optimizer=True)
-"""The weights are in a buffer of Megatron's wrapper then, beside the gradients, whose content a release does not keep."""
+"""The weights are in a buffer of Megatron's wrapper then, beside the gradients, and a release does not keep the content of these."""
 
 
 def learner(model_dir: Path, rank: Parallel, memory: Memory, replicas: Replicas | None = None) -> Trainer:

@@ -80,7 +80,7 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
     )
     train(trainer, here, STEP)
     saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
-    grad_norm = train(trainer, here, STEP + 1)  # beside the writing: what is saved are the weights of before
+    grad_norm = train(trainer, here, STEP + 1)  # beside the writing: the weights of before are saved
     saved.collect(wait=True)
     return {"digest": policy.digest(), "grad_norm": grad_norm, "reported": reports.checkpoints}
 

@@ -58,7 +58,7 @@ RESUMES = [
     ("distributed, offload", "distributed"),
     ("offload", "plain"),
 ]
-"""Who has saved, and who continues."""
+"""Layout that has saved, and layout that continues."""
 
 
 def learner(model_dir: Path, here: Parallel, dtype: str, way: Way, settings: OptimizerConfig) -> tuple[Trainer, Policy, PolicyOptimizer]:

@@ -56,7 +56,7 @@ class RouterCalls:
     def __init__(self, policy: Policy, shape: RoutedShape) -> None:
         self._here, self._shape = policy.parallel, shape
         self._calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """By layer: what each pass has chosen, and what the router alone would choose by its logits, [T, K] in order of the ids."""
+        """Layer -> the experts of each pass, and those that the router alone would choose by its logits, [T, K] in order of the ids."""
         for chunk in policy.chunks:
             for layer in chunk.decoder.layers:
                 if hasattr(layer.mlp, "router"):

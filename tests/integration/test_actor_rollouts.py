@@ -114,7 +114,7 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
 async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answer to the queue would be one for the lease of the other. The task is given to somebody again when the lease has run out."""
+    """An ack or nak by it would be one for the lease of the other actor. The task is delivered again when the lease has run out."""
     caplog.set_level("INFO")
     async with open_bus(rollouts=("script",), lease_s=2) as bus, engine(bus):
         file, goes_on = tmp_path / "up", tmp_path / "on"

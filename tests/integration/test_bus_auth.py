@@ -98,7 +98,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             HeartbeatPublisher(router, row("router", "router")),
         ):
             async with LiveView(actor).on_change("engine", lambda: None), LiveView(router).on_change("engine", lambda: None):
-                while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - others wake nobody
+                while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - no event for other roles
                     await asyncio.sleep(0.02)
             watching = engine.rows("weights").watch("head")
             assert await take(watching, 1) == [({"version": 0, "step": 0, "epoch": 1}, 1)]

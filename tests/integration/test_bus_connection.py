@@ -160,7 +160,7 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
 
 
 async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its flush does so: a refused TLS handshake at that moment was retried for ever."""
+    """The flush of nats-py does so: a refused TLS handshake at that moment was retried for ever."""
     cancelled: list[int] = []
 
     async def swallows(self: Client) -> None:

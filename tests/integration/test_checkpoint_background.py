@@ -129,7 +129,7 @@ INSTANTS = [
     (disk, "write_manifest"),
     (disk, "publish"),
 ]
-"""What the thread does, in order."""
+"""Calls of the thread, in order."""
 
 
 @pytest.mark.parametrize("background", [True, False])

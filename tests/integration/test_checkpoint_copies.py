@@ -146,7 +146,7 @@ async def test_the_newest_whole_one_is_chosen(open_bus: BusOpener, roots: list[P
 
 
 async def test_the_feeders_node_may_be_the_replaced_one(open_bus: BusOpener, roots: list[Path]) -> None:
-    """Its disk is empty, and its keeper has copied nothing yet: the metadata comes from the other node."""
+    """The disk of node 0 is empty, and its keeper has copied nothing yet: the metadata comes from the other node."""
     async with open_bus() as bus:
         async with keepers(bus, roots) as both:
             write(roots, 4)

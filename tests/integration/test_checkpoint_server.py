@@ -1,4 +1,4 @@
-"""A node's checkpoint server against requests for what it must not send, and the client against servers that send something else."""
+"""A node's checkpoint server against requests for files that it must not send, and the client against servers that send something else."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A profile on request: begun at the next step, ended after its steps, and written where the command says."""
+"""A profile on request: begun at the next step, ended after its steps, and written to the directory of the command."""
 
 import gzip
 import json

@@ -40,7 +40,7 @@ def every(*epochs: int) -> list[tuple[int, int]]:
 
 
 async def check_end(world: World, *, steps: int, reason: str) -> list[Plan]:
-    """Assert that the run has ended after ``steps`` with a checkpoint of that step, and says why."""
+    """Assert that the run has ended after ``steps`` with a checkpoint of that step, and its row has the reason."""
     end, checkpoint = await world.bus.rows("run").get(END_KEY), await world.bus.rows("run").get(CHECKPOINT_KEY)
     assert end is not None
     assert checkpoint is not None
@@ -211,7 +211,7 @@ CURRICULUM = CurriculumRules(skip_easy=1.0, skip_hard=0.0, skip_passes=2)
 async def test_prompts_that_were_too_easy_or_too_hard_are_left_out_and_a_killed_learner_knows_them(
     open_world: OpenWorld, killed_at: int | None
 ) -> None:
-    """Of seven prompts 0 and 1 always pass and 2 never does. With lag 0 and a group a step, a task is issued after the last is trained."""
+    """Prompts 0 and 1 of seven always pass, and 2 never does. With lag 0 and a group a step, a task is issued after the last is trained."""
 
     def respond(task: Task, index: int) -> Sample:
         assert isinstance(task.label, int)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a world of two, in every layout and with both optimizers: they train what one process trains."""
+"""Mixtures of experts in a world of two, in every layout and with both optimizers: they train as one process does."""
 
 from pathlib import Path
 from typing import Any

@@ -73,7 +73,7 @@ def mutated(rng: random.Random) -> list[bytes]:
 
 async def until(server: FeedServer, refused: int) -> None:
     async with asyncio.timeout(20):
-        while server.refused < refused:  # noqa: ASYNC110 - it wakes nobody
+        while server.refused < refused:  # noqa: ASYNC110 - it sets no event
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Filters by import path in a feeder: their processes, failures and records, and starts that repeat what was recorded."""
+"""Filters by import path in a feeder: their processes, failures and records, and starts that repeat recorded decisions."""
 
 import asyncio
 from collections import Counter

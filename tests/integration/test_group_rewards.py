@@ -1,4 +1,4 @@
-"""Rewards of groups: what they see, what their failure costs, and evaluation without them."""
+"""Rewards of groups: their arguments, the effect of their failures, and evaluation without them."""
 
 from collections import Counter
 from typing import Any

@@ -140,7 +140,7 @@ async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
 
 
 async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
-    """Its config has a lease of 2 s, so it renews every 0.67 s; the queue grants 6 s, and the task is kept for 12 renewals."""
+    """The actor's config has a lease of 2 s, so it renews every 0.67 s; the queue grants 6 s, and the task is kept for 12 renewals."""
     async with open_bus(lease_s=6.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)

@@ -171,7 +171,7 @@ async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: Bus
 
 
 async def test_a_dead_task_may_be_trained_with_the_samples_it_had(open_bus: BusOpener) -> None:
-    """Its plan has a group with a gap; a sample that was read later is a duplicate."""
+    """The plan of the step has a group with a gap; a sample that was read later is a duplicate."""
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)

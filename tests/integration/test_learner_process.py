@@ -93,7 +93,7 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
 async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
     child = Child("sleep", ["sleep", "600"])
     await child.start()
-    os.kill(child.pid, signal.SIGKILL)  # from here to the signal in one step of the loop, so that the loop cannot hear of the end
+    os.kill(child.pid, signal.SIGKILL)  # from here to the signal in one step of the loop, so that the loop cannot notice the end
     while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread
         time.sleep(0.001)  # noqa: ASYNC251
     assert child.running

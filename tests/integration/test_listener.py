@@ -75,7 +75,7 @@ async def test_bodies_are_bounded() -> None:
 
 def test_only_the_listener_module_listens() -> None:
     """Deadlines, keys and bounds are in one place as long as there is no other server, but for one that only its own episodes ask:
-    it runs in an interpreter that has nothing of Tidemill, on the loopback address, and knows who asks by the id of an episode."""
+    it runs in an interpreter that has nothing of Tidemill, on the loopback address, and knows a caller by the id of an episode."""
     found = [
         str(path.relative_to(ROOT))
         for package in PACKAGES

@@ -15,7 +15,7 @@ from tests.bus_fixtures import BusOpener
 
 
 async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ack was missed, and a task of another queue, with a lower id, is leased for long."""
+    """The ack of the task was missed, and a task of another queue, with a lower id, is leased for long."""
     monkeypatch.setattr("learner.data.lost.LOOK_EVERY_S", 0.1)
     found = asyncio.Event()
     async with open_bus(rollouts=("agent",)) as bus, asyncio.TaskGroup() as group:

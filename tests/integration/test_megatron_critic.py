@@ -35,7 +35,7 @@ def same(ours: dict[str, float], wanted: dict[str, float], *, tolerance: float =
 
 
 def with_random_head(built: Built) -> torch.Tensor:
-    """Return the value head, made random: one of zeros hides what it is multiplied with."""
+    """Return the value head, made random: one of zeros hides the values that it is multiplied with."""
     weight = built.critic.model.module.output_layer.weight
     with torch.no_grad():
         weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))

@@ -84,7 +84,7 @@ def log_probs(model: Any, tokens: Tensor) -> Tensor:
     [("qwen3", True, LORA), ("qwen2", False, SOME), ("llama", False, LORA), ("qwen3", False, SOME)],
 )
 def test_the_model_with_adapters_is_that_of_transformers(here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig) -> None:
-    """As merged weights, and as a directory of PEFT's; an adapter directory begins a policy with the same."""
+    """Merged weights and a directory of PEFT's agree with it; an adapter directory begins a policy with the same."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=tied, vocab_size=VOCAB)
     policy = lora_policy(model_dir, here, lora)
     wrote(tmp_path / "adapter", policy, model_dir)
@@ -263,7 +263,7 @@ def test_the_check_knows_the_layers_that_have_adapters(here: Any, tmp_path: Path
 
 
 def in_stages(model_dir: Path, out: Path) -> None:
-    """Write what each of two stages says of adapters: their number, or the refusal."""
+    """Write the adapters of each of two stages: their number, or the refusal."""
     joined = parallel.join(tensor_parallel_size=1, pipeline_parallel_size=2, device=torch.device("cpu"), seed=0)
     found: dict[str, object] = {}
     tunings = {

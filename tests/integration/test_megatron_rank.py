@@ -65,7 +65,7 @@ class Learner:
 
     @asynccontextmanager
     async def followed(self, **changes: Any) -> AsyncIterator[tuple["Learner", str]]:
-        """Yield a second run on the same bus, in the directory ``second``, whose settings differ by ``changes``, and its engine's URL."""
+        """Yield a second run on the same bus, in the directory ``second``, with ``changes`` of its settings, and its engine's URL."""
         root, name = self.directory / "second", f"{self.world.run}-second"
         root.mkdir()
         settings = {**self.settings, **changes}

@@ -1,4 +1,4 @@
-"""Optimizer state in shares of the replicas, in host memory, or both: trains what the plain optimizer does, and loads its checkpoints."""
+"""Optimizer state in shares of the replicas, in host memory, or both: trains as the plain optimizer does, and loads its checkpoints."""
 
 from pathlib import Path
 from typing import Any

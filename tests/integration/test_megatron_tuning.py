@@ -1,4 +1,4 @@
-"""Frozen weights and the kinds of optimizers: what is not trained keeps its bits, and the others are trained as if alone."""
+"""Frozen weights and the kinds of optimizers: frozen weights keep their bits, and the others are trained as if alone."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of memory agrees with a rank: the bytes of its tensors, and of what the layers keep for the backward pass."""
+"""The table of memory agrees with a rank: the bytes of its tensors, and of those that the layers keep for the backward pass."""
 
 import json
 import re

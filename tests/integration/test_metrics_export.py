@@ -44,7 +44,7 @@ def arguments(*, from_step: int = 1, until_end: bool = True) -> argparse.Namespa
 
 
 class Collected:
-    """A sink that keeps what it is given; with ``fails`` its first calls raise. ``seen`` is set with every call that returns."""
+    """A sink that keeps its arguments; with ``fails`` its first calls raise. ``seen`` is set with every call that returns."""
 
     def __init__(self, fails: int = 0) -> None:
         self.of: list[StepMetrics] = []
@@ -108,7 +108,7 @@ async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(open_bus: 
 
 
 class Stuck:
-    """A plain sink whose first call waits for ``released``."""
+    """A plain sink; its first call waits for ``released``."""
 
     def __init__(self) -> None:
         self.called, self.released, self.closed = threading.Event(), threading.Event(), threading.Event()

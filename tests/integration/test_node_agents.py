@@ -1,4 +1,4 @@
-"""Node agents on a real bus, with ranks that end when the test says so: attempts, ends, drains, refusals, and an outage of the bus."""
+"""Node agents on a real bus, with ranks that end when the test ends them: attempts, ends, drains, refusals, and an outage of the bus."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ class Ranks:
 
 @dataclass
 class Node:
-    """One agent, and what ends it."""
+    """One agent, and the event that ends it."""
 
     ranks: Ranks
     agent: Agent

@@ -1,4 +1,4 @@
-"""Calls to engines' addresses over real sockets: the engine itself, another process at its address, nobody, and a port that is silent."""
+"""Calls to engines' addresses over real sockets: the engine itself, another process at its address, a closed port, and a silent one."""
 
 import asyncio
 import dataclasses

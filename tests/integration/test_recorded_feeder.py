@@ -28,7 +28,7 @@ from tests.actor_kit import row_until
 from tests.feeder_kit import World
 
 ROWS = [{"prompt": f"p{number}", "answers": ["a" * (1 + number % 3)] * (1 + number % 2)} for number in range(12)]
-"""Of one or two responses each."""
+"""Rows of one or two responses each."""
 
 
 def letters(prompt: Any, tools: Any = (), *, whole: bool = False) -> list[int]:
@@ -37,7 +37,7 @@ def letters(prompt: Any, tools: Any = (), *, whole: bool = False) -> list[int]:
 
 @dataclass
 class RecordedWorld(World):
-    """A run whose rows have recorded responses; with ``mixed``, half of the rows are answered by actors."""
+    """A run with recorded responses in its rows; with ``mixed``, half of the rows are answered by actors."""
 
     mixed: bool = False
     recorded: frozenset[str] = frozenset({"answers"})

@@ -1,4 +1,4 @@
-"""Actors that are killed at every instant of an episode: the next one goes on, and no environment is told two answers for one turn."""
+"""Actors that are killed at every instant of an episode: the next one goes on, and no environment gets two answers for one turn."""
 
 import asyncio
 from collections import defaultdict
@@ -54,7 +54,7 @@ class StoppingTurns(TurnStream):
 
 
 class World:
-    """An environment outside of all actors: it is told answers, and remembers them."""
+    """An environment outside of all actors: it gets answers, and keeps them."""
 
     def __init__(self) -> None:
         self.told: defaultdict[int, list[str]] = defaultdict(list)
@@ -103,7 +103,7 @@ INSTANTS = [
 
 
 async def attempt(rollout: ProgramRollout, number: int, name: str) -> Made:
-    """Make the sample as an actor does, and say that it is stored."""
+    """Make the sample as an actor does, and report it as stored."""
     made = await rollout.sample(replace(task(), id=number), 0, name, first=name == "first")
     check_sample(made.sample)
     assert made.stored is not None
@@ -152,7 +152,7 @@ async def test_killed_at_every_instant_the_next_actor_goes_on(model: Path, open_
 
 
 async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not_stop(model: Path, open_bus: BusOpener) -> None:
-    """Tokens, log-probs, masks and rewards of turns; only what names attempts and times differs."""
+    """Tokens, log-probs, masks and rewards of turns; only the names of attempts and the times differ."""
     world = World()
 
     async def program(client: Client) -> None:
@@ -214,7 +214,7 @@ async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(m
 
 
 async def test_an_episode_that_failed_begins_anew(model: Path, open_bus: BusOpener) -> None:
-    """Its answers may be what made the program fail."""
+    """The answers of the episode may have made the program fail."""
     fails = [True]
 
     async def program(client: Client) -> float:

@@ -1,4 +1,4 @@
-"""The command ``tidemill reward-server``: it serves, it is drained, and it refuses what would serve strangers."""
+"""The command ``tidemill reward-server``: it serves, it is drained, and it refuses settings that would let any client in."""
 
 import asyncio
 import os

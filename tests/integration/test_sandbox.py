@@ -1,4 +1,4 @@
-"""The sandbox of programs: what a program may do, every way to harm that was thought of, and nothing left of any."""
+"""The sandbox of programs: the rights of a program, every way to harm that was thought of, and nothing left of any."""
 
 import os
 import socket

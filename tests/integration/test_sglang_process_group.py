@@ -34,7 +34,7 @@ def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
 
 
 def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
-    """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by the first word of it."""
+    """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by its first argument."""
     deadline = time.monotonic() + WAIT_S
     while True:
         below = {(one.cmdline() or [""])[0]: one for one in psutil.Process(keeper.pid).children(recursive=True)}

@@ -130,7 +130,7 @@ for step in range(1, 1_000_000):
 
 
 def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    """Its memory has no name, and the engines that have mapped it unmap it by themselves; the next learner goes on with them."""
+    """The learner's memory has no name, and the engines that have mapped it unmap it by themselves; the next learner goes on with them."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD}) as engines:
         pids = [process.pid for _, process in engines.values() if process.pid is not None]
         words = [sys.executable, "-c", PUSHES_FOR_EVER, bus_url, run_id, str(tmp_path)]
@@ -246,7 +246,7 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
 
 
 async def test_late_messages_from_before_a_join_are_refused(directory: Path) -> None:
-    """The same learner has evicted the engine and taken it in again: requests of the two sockets may arrive in any order."""
+    """An engine was evicted and taken in again by the same learner: requests of the two sockets may arrive in any order."""
     memory = HostMemory()
     old_weights, staging = (staged(dict(tiny_model(seed=seed).state_dict()), memory) for seed in (1, 2))
     async with serving(directory) as served, pushing(served, memory) as old:

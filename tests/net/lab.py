@@ -26,7 +26,7 @@ from typing import IO, Self
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 INIT = "while :; do sleep 3600 & wait; done"
-"""The first process of a machine: it reaps, as the ends of those whose parent has ended become its own."""
+"""The first process of a machine: it reaps, as it becomes the parent of processes that have lost theirs."""
 MADE_S = 20.0
 ENDED_S = 30.0
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
@@ -105,7 +105,7 @@ class Machine:
         self._lab, self._number, self.name = lab, number, name
         self._init = _Namespaces()
         self.disk = lab.directory / "disks" / name
-        """Its disk, as this machine sees it."""
+        """Disk of the machine, as a directory on the host."""
         self.address = f"fd77::{number + 10:x}" if lab.is_ipv6 else f"10.77.0.{number + 10}"
         self._link = f"m{number}"
         """Outer end of its link, in the switch."""
@@ -114,12 +114,12 @@ class Machine:
 
     @property
     def init(self) -> int:
-        """Its first process, by the id that it has outside."""
+        """Id of the machine's first process, outside of its namespaces."""
         return self._init.pid
 
     @property
     def in_url(self) -> str:
-        """Its address as URLs have it."""
+        """Address of the machine as in a URL."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def boot(self) -> None:
@@ -172,7 +172,7 @@ class Machine:
             yield
 
     def cut(self) -> None:
-        """Take its link down: nothing arrives, nothing leaves, and no connection is told."""
+        """Take its link down: nothing arrives, nothing leaves, and no connection is notified."""
         self._lab.switch.sh("ip", "link", "set", self._link, "down")
 
     def heal(self) -> None:
@@ -273,7 +273,7 @@ class _Namespaces:
     def __init__(self) -> None:
         self._holder: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """Its first process."""
+        """Id of the first process of the namespaces."""
 
     def start(self, kinds: Sequence[str], setting_up: str) -> None:
         """Make the namespaces, and run a line of shell in them. Raises NoLab with its error."""

@@ -1,4 +1,4 @@
-"""A run on several machines of a lab, started as docs/operating.md says, with a desk from which the test looks at it.
+"""A run on several machines of a lab, started as in docs/operating.md, with a desk from which the test looks at it.
 
 desk    the test        node    tidemill learner
 bus     tidemill bus    gpu     tidemill host engines=1

@@ -1,4 +1,4 @@
-"""One run on six machines with the defaults, and what networks do to it, one cell after the other; its books are audited at the end.
+"""One run on six machines with the defaults, under faults of networks, one after the other; its accounting is audited at the end.
 
 The host names of its machines are an address of the loopback interface, as Debian's installer writes them. Printed (-s): the time from
 the end of each trouble to the next step.
@@ -112,7 +112,7 @@ def report(what: str, seconds: float) -> None:
 
 @pytest.fixture
 def healed(run: Site) -> Iterator[Site]:
-    """The run, whose links are up and undisturbed afterwards."""
+    """The run; its links are up and undisturbed afterwards."""
     try:
         yield run
     finally:
@@ -231,7 +231,7 @@ async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
             print(f"an address that nobody reaches: named by status after {seconds:.1f} s: {row['unreachable']}", file=sys.stderr)
             assert seconds < NAMED_S
             while not any(text.startswith("unreachable from learner learner: ") for text in one_of(status, "wrong")["unreachable"]):
-                status = await read_status(bus)  # whoever called it first, the router or the learner, is named first
+                status = await read_status(bus)  # the first caller, the router or the learner, is named first
             assert (one_of(status, "engine-gpu-0")["verified"], one_of(status, "engine-gpu-0")["unreachable"]) == (True, [])
             await row_of(bus, "engine", "wrong", lambda row: "cure: engine: --advertise ADDRESS" in row.trouble)
             assert "unreachable from learner learner" in engine.log or "unreachable from router router" in engine.log, "whoever was first"
@@ -240,7 +240,7 @@ async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
 
 
 async def test_an_actor_behind_a_delay_of_50_ms(run: Site) -> None:
-    """Its way to the bus is a relay with 25 ms each way, on its own machine."""
+    """The actor's way to the bus is a relay with 25 ms each way, on its own machine."""
     machine = run.lab["act1"]
     bus_at = run.lab["bus"].address
     relay = machine.start(

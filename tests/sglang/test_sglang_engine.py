@@ -79,7 +79,7 @@ async def test_one_request_lives_through_pushes_and_says_which_weights_made_what
 
 
 class _LatePauses(Pauses):
-    """Pauses whose first one for an update waits for ``go``."""
+    """Pauses; the first one for an update waits for ``go``."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(api)

@@ -279,7 +279,7 @@ async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[st
         client.hold = asyncio.Event()
         single, _ = turn(engines, **options)
         work = asyncio.create_task(single.made(TASK, 2, "n1", BEGUN))
-        while not client.asked:  # noqa: ASYNC110 - nobody tells
+        while not client.asked:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
         await single.responses.cut_short()
         with pytest.raises(Unfinished) as caught:

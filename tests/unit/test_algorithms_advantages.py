@@ -165,7 +165,7 @@ def test_grpo_sums_to_zero_and_ignores_shift_and_scale(groups: list[list[Member]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype) -> None:
-    """Properties 40 and 60: equal rewards, one sample (whose torch.std is NaN), no valid sample, no samples at all."""
+    """Properties 40 and 60: equal rewards, one sample (with a torch.std of NaN), no valid sample, no samples at all."""
     estimate = ADVANTAGES[kind].function
     cases = {
         "equal": ([0.1, 0.1, 0.1], [1, 1, 1], [True] * 3),

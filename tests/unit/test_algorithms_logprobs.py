@@ -67,7 +67,7 @@ def test_values_and_gradients(
 
 
 def test_one_chunk_gives_the_bits_of_kept_logits() -> None:
-    """So a row whose logits are few is trained as by a linear layer and a loss on its logits."""
+    """A row with few logits is trained as by a linear layer and a loss on its logits."""
     for dtype in (torch.float32, torch.bfloat16):
         hidden_TH, weight_VH, targets_T = _inputs(dtype, tokens=40, vocab=300, hidden=32)
         ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T, temperature=0.7)

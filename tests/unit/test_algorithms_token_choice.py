@@ -161,7 +161,7 @@ def test_equal_values_go_together() -> None:
 
 
 def test_draws_are_even_over_tokens_and_differ_from_step_to_step() -> None:
-    """The same places with other log-probs, as in another step, get other draws; neighbours of one sequence are not correlated."""
+    """Tokens of the same places with new log-probs, as in another step, get other draws; neighbours of one sequence are not correlated."""
     size = 4096
     mask_T, sequence_T = torch.ones(size, dtype=torch.bool), torch.arange(size) // 64
     first_T, other_T = (-torch.rand(size, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

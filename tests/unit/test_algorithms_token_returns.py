@@ -73,7 +73,7 @@ def by_loop(tokens: Tokens, coef: float, *, whiten: bool) -> list[float]:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline", "rloo"]), parts=st.integers(1, 4))
 def test_a_token_is_charged_for_the_rest_of_its_episode(seed: int, advantage: str, parts: int) -> None:
-    """The same if the sequences of an episode are in several rows, in any order."""
+    """Returns do not change if the sequences of an episode are in several rows, in any order."""
     whole = row(seed)
     assert whole.sequence_T is not None
     at = [(whole.sequence_T % parts == part).nonzero()[:, 0] for part in reversed(range(parts))]
@@ -88,7 +88,7 @@ def test_a_token_is_charged_for_the_rest_of_its_episode(seed: int, advantage: st
 
 
 def test_the_mean_gradient_is_that_of_the_divergence_in_the_reward_of_samples() -> None:
-    """What came before a token does not depend on it: taking it off changes the variance and not the mean."""
+    """Divergences before a token do not depend on it: leaving them out changes the variance and not the mean."""
     policy = Policy(Policy.random(3).logits_PV.requires_grad_())
     reference = Policy.random(4, like=policy, spread=0.7)
     rewards_N = torch.rand(len(RESPONSES), generator=torch.Generator().manual_seed(1), dtype=torch.float64)

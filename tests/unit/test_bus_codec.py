@@ -505,7 +505,7 @@ def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st
 @pytest.mark.parametrize("field", ["rollout", "sequences", "turns", "transcript"])
 @pytest.mark.parametrize("value", [None, "", (), 0])
 def test_an_empty_value_of_another_type_is_refused_by_both_encoders(field: str, value: object) -> None:
-    """The fields that are left out where they say nothing are of their types, too: None is not an empty text."""
+    """The fields that are left out when empty are of their types, too: None is not an empty text."""
     changed = dataclasses.replace(make_sample(), **{field: value})
     assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
     if value is None and field != "turns":

@@ -18,7 +18,7 @@ from bus.wire.row_shapes import MAX_ROW_BYTES, json_map, read_row
 LIVE = json.loads(
     json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))
 )
-"""As JSON has it: a list for every tuple."""
+"""A live row as JSON has it: a list for every tuple."""
 VERSION = dataclasses.asdict(VersionRow(version=3, step=2, epoch=1))
 
 

@@ -66,7 +66,7 @@ def test_copies_are_counted_by_living_holders(num_nodes: int, copies: int, wante
 
 
 def test_files_of_a_larger_layout_have_their_copies_too() -> None:
-    """Fewer nodes than wrote the checkpoint: what node 3 wrote is for nodes 0 and 1."""
+    """Fewer nodes than wrote the checkpoint: the files of node 3 are for nodes 0 and 1."""
     assert targets(entry(3), num_nodes=2, copies=2) == {0, 1}
     assert targets(entry(1), num_nodes=3, copies=2) == {1, 2}
     assert targets(entry(2), num_nodes=3, copies=2) == {2, 0}

@@ -147,7 +147,7 @@ def test_a_strange_name_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_older_release_is_read(tmp_path: Path) -> None:
-    """Its manifest has neither blocks nor holders."""
+    """The manifest of an older release has neither blocks nor holders."""
     path = write(tmp_path, 20)
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]

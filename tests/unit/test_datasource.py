@@ -276,7 +276,7 @@ def test_invalid_samples_are_counted_by_actor_and_a_flood_of_names_together() ->
 
 
 def test_failed_eval_samples_leave_their_task_open() -> None:
-    """Its actor tries it again; a settled one would be acknowledged unworked."""
+    """The actor of the task tries it again; a settled one would be acknowledged unworked."""
     pond = Pond()
     asked = eval_task(1)
     pond.source.issued(asked, 0.0)

@@ -225,7 +225,7 @@ class History(RuleBasedStateMachine):
             self.source.judged(of.id, self.verdict(of, seqs), seqs)
 
     def verdict(self, of: Task, seqs: list[int]) -> Verdict:
-        """Return what a filter decides, which depends on the group alone."""
+        """Return the decision of a filter, which depends on the group alone."""
         chance = random.Random(of.id * 1000 + sum(seqs))
         masked = frozenset(index for index in range(of.group_size) if chance.random() < 0.3)
         if chance.random() < self.rejected or len(masked) == of.group_size:

@@ -1,4 +1,4 @@
-"""Comparison of dumps: the first thing that differs is named, with its place; what cannot be compared is refused."""
+"""Comparison of dumps: the first thing that differs is named, with its place; dumps that cannot be compared are refused."""
 
 import json
 from pathlib import Path

@@ -217,7 +217,7 @@ def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_
 def test_a_copy_for_checkpoints_that_finds_no_memory_names_its_own_setting(
     four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is offloaded here, so that the cure must not name what is off already."""
+    """Nothing is offloaded here, so that the cure must not name a setting that is off already."""
     monkeypatch.setattr(os, "sysconf", lambda name: 1)
     (error,) = [finding.text for finding in checked(tmp_path).errors if finding.topic == "host memory"]
     assert "Adam: two moments" not in error and "for checkpoints, at most" in error

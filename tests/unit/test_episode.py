@@ -52,7 +52,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size
     prompts=PROMPTS, asked=st.integers(1, 5), limit=st.integers(1, 30), name=st.sampled_from(["tokens", "context", "total_tokens", "turns"])
 )
 def test_a_budget_is_kept_by_every_sequence_of_calls(prompts: list[list[int]], asked: int, limit: int, name: str) -> None:
-    """What is exported stays within every limit, whatever is asked, one call after the other and two at once."""
+    """Exported samples stay within every limit, whatever is asked, one call after the other and two at once."""
     episode = Episode(task(budget=Budget(**{name: limit})), 0, "n")
     for place, prompt in enumerate(prompts):
         try:

@@ -1,4 +1,4 @@
-"""Episodes in the learner: by episode what is an episode's, by sequence what is a sequence's, against loops in float64."""
+"""Episodes in the learner: values of an episode by episode, those of a sequence by sequence, against loops in float64."""
 
 import hashlib
 from collections.abc import Sequence
@@ -345,7 +345,7 @@ def test_without_turn_rewards_and_discount_a_turn_has_the_credit_of_its_episode(
 
 
 def test_the_baseline_of_a_turn_does_not_depend_on_its_own_episode() -> None:
-    """So it is unbiased: another own reward moves the advantage by exactly as much."""
+    """The baseline is unbiased: another own reward moves the advantage by exactly as much."""
     own = [[0.5, 0.0], [1.0], [0.0, 0.25, 0.5], [0.0], [0.0], [0.0]]
     rewards = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0, 0.0]).double()
     one = turn_advantages(rewards, GROUPS, *columns(own), advantage="rloo", gamma=0.9)

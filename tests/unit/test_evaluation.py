@@ -30,7 +30,7 @@ def made(*sets: SetSize, every: int = 10, **changes: Any) -> Rounds:
 
 
 class Run:
-    """A feeder without a bus: it issues what is wanted and makes a response to everything that is out."""
+    """A feeder without a bus: it issues the wanted tasks and makes responses to all open ones."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds, self.tasks, self.ids = rounds, dict[int, Task](), itertools.count(1)
@@ -265,7 +265,7 @@ def test_powers() -> None:
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
-    """Of 400 sets of 60 prompts with a chance of 0.3, about 95 % of the intervals hold 0.3."""
+    """About 95 % of the intervals of 400 sets, of 60 prompts with a chance of 0.3, hold 0.3."""
     random = np.random.default_rng(3)
     intervals = [bootstrap((random.random(60) < 0.3).astype(np.float64)) for _ in range(400)]
     covered = np.mean([low <= 0.3 <= high for low, high in intervals])

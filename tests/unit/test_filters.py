@@ -1,4 +1,4 @@
-"""Filters: what the built-in ones decide, what a function of a user may return, and groups that are dropped, masked and ordered."""
+"""Filters: decisions of the built-in ones, results that a function of a user may have, and groups that are dropped, masked and ordered."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""docs/guarantees.md is true: every test that it names exists, and is in the suite that it says."""
+"""docs/guarantees.md is true: every test that it names exists, and is in the suite that it names."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""`tidemill data import`: recordings and lines from outside as rows, whose samples are the recorded ones again."""
+"""`tidemill data import`: recordings and lines from outside as rows; their samples are the recorded ones again."""
 
 import json
 from dataclasses import replace

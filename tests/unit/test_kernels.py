@@ -147,8 +147,8 @@ def by_formula(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with the signature and the rules of ``varlen_attn`` (torch 2.13), sequence by sequence; refuses what a kernel would read
-    out of bounds."""
+    """Attention with the signature and the rules of ``varlen_attn`` (torch 2.13), sequence by sequence; refuses arguments with
+    which a kernel would read out of bounds."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     starts = cu_seq_q.tolist()
     assert starts == cu_seq_k.tolist()

@@ -90,7 +90,7 @@ async def test_a_directory_of_each_node_is_the_default_and_one_that_is_shared_is
     await other.check("1")
     with pytest.raises(NodeRefused, match=r"want a directory of this node's own .*, got that of node 0: .*/a/checkpoints on .* shared"):
         await same.check("1")
-    await same.check("2")  # what is left of an earlier attempt shows nothing
+    await same.check("2")  # the file of an earlier attempt shows nothing
 
 
 def test_one_node_wants_devices_for_its_own_ranks_only(tmp_path: Path) -> None:

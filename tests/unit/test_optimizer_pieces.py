@@ -1,4 +1,4 @@
-"""Pieces of the optimizer's state as rectangles of a checkpoint, and what the settings of replicas mean."""
+"""Pieces of the optimizer's state as rectangles of a checkpoint, and the meaning of the settings of replicas."""
 
 import dataclasses
 from itertools import pairwise

@@ -28,7 +28,7 @@ def write(path: Path, count: int, word: str = "question") -> Path:
 
 
 def save_arrow(directory: Path, parts: Sequence[Sequence[dict[str, Any]]]) -> Path:
-    """Write what ``Dataset.save_to_disk`` of datasets 4 writes: Arrow streams and state.json."""
+    """Write files as ``Dataset.save_to_disk`` of datasets 4 does: Arrow streams and state.json."""
     directory.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, rows in zip(names, parts, strict=True):

@@ -1,4 +1,4 @@
-"""NCCL or gloo to an engine, and CUDA handles or not: decided from what both ends state, before anything is sent."""
+"""NCCL or gloo to an engine, and CUDA handles or not: decided from the facts that both ends state, before anything is sent."""
 
 import logging
 from typing import Any, cast
@@ -18,7 +18,7 @@ from weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles,
 from weightstore.transport.port import WeightReceiver
 
 OWN = DeviceEnd("AAAA-0", "2.29.7")
-"""As torch states it: without the prefix of nvidia-smi."""
+"""A device as torch states it: without the prefix of nvidia-smi."""
 OTHER = Capabilities(devices=("GPU-bbbb-1",), visible_devices=("GPU-bbbb-1",), nccl="2.29.3")
 SAME = Capabilities(devices=("GPU-aaaa-0",), visible_devices=("GPU-aaaa-0",), nccl="2.29.7")
 SLICE = Capabilities(devices=("MIG-bbbb-1",), nccl="2.29.7")

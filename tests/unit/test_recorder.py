@@ -178,7 +178,7 @@ def test_a_turn_that_cannot_be_is_refused_and_leaves_no_trace(ids: tuple[int, ..
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, bool]]:
-    """Draw turns (prompt, output, version, trained): they extend, fork from, cut short or alter what was before, with a vocabulary of 2."""
+    """Draw turns (prompt, output, version, trained): they extend, fork from, cut short or alter earlier turns, with a vocabulary of 2."""
     ids = st.lists(st.integers(0, 1), max_size=3)
     turns: list[tuple[list[int], list[int], int, bool]] = []
     for _ in range(draw(st.integers(1, 9))):

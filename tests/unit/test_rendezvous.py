@@ -142,7 +142,7 @@ def test_the_last_step_is_the_end_of_all() -> None:
 
 @dataclass
 class Sim:
-    """An agent process: its row, what it has read, and the epoch of its ranks."""
+    """An agent process: its row, the rows that it has read, and the epoch of its ranks."""
 
     row: NodeRow
     ranks: int = 0
@@ -221,7 +221,7 @@ class World:
             one.found = (self.attempt, self.revision)
 
     def act(self, rank: int) -> None:
-        """Act on what was read, which others may have overtaken since."""
+        """Act on the rows that were read, which others may have overtaken since."""
         one = self._able(rank)
         if one is None or one.rows is None:
             return
@@ -253,7 +253,7 @@ class World:
         return one if one is not None and one.alive and not one.cut else None
 
     def check(self) -> None:
-        """As far as the rows tell, all ranks that are alive are of one attempt. (A replaced agent's end with its fence.)"""
+        """Assert that all ranks that are alive are of one attempt. (Those of a replaced agent end with its fence.)"""
         epochs = {one.ranks for one in self.agents.values() if one.alive and one.ranks}
         assert len(epochs) <= 1, (epochs, self.attempt, self.rows)
 

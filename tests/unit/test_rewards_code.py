@@ -1,4 +1,4 @@
-"""Programs in responses and tests in labels: what is found, what is refused, and how outputs are compared."""
+"""Programs in responses and tests in labels: those found, those refused, and how outputs are compared."""
 
 import contextlib
 from typing import Any

@@ -1,6 +1,6 @@
-"""Rewards against the code whose names they have: slime's math, deepscaler, f1 and gpqa, verl's gsm8k and dapo.
+"""Rewards against the code that they are named after: slime's math, deepscaler, f1 and gpqa, verl's gsm8k and dapo.
 
-``reference`` is what slime 624b824a8 or verl b178a3cd5 returned for an input of ours (gsm8k: its flexible and its strict method). Where
+``reference`` is the result of slime 624b824a8 or verl b178a3cd5 for an input of ours (gsm8k: its flexible and its strict method). Where
 our result is another one, the row has it as ``ours``, with the reason.
 """
 

@@ -1,4 +1,4 @@
-"""Settings of rollouts: what is refused by name, what follows, and what is part of a run's digest."""
+"""Settings of rollouts: refusals by name, derived values, and the part in a run's digest."""
 
 from pathlib import Path
 from typing import Any

@@ -177,7 +177,7 @@ def test_zeros_of_one_expert_are_refused_too() -> None:
         check_routed_experts(np.zeros((3, 2, 1), np.uint8), 3)
 
 
-# ---- what an engine reports and answers
+# ---- reports and answers of an engine
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def begun(experts: np.ndarray | None) -> Generation:
 
 
 def test_a_continued_answer_keeps_the_first_rows() -> None:
-    """Prompt of 3, 2 continued tokens, 4 new ones: row 4 belongs to the last continued token, whose successor the new answer sampled."""
+    """Prompt of 3, 2 continued tokens, 4 new ones: row 4 belongs to the last continued token; the new answer sampled its successor."""
     first = SHAPE.unknown(5)
     first[:4] = [[6, 5, 4], [3, 2, 1]]
     found = parsed(answer(8), begun(first)).routed_experts

@@ -1,4 +1,4 @@
-"""Columns of sampling and reward: reading, refusal, and what tasks carry."""
+"""Columns of sampling and reward: reading, refusal, and their values in tasks."""
 
 import json
 from collections.abc import Mapping

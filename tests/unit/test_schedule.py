@@ -159,7 +159,7 @@ def test_frozen_weights_have_neither() -> None:
 
 
 def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
-    """Its MLPs are experts: by default they were adapted, which the ranks would refuse later."""
+    """The MLPs of the model are experts: by default they were adapted, which the ranks would refuse later."""
     attention = {f"model.layers.0.self_attn.{one}_proj.weight": (8, 8) for one in "qkvo"}
     experts = {f"model.layers.0.mlp.experts.{number}.{one}_proj.weight": (8, 8) for number in (0, 1) for one in ("gate", "up", "down")}
     learner = LearnerConfig(lora=LoraConfig(rank=2))

@@ -1,4 +1,4 @@
-"""What is recorded of a streamed request, without HTTP: what was sent, once."""
+"""Records of a streamed request, without HTTP: the tokens that were sent, once."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ def called(of: Response, finish: str = CUT) -> Called:
 
 
 class Engine:
-    """A call that grows when it is told to."""
+    """A call that grows when the test makes it grow."""
 
     def __init__(self) -> None:
         self.turn: StreamedTurn | None = None

@@ -29,7 +29,7 @@ def config(**changes: Any) -> AlgorithmConfig:
 
 
 def row(seed: int) -> Tokens:
-    """Return three samples of two, one and three sequences, some of whose tokens are masked; NaN stands there."""
+    """Return three samples of two, one and three sequences, with some tokens masked; NaN stands there."""
     tokens = unvalued(seed)
     values_T = torch.randn(len(tokens.mask_T), generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     return replace(tokens, values_T=torch.where(tokens.mask_T, values_T, math.nan))
@@ -69,7 +69,7 @@ def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["gae", "vtrace"]), parts=st.integers(1, 4), whiten=st.booleans())
 def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: int, whiten: bool) -> None:
-    """The same if the sequences of an episode are in several rows, in any order."""
+    """Advantages do not change if the sequences of an episode are in several rows, in any order."""
     bars = {"vtrace_rho": 1.0 + seed % 3, "vtrace_c": 0.5 + seed % 2 / 2} if advantage == "vtrace" else {}
     algorithm, whole = config(advantage=advantage, whiten=whiten, **bars), row(seed)
     assert whole.sequence_T is not None

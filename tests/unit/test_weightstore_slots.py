@@ -9,7 +9,7 @@ from weightstore.transport.slots import DoubleBuffer
 
 
 class LateBuffers:
-    """Buffers whose copies are made as late as a device may make them: when the message that waits for them is needed."""
+    """Buffers with copies made as late as a device may make them: when the message that waits for them is needed."""
 
     def __init__(self) -> None:
         self.queued: list[tuple[int, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Verification of an engine's address, without sockets: errors by nonce, which calls count, and what is said of them."""
+"""Verification of an engine's address, without sockets: errors by nonce, which calls count, and the text for them."""
 
 from actors.engines.witness import CHECK_EVERY_S, LOOK_EVERY_S, MOST_MISSES, _Called, unreachable, verified
 from bus.wire.messages import LiveRow

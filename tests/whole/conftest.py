@@ -1,4 +1,4 @@
-"""Preparation of the smoke run's files before the first test: its seconds are none of an async test's, whose loop it would block."""
+"""Preparation of the smoke run's files before the first test: its seconds count for no async test, and it blocks no test's loop."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Poisoned prompts: given up with the reason, never a stall, trained with what is left, and issued again on an operator's decision."""
+"""Poisoned prompts: given up with the reason, never a stall, trained with the samples left, and issued again on an operator's decision."""
 
 import asyncio
 import json
