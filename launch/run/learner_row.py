@@ -1,4 +1,4 @@
-"""The learner's live row: the event that its agent waits for, and the engines that take no pushes. The only writer of these fields.
+"""The learner's live row: its agent's reason for waiting, and the engines that take no pushes. The only writer of these fields.
 
 Consumes the changes of the agent and the row ``weights/evicted``; produces ``phase``, ``waits_for`` and ``trouble``.
 """
@@ -22,7 +22,7 @@ class LearnerRow:
         self._node = self._engines = ""
 
     def show(self, row: NodeRow) -> None:
-        """Show the event that the agent waits for, and why its last attempt ended."""
+        """Show the agent's reason for waiting, and why its last attempt ended."""
         self._node = row.waits_for
         self._heartbeat.update(phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason)
 
