@@ -46,7 +46,7 @@ class ChildCounters:
 
     started: int = 0
     killed: int = 0
-    """Children that were ended because of an act of theirs or of one of their episodes."""
+    """Children that were ended for a fault of their own or of one of their episodes."""
     episodes: int = 0
     failed: int = 0
     """Episodes without a result."""

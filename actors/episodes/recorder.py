@@ -178,7 +178,7 @@ class _Export:
         wanted = {node.number for node in chosen}
         for leaf in _leaves(chosen):
             path = _down_to(leaf)
-            # The turns claimed before are a beginning of the path, so it never lies inside a response region.
+            # The turns claimed before are a beginning of the path, so they never lie inside a response region.
             first = next(place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed)
             self._sequence(path, first, wanted)
             claimed |= {node.number for node in path}

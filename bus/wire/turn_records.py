@@ -65,13 +65,13 @@ class TurnRecord:
     trained: bool = True
     engine: str = ""
     state: JsonObject = field(default_factory=dict)
-    """State as the program gave it; records of kind ``state``."""
+    """State that the program gave, in a record of kind ``state``."""
     ids: Mapping[str, int] = field(default_factory=dict)
     """Numbers of all turns in front of a state, by the names that a program has seen for them."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of turns so far, at a state."""
+    """Rewards of turns so far, in a record of kind ``state``."""
     sample_seq: int = 0
-    """Sequence of the sample in SAMPLES, at an end."""
+    """Sequence of the sample in SAMPLES, in a record of kind ``end``."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 

@@ -23,7 +23,7 @@ MARK = "evaluation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetSize:
-    """Sizes of a set that a round needs."""
+    """Facts of a set that a round needs."""
 
     name: str
     rows: tuple[int, ...]

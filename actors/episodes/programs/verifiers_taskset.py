@@ -207,7 +207,7 @@ class Taskset:
                 if not self._door.url:  # it stays when the environment could not be started
                     await self._door.start()
                 serving = self._env.serving()
-                await serving.__aenter__()  # until the process ends, which ends its children
+                await serving.__aenter__()  # until the process ends, which ends all that it has started
                 self._serving = serving
         if self._renderer is None:
             return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=self._door.url, api_key_var=""))
