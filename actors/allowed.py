@@ -26,7 +26,7 @@ GUARDED = {
     "rollouts": "code",
 }
 """Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed, but
-for those whose options name servers, variables or programs."""
+for those with options that name servers, variables or programs."""
 
 ROLLOUTS = {"use": "code", "python": "a program"}
 """Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""

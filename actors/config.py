@@ -61,7 +61,7 @@ class EngineConfig:
     max_running: int = 64
     """Sequences decoded together."""
     max_context: int = 0
-    """Tokens of prompt + response; 0 = what the model allows (max_position_embeddings)."""
+    """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
     max_waiting: int = 4096
     """Responses that may wait besides those that are decoded; a request beyond them gets HTTP 503."""
     threads: int = 1
@@ -119,9 +119,9 @@ class ActorConfig:
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward."""
     reward_parts: dict[str, Any] = field(default_factory=dict)
-    """Instead of ``reward``: named rewards whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
+    """Instead of ``reward``: named rewards, the weighted scores of which are added: ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
-    """Reward of all samples of a task at once, by name or import path; it replaces what ``reward`` gave (docs/rewards.md). Empty = none."""
+    """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
     group_reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward of groups."""
     reward_timeout_s: float = 30.0
@@ -131,8 +131,8 @@ class ActorConfig:
     reward_memory_mb: int = 4096
     """Private memory of each of these processes; 0 = no limit."""
     teachers: dict[str, Any] = field(default_factory=dict)
-    """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one whose ``when`` fits a row scores its
-    samples (docs/distillation.md)."""
+    """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
+    its samples (docs/distillation.md)."""
     teacher_top_k: int = 0
     """Tokens that a teacher lists at each position; derived: ``learner.algorithm.distill_top_k``."""
     teacher_timeout_s: float = 120.0

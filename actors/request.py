@@ -83,7 +83,7 @@ class Limits:
     encode: Callable[[str], list[int]] | None
     """Function from text to token ids; None = there is no tokenizer."""
     experts: bool = False
-    """Whether the model has routed experts, which can be returned."""
+    """True if the model has routed experts, which can be returned."""
     max_responses: int = 4096
     """Most responses to one request."""
 

@@ -20,16 +20,16 @@ OF_VERIFIERS = "verifiers:"
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
-"""``use`` of a rollout whose samples are the recorded responses of the rows: the learner's feeder makes them, and no actor does."""
+"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and no actor does."""
 MULTI_TURN = "multi_turn"
 BUILT_IN = {MULTI_TURN: "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 MULTI_TURN_FILE = f"{Path(__file__).parent / 'episodes/programs/multi_turn_file.py'}:MultiTurn"
-"""The same for an interpreter that has nothing of ours."""
+"""The rollout ``multi_turn`` for an interpreter that lacks our packages."""
 _USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
 AGAIN = ("restart", "replay", "resume")
-"""How an actor continues an episode that another actor began."""
+"""Ways in which an actor continues an episode that another actor began."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
 
@@ -52,13 +52,13 @@ class RolloutConfig:
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
     again: str = "restart"
-    """How an episode is continued after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
+    """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
     @property
     def recorded(self) -> bool:
-        """Whether its samples are the recorded responses of the rows; then it has no program."""
+        """True if its samples are the recorded responses of the rows; then it has no program."""
         return self.use == DATASET
 
     @property
@@ -74,7 +74,7 @@ class RolloutConfig:
 
     @property
     def module(self) -> str:
-        """Module of the user's function or class, or of what plays it."""
+        """Module of the user's function or class, or of the program that plays it."""
         if self.taskset:
             return "verifiers"
         return (self.use.removeprefix(OF_SLIME) if self.use.startswith(OF_SLIME) else self.program).partition(":")[0]
@@ -93,7 +93,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPrograms:
-    """The rollouts of an actor, and the model whose text they are about."""
+    """The rollouts of an actor, and the model that they ask."""
 
     rollouts: Mapping[str, RolloutConfig]
     model: str
@@ -106,12 +106,12 @@ class RolloutPrograms:
 
 
 def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
-    """Return the names of the rollouts whose samples are recorded responses."""
+    """Return the names of the rollouts with recorded responses as samples."""
     return frozenset(name for name, one in rollouts.items() if one.recorded)
 
 
 def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[str, RolloutConfig]:
-    """Return the rollouts by name. Raises ValueError that names the setting, what was wanted and what came."""
+    """Return the rollouts by name. Raises ValueError that names the setting, the value wanted and the one that came."""
     return {name: _rollout(name, value, f"{where}.{name}") for name, value in given.items()}
 
 

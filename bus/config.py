@@ -9,7 +9,7 @@ SINGLE_TURN = "single_turn"
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
 OLDEST_SERVER = (2, 10)
-"""Of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
+"""Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class BusConfig:
     replicas: int = 1
     """Copies of every stream; at least as many as ``cluster``."""
     lease_s: float = 30.0
-    """Seconds after which a task whose lease was not renewed goes to another actor."""
+    """Seconds without renewal of its lease after which a task goes to another actor."""
     max_attempts: int = 3
     """Failures reported by actors after which a task is dead."""
     sync_always: bool = False
@@ -43,7 +43,7 @@ class BusConfig:
     rollouts: tuple[str, ...] = ()
     """Rollouts, each with a queue of its own; derived: the names in ``rollouts``."""
     auth: bool = False
-    """The embedded server lets in only the users it made, each of them only to what its role needs (docs/security.md)."""
+    """The embedded server lets in only the users it made, each of them only to the subjects that its role needs (docs/security.md)."""
     auth_dir: str = ""
     """Directory of the users' passwords; derived: <directory>/auth."""
     auth_users: int = 16
@@ -51,7 +51,7 @@ class BusConfig:
     insecure: bool = False
     """Listen on addresses that other machines reach, without users: any client may do everything there."""
     tls_cert: str = ""
-    """PEM file: certificate of the embedded server; with it, it speaks TLS only."""
+    """PEM file: certificate of the embedded server; with it, the server accepts TLS only."""
     tls_key: str = ""
     """PEM file: its key."""
     tls_ca: str = ""
@@ -91,7 +91,7 @@ class BusConfig:
 
     @property
     def copies(self) -> int:
-        """Of every stream."""
+        """Number of copies of every stream."""
         return max(self.replicas, self.cluster)
 
     def _check_secrets(self) -> None:

@@ -27,7 +27,7 @@ class StalenessConfig:
     order_deadline_s: float = 30.0
     """Seconds that a step waits for a group in flight that would be too old for the next step."""
     filter_zero_variance: bool = False
-    """Drop groups whose rewards are all equal and draw others (dynamic sampling)."""
+    """Drop groups with equal rewards and draw others (dynamic sampling)."""
     over_sampling: float = 0.0
     """Further groups in flight, as a share of groups_per_step, so that filters leave enough. Those left over grow old; the gate applies."""
     max_refill: float = 4.0
@@ -345,7 +345,7 @@ class LearnerConfig:
             raise ValueError(f"offload_optimizer: want false with critic.optimizer.name: {name}, or critic.optimizer.name: adamw, got true")
 
     def _refuse_with_adapters(self) -> None:
-        """Refuse what a model of which only adapters are trained cannot do."""
+        """Refuse the settings that a model with trained adapters alone does not support."""
         if self.virtual_pipeline > 1:
             raise ValueError(f"virtual_pipeline: want 1 with lora.rank > 0, got {self.virtual_pipeline}")
         if self.expert_parallel > 1:

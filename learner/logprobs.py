@@ -177,7 +177,7 @@ class _Gradients:
         self._hidden_TH, self._weight_VH, self._in_one_chunk, self._frozen = hidden_TH, weight_VH, in_one_chunk, frozen
         self.weight_VH: Tensor | None = None
         self.in_main_grad = not frozen and not in_one_chunk and getattr(weight_VH, "main_grad", None) is not None
-        """Whether ``weight_VH`` is the weight's ``main_grad``."""
+        """True if ``weight_VH`` is the weight's ``main_grad``."""
         if not in_one_chunk:
             self.hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
             if not frozen:

@@ -28,7 +28,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "exclude_modules": ([], None),
     "target_parameters": ([], None),
 }
-"""Fields of adapter_config.json whose other values change the model in ways that the learner does not compute."""
+"""Fields of adapter_config.json that change the model, at other values, in ways that the learner does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from learner.errors import ConfigRefused
 
 CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/transformer/transformer_config.py": ("TransformerConfig",)}
-"""Files of Megatron, and their classes whose fields are the arguments."""
+"""Files of Megatron, and their classes with the arguments as fields."""
 
 _MODEL = "the model's config.json, in model.path"
 _FIXED = "the learner, which depends on its value"
@@ -59,7 +59,7 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _OWN),
     **dict.fromkeys(("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"), _OWN),
 }
-"""Arguments that the learner sets or does not read, and what decides about each."""
+"""Arguments that the learner sets or does not read, and the setting that decides about each."""
 
 _TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "List": list, "list": list, "Literal": str}
 
@@ -72,7 +72,7 @@ def refuse_ours(arguments: Mapping[str, Any]) -> None:
 
 
 def refusals(arguments: Mapping[str, Any]) -> list[ConfigRefused]:
-    """Return an error for each argument that the installed Megatron does not have, or whose value has another type."""
+    """Return an error for each argument that the installed Megatron does not have, or that has a value of another type."""
     known, found = annotations(), []
     for name, value in arguments.items():
         if name not in known:

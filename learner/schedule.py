@@ -81,7 +81,7 @@ class OptimizerConfig:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether the learning rate is a function of the trained tokens, instead of the step."""
+        """True if the learning rate is a function of the trained tokens, instead of the step."""
         return bool(self.warmup_tokens or self.lr_decay_tokens)
 
     def _refuse_mixed(self) -> None:

@@ -97,7 +97,7 @@ class _Tries:
     grown: "Callable[[Response], None] | None" = None
     """Called with the response so far; None = it is not streamed."""
     shown: bool = False
-    """Whether ``grown`` has been called: the response can be continued, but not begin anew."""
+    """True once ``grown`` has been called: the response can be continued, but not begin anew."""
 
     def restart(self) -> None:
         """Discard the unfinished response. One that has been streamed is kept: it is continued from its last accepted token."""
@@ -209,7 +209,7 @@ class Responses:
             generating_s = spent_s + time.monotonic() - asked
             timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
             response = Response(generation=answer, engine=name, timings=timings)
-            if answer.finish in FINISHED or tries.shown:  # what follows streamed tokens cannot be discarded later
+            if answer.finish in FINISHED or tries.shown:  # tokens behind streamed ones cannot be discarded later
                 _require(accept, response, tries)
             if answer.finish in FINISHED:
                 return response

@@ -1,4 +1,4 @@
-"""The experts of a response's tokens in an engine's answer, and what of them a continued response keeps. Knows no HTTP.
+"""The experts of a response's tokens in an engine's answer, and those that a continued response keeps. Knows no HTTP.
 
     meta_info.routed_experts: base64 of int32 [rows, all layers, top_k], a row for each token but the last, of prompt and response
 
@@ -26,7 +26,7 @@ def experts_of(
 ) -> RoutedExperts | None:
     """Return the experts of prompt and whole response, [P + R, E, K]; the last token's are unknown. None where the answer has none.
 
-    ``generation``: the answer without what it continues, ``begun``. The pass that counts for a token is the one before its next token was
+    ``generation``: the answer without ``begun``, which it continues. The pass that counts for a token is the one before its next token was
     sampled. A continued response is computed again as a prompt, so of its positions ``begun.routed_experts`` counts, or else none.
     Raises EngineFailed for a finished answer without experts, and for wrong ones.
     """

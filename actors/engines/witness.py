@@ -81,7 +81,7 @@ class Witness:
             while True:
                 try:
                     rows = {row.nonce: row for row in await view.alive("engine") if row.nonce and row.address}
-                except BusError as error:  # what is known stays
+                except BusError as error:  # the engines known so far stay
                     log.debug("engines not read error=%s", error)
                 else:
                     self._called = {nonce: self._called.get(nonce) or _Called() for nonce in rows}
@@ -123,7 +123,7 @@ async def call(session: aiohttp.ClientSession, address: str, nonce: str) -> str:
 
 
 def unreachable(nonce: str, rows: Iterable[LiveRow]) -> list[str]:
-    """Return an error for each process by whose row an engine is not reachable. ``rows`` are of processes that live."""
+    """Return an error for each process that has not reached an engine, by its row. ``rows`` are of processes that live."""
     if not nonce:
         return []
     return [f"unreachable from {row.role} {row.id}: {row.reached[nonce]}" for row in rows if row.reached.get(nonce)]
@@ -141,7 +141,7 @@ def failing(pool: EnginePool) -> dict[str, str]:
 
 
 class OwnAddress:
-    """An engine's view of its own address: what the witnesses have written of it."""
+    """An engine's view of its own address: the results that the witnesses have written."""
 
     def __init__(self, bus: Bus, nonce: str) -> None:
         self._view, self._nonce = LiveView(bus), nonce

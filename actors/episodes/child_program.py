@@ -10,7 +10,7 @@ Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket wi
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
-The program is a class, made once with the options, whose ``run(data, **extra)`` is called for each episode, or a function that is called
+The program is a class, made once with the options, with ``run(data, **extra)`` called for each episode, or a function that is called
 as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
 class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state".
 """
@@ -171,7 +171,7 @@ class Child:
         self.writer.write(_LENGTH.pack(len(body)) + body)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Do what a message asks for."""
+        """Carry out a message."""
         kind = message["type"]
         if kind == "load":
             self.load(message)
@@ -210,7 +210,7 @@ class Child:
             return {"error": reason_of(wrong)}
 
     async def call(self, message: dict[str, Any]) -> Any:
-        """Return what the program returns."""
+        """Return the program's result."""
         extra = {
             "base_url": message["base_url"],
             "api_key": message["api_key"],

@@ -46,7 +46,7 @@ class ChildCounters:
 
     started: int = 0
     killed: int = 0
-    """Children that were ended for what they or one of their episodes did."""
+    """Children that were ended for a fault of their own or of one of their episodes."""
     episodes: int = 0
     failed: int = 0
     """Episodes without a result."""
@@ -301,7 +301,7 @@ def kill_tree(root: int, *, alive: bool) -> None:
     found: set[int] = set()
     if alive:
         found = {root}
-        for _ in range(MOST_ROUNDS):  # stopped first: what stands still starts nothing
+        for _ in range(MOST_ROUNDS):  # stopped first: a stopped process starts nothing
             for pid in found:
                 _send(pid, signal.SIGSTOP)
             more = children_of(found) - found

@@ -1,4 +1,4 @@
-"""The time of an episode, which stands still while it waits for an engine: that is nobody's fault but the cluster's."""
+"""The time of an episode, which stands still while it waits for an engine: that is the cluster's fault alone."""
 
 import asyncio
 import time

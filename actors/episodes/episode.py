@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(slots=True)
 class _Reserved:
-    """What the calls under way may use up."""
+    """Budget that the calls under way may use up."""
 
     calls: int = 0
     tokens: int = 0
@@ -72,9 +72,9 @@ class Episode:
     handed_back: str = ""
     """Reason outside the task for which it cannot go on; empty = none."""
     keeps_turns: bool = False
-    """Whether its turns are good although it failed."""
+    """True if its turns are good although it failed."""
     superseded: bool = False
-    """Whether another actor makes its sample now."""
+    """True if another actor makes its sample now."""
     engine: str = ""
     """Engine of the last turn."""
     text: str = ""
@@ -104,7 +104,7 @@ class Episode:
 
     @property
     def name(self) -> str:
-        """Its task, index and attempt, for request ids and logs."""
+        """Task, index and attempt of the episode, for request ids and logs."""
         return f"{self.task.id}.{self.index}.{self.attempt}"
 
     @property

@@ -53,7 +53,7 @@ HISTORY_TEXT = 1 << 24
 """Most characters and tokens that the history of one episode remembers."""
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
-"""Clients of OpenAI repeat some errors by themselves, unless an answer says no."""
+"""Clients of OpenAI repeat some errors by themselves, unless an answer forbids it."""
 _PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {path: one.id for path, one in DIALECTS.items()}
 """Beginning of an answer's id by path."""
 
@@ -81,7 +81,7 @@ class _Open:
     """Answers so far."""
     running: set[asyncio.Task[_Made]] = field(default_factory=set)
     left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
-    """Answers whose clients have gone, by request."""
+    """Answers to clients that have gone, by request."""
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
     def next_id(self) -> str:
@@ -160,7 +160,7 @@ class Gateway:
             made = await self._made(open, given, path, body)
             if made.status == HTTPStatus.OK:
                 delivering = _deliver(open.episode, made, body, path)
-                # To the end, also when the client goes: what is stored must be recorded. Where nothing is stored, nothing is waited for.
+                # To the end, also when the client goes: a stored answer must be recorded. Where nothing is stored, nothing is waited for.
                 await (asyncio.shield(delivering) if open.episode.log.stores else delivering)
             else:
                 open.episode.refused = made.content[:500].decode(errors="replace")
@@ -280,7 +280,7 @@ _ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded)
 
 
 def _refused(episode: Episode, error: Exception) -> web.Response:
-    """Return the answer to a call that has failed; what ends the episode ends it."""
+    """Return the answer to a call that has failed; an error that ends the episode does so here."""
     match error:
         case BadRequest():
             episode.refused = str(error)
@@ -307,7 +307,7 @@ def _streams(episode: Episode, path: str, body: bytes) -> bool:
 
 
 def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
-    """End a stream, once: a second cancellation would end the recording of what was sent."""
+    """End a stream, once: a second cancellation would end the recording of the tokens sent."""
     if not streaming.cancelling():
         streaming.cancel()
 
@@ -354,6 +354,6 @@ def _error(message: str, status: int, code: str | None = None) -> web.Response:
 
 
 def _seen(call: asyncio.Task[Any]) -> None:
-    """Log the error of a call whose client has gone: it has no other receiver."""
+    """Log the error of a call after its client has gone: it has no other receiver."""
     if not call.cancelled() and (error := call.exception()) is not None:
         logger.debug("model call ended error=%s", error)

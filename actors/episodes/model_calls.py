@@ -3,8 +3,8 @@
     program -> gateway -> TokenHistory (text to the very ids that were sampled) -> ModelCalls -> engines
                        <-                                                       <-
 
-The sampling is the task's: what a program asks for otherwise is overridden, and counted. What would change the distribution in a way that
-no task has (grammars, biases) is refused, because the recorded log-probs would not be those of the model.
+The sampling is the task's: other values in a program's request are overridden, and counted. A request to change the distribution in a way
+that no task has (grammars, biases) is refused, because the recorded log-probs would not be those of the model.
 """
 
 import asyncio

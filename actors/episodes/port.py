@@ -13,9 +13,9 @@ class Made:
 
     sample: Sample
     scored: bool = False
-    """Whether the rollout has given its reward; else it is 0, and the actor's reward scores it."""
+    """True if the rollout has given its reward; else it is 0, and the actor's reward scores it."""
     continued: bool = False
-    """Whether another actor had begun it."""
+    """True if another actor had begun it."""
     stored: Callable[[int], Awaitable[None]] | None = None
     """To be called with the sequence of the sample once it is stored. Raises Superseded."""
 
@@ -57,10 +57,10 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """What a program has returned for an episode."""
+    """The result that a program has returned for an episode."""
 
     value: float | Mapping[str, float] | None = None
-    """Its reward, parts of it by name, rewards of turns by id, or none."""
+    """The reward, parts of it by name, rewards of turns by id, or none."""
     fault: float | None = None
     """Reward of an episode that ended by a fault of the policy (``PolicyFault``); None = it did not."""
 

@@ -178,7 +178,7 @@ class _Export:
         wanted = {node.number for node in chosen}
         for leaf in _leaves(chosen):
             path = _down_to(leaf)
-            # What was claimed before is a beginning of the path, so it never lies inside a response region.
+            # The turns claimed before are a beginning of the path, so they never lie inside a response region.
             first = next(place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed)
             self._sequence(path, first, wanted)
             claimed |= {node.number for node in path}
@@ -204,7 +204,7 @@ class _Export:
         )
 
     def _sequence(self, path: list[_Node], first: int, wanted: set[int]) -> None:
-        """Add the sequence of a path whose first trained turn is ``path[first]``."""
+        """Add the sequence of a path that is trained from turn ``path[first]`` on."""
         begin = self._length
         for place, node in enumerate(path[first:]):
             output = node.output

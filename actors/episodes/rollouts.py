@@ -21,7 +21,7 @@ LEAVING = "the actor is draining"
 
 
 class ProgramRollout:
-    """A ``Rollout`` whose samples are made by a program in child processes, which asks the model through the gateway."""
+    """A ``Rollout`` with samples made by a program in child processes, which asks the model through the gateway."""
 
     def __init__(
         self, gateway: Gateway, programs: Programs, *, max_calls_in_flight: int, turns: TurnStream | None = None, again: str = RESTART
@@ -201,7 +201,7 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return what viewers should know of the sampling and of the calls."""
+    """Return remarks for viewers on the sampling and on the calls."""
     return {
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),

@@ -1,4 +1,4 @@
-"""The model calls of a streamed request: states as the engines make them, and turns that are what was sent of them.
+"""The model calls of a streamed request: states as the engines make them, and turns of the tokens that were sent.
 
 engines -> newest state of each response -> states -> client       states in between are skipped while the client is slower
                       the whole response -> recorded, then its last state is sent
@@ -19,7 +19,7 @@ from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Timings
 
 CUT = "cut"
-"""Finish reason of a turn whose stream was closed by its client."""
+"""Finish reason of a turn after its client has closed the stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class StreamedTurn:
     notify: Callable[[], None]
     """To be called when something has changed."""
     room: ExitStack = field(default_factory=ExitStack)
-    """Its room in the episode's budget, left when it is recorded."""
+    """Room of the turn in the episode's budget, left when it is recorded."""
     cut: Callable[[Response], Called] | None = None
     """Makes a turn of an unfinished response; None while the call has not begun."""
     newest: Response | None = None
@@ -101,11 +101,11 @@ class StreamedCalls:
 
     @property
     def recorded(self) -> bool:
-        """Whether a turn was recorded."""
+        """True if a turn was recorded."""
         return any(turn.recorded for turn in self._turns)
 
     async def end(self) -> None:
-        """End the calls, and record of the unfinished ones what was sent."""
+        """End the calls, and record the tokens sent of the unfinished ones."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 ::
 
     restart   the program runs from the start, with new answers
-    replay    the program runs from the start; a request whose prompt has a stored answer is given that answer, each once
+    replay    the program runs from the start; a request with a prompt that has a stored answer gets that answer, each once
     resume    the program goes on behind its last state; answers behind that state are given out again
 """
 
@@ -78,7 +78,7 @@ class TurnLog:
         self._log, self._keeps = log, again != RESTART
         self.resumes = again == RESUME
         self.lock = asyncio.Lock()
-        """Held by who calls ``turn`` and ``save``, also while a turn is recorded, so that both are in the same order."""
+        """Held by the caller of ``turn`` and ``save``, also while a turn is recorded, so that both are in the same order."""
         self.sample_seq = 0
         """Sequence of the sample, where it is stored already."""
         self._count = 0
@@ -92,7 +92,7 @@ class TurnLog:
 
     @property
     def stores(self) -> bool:
-        """Whether turns are stored before they are delivered."""
+        """True if turns are stored before they are delivered."""
         return self._log is not None and self._keeps and self._log.kept
 
     @property

@@ -100,7 +100,7 @@ class ParsedRequest:
     def stopping_at(self, token_ids: Sequence[int]) -> "ParsedRequest":
         """Return the request with further ``stop_token_ids``."""
         asked = self.sampling.get("stop_token_ids") or []
-        if not token_ids or not isinstance(asked, list):  # what is no list is refused where the others are validated
+        if not token_ids or not isinstance(asked, list):  # a value that is no list is refused where the others are validated
             return self
         more = [token for token in token_ids if token not in asked]
         return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *more]})

@@ -78,7 +78,7 @@ class RolloutOutcome:
     partial: Partial | None = None
     """Partial for the next actor that leases the task: the unfinished response, or the place of the finished sample."""
     superseded: bool = False
-    """Whether another actor makes this sample now."""
+    """True if another actor makes this sample now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class Actor:
                 outcomes = await self._group(lease, await self._stored_partials(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
-                if any(outcome.superseded for outcome in outcomes):  # what this actor says of the task would count for the other's lease
+                if any(outcome.superseded for outcome in outcomes):  # an ack or nak by this actor would count for the other's lease
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:

@@ -1,4 +1,4 @@
-"""How the chats of one token history become prompts, and its responses messages: by the model's chat template, or by a renderer.
+"""Conversion of one token history's chats to prompts, and of responses to messages: by the model's chat template, or by a renderer.
 
 messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
              ^                                        |
@@ -64,7 +64,7 @@ class Chats(Protocol):
 
 
 class TemplateChats:
-    """Chats by the model's chat template, whose text is found again in the token history."""
+    """Chats by the model's chat template: its text is found again in the token history."""
 
     stop_token_ids = ()
 

@@ -122,7 +122,7 @@ class Answer:
         headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
         held = self._held.pop_all()
         if isinstance(chunks, AsyncGenerator):
-            held.push_async_callback(chunks.aclose)  # before what it reads from is released
+            held.push_async_callback(chunks.aclose)  # before its source is released
         return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, held)
 
     def with_content(self, content: object) -> "Answer":

@@ -38,7 +38,7 @@ CONTEXT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelText:
-    """What a model directory says about text. One for any number of histories."""
+    """The parts of a model directory for text. One for any number of histories."""
 
     name: str
     text: Text

@@ -24,7 +24,7 @@ class Authority:
     def __init__(
         self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None, visible_devices: Collection[str] | None = None
     ) -> None:
-        """``visible_devices``: UUIDs of the GPUs whose memory the engine can open."""
+        """``visible_devices``: UUIDs of the GPUs with memory that the engine can open."""
         self.keys, self._visible = keys, visible_devices
         self._read, self._newest = newest_epoch, 0
         self.refused = ""

@@ -80,7 +80,7 @@ class EnginePlaces:
     id: str = ""
     """Unique name of the engine; empty = one is made."""
     devices: HeldDevices = field(default_factory=HeldDevices)
-    """Its accelerators, for its live row."""
+    """Accelerators of the engine, for its live row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class ServedEngine(Protocol):
         """Listen, and return the URL. Nothing is generated before the phase is ``serving``."""
 
     async def load_snapshot(self, directory: Path, version: int, epoch: int) -> object:
-        """Load and serve the weights of a directory, all of them or none. What it returns is ignored."""
+        """Load and serve the weights of a directory, all of them or none. Its result is ignored."""
 
     async def probe(self) -> None:
         """Generate one token. Raises EngineFailed when that fails."""

@@ -19,7 +19,7 @@ class Scores:
     """Log-probs (nats) under a teacher at the sampling temperature."""
 
     log_probs: NDArray[np.float32]
-    """Of the response's tokens, [R]."""
+    """Log-probs of the response's tokens, [R]."""
     top_ids: NDArray[np.int32]
     """The most probable tokens of each place, [R x K] in one dimension."""
     top_log_probs: NDArray[np.float32]

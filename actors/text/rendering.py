@@ -1,6 +1,6 @@
 """Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning and tool calls.
 
-A renderer is written for one family of models, whose chat template and format of tool calls it has as code. This is the only module that
+A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is the only module that
 knows the library; it is imported when a renderer is read.
 """
 
@@ -40,9 +40,9 @@ class Renderer:
     """The renderer of a model. Knows nothing of earlier chats."""
 
     def __init__(self, text: Text, config: Any, *, public_name: str = "", template: str = "") -> None:
-        """``config``: the library's, of one renderer. Raises what the library raises when the tokenizer does not fit.
+        """``config``: the library's, of one renderer. Raises the library's errors when the tokenizer does not fit.
 
-        ``public_name`` and ``template``: of the model, for the renderers of families whose models differ in small things.
+        ``public_name`` and ``template``: of the model, for the renderers of families with small differences among models.
         """
         self._text, self._config = text, config
         self._tokenizer = _Tokenizer(text, public_name, template)
@@ -207,12 +207,12 @@ def _public_name(model_dir: Path) -> str | None:
 
 
 def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Return the calls, without the model's id where an earlier one has the same: results are told apart by ids."""
+    """Return the calls, without the model's id where an earlier one has the same: results are matched by ids."""
     return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
 
 
 def _check(messages: Sequence[JsonMapping], arguments: JsonMapping) -> None:
-    """Refuse what some renderers would leave out without an error. Raises BadRequest."""
+    """Refuse fields that some renderers would leave out without an error. Raises BadRequest."""
     for place, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRequest(f"messages[{place}].role: want {', '.join(ROLES)}, got {message['role']!r}")

@@ -2,7 +2,7 @@
 
 Each caller has a slot: a subscription of its own with at most one request at the server. A message that arrives after its caller has
 left is nak'ed at once, so that no task waits for a lease to expire. (Sharing one subscription, or requesting more than one
-message, is what makes the client library's ``fetch`` stall.)
+message, makes the client library's ``fetch`` stall.)
 """
 
 import asyncio

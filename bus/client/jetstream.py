@@ -132,7 +132,7 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove what a stream holds of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects, ``*`` = any task's."""
+        """Remove a stream's messages of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects, ``*`` = any task's."""
         try:
             held = await self.subjects(stream, subject_of("*"))
         except NotFound:

@@ -1,4 +1,4 @@
-"""The live row of a process that cannot begin yet: what it waits for, and for how long so far."""
+"""The live row of a process that cannot begin yet: the event that it waits for, and for how long so far."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ _LOG_EVERY_S = 30.0
 
 
 class Waiting:
-    """Async context manager: while entered, the row says what is waited for. Another row of the same key may follow it."""
+    """Async context manager: while entered, the row names the event that is waited for. Another row of the same key may follow it."""
 
     def __init__(self, bus: Bus, row: LiveRow, what: str) -> None:
         self._heartbeat, self._what, self._since_s = HeartbeatPublisher(bus, row), what, time.monotonic()

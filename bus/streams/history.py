@@ -90,7 +90,7 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Return the sequence of the first sample whose oldest token is of this version, or else of the next version that has one."""
+        """Return the sequence of the first sample with its oldest token of this version, or else of the next version that has one."""
         for found in sorted(v for v in await self._versions() if v >= version):
             firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
             if any(firsts):

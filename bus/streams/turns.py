@@ -5,9 +5,9 @@
     take   turn   turn   state   turn   end          tm.<run>.turn.<task>.<index>, in order
      |       |                            |
      |       stored before it is delivered +-- the sample is stored
-     from here on whoever wrote before is refused: each record names the sequence of the one before it
+     from here on earlier writers are refused: each record names the sequence of the one before it
 
-Nothing in it is ever needed. What cannot be stored in time leaves the episode unlogged, and it goes on.
+Nothing in it is ever needed. A record that cannot be stored in time leaves the episode unlogged, and it goes on.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _TAKES = 8
 
 
 class Superseded(Exception):
-    """Another actor makes the sample now. This one ends the episode, and says nothing to the queue."""
+    """Another actor makes the sample now. This one ends the episode, and neither acks nor naks the task."""
 
 
 @dataclass(slots=True)
@@ -57,18 +57,18 @@ class EpisodeLog:
 
     @property
     def kept(self) -> bool:
-        """Whether records are stored, or refused: False once one was not stored in time."""
+        """True while records are stored, or refused; False once one was not stored in time."""
         return self._superseded or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
         """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded."""
-        if self._superseded:  # told again: the first time, nobody may have listened any more
+        if self._superseded:  # raised again: the first one may have reached no caller
             raise Superseded
         if self._last is None:
             return
         self._count += 1
         record = TurnRecord(kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields)
-        last, self._last = self._last, None  # whoever is cancelled here does not know what is stored
+        last, self._last = self._last, None  # a call that is cancelled here leaves it unknown whether the record is stored
         try:
             self._last = await self._turns.store(record, f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}", last)
         except Superseded:
@@ -150,7 +150,7 @@ class TurnStream:
                     raise
                 message = await self._jet.last(self._stream, subject)
                 if message.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]:
-                    return message.seq  # stored by a try whose answer was lost
+                    return message.seq  # stored by a try that got no answer
                 raise Superseded from None
 
     def _unlogged(self, record: TurnRecord, reason: str) -> None:

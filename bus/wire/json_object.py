@@ -6,4 +6,4 @@ from typing import Any
 JsonObject = dict[str, Any]
 """A decoded map with text keys. Its values are of any type until they are checked."""
 JsonMapping = Mapping[str, Any]
-"""The same, only to be read."""
+"""A ``JsonObject`` that is only read."""

@@ -156,15 +156,15 @@ class Sample:
     created_s: float = 0.0
     """Unix time at which it was finished; for onlookers, never for decisions."""
     rollout: str = ""
-    """As in the task."""
+    """The task's rollout."""
     sequences: tuple[SequenceSize, ...] = ()
     """Sizes of its token sequences; empty = one, of all its tokens."""
     turns: Turns | None = None
-    """Its model calls; None = not reported."""
+    """The sample's model calls; None = not reported."""
     transcript: tuple[JsonObject, ...] = ()
     """Messages for viewers; the learner never reads them."""
     demonstration: bool = False
-    """True: a recorded response whose log-probs are not known; all of them are 0, and only the cross-entropy trains it."""
+    """True: a recorded response without known log-probs; all of them are 0, and only the cross-entropy trains it."""
     teacher_log_probs: NDArray[np.float32] | None = None
     """Log-probability (nats) of each token under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0. None = not scored."""
     teacher_top_ids: NDArray[np.int32] | None = None
@@ -291,7 +291,7 @@ class Plan:
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None
-    """Those of ``seqs`` whose tokens are not trained, because a filter said so; their rewards count in the baseline of their groups.
+    """Those of ``seqs`` that are not trained, because a filter masked them; their rewards count in the baseline of their groups.
     None = none are."""
 
     @property
@@ -422,7 +422,7 @@ class Capabilities:
     devices: tuple[str, ...] = ()
     """UUIDs of the accelerators on which it computes (``GPU-...``); empty = none, or not known."""
     visible_devices: tuple[str, ...] = ()
-    """UUIDs of the accelerators whose memory it can open, its own among them; empty = none, or not known."""
+    """UUIDs of the accelerators with memory that it can open, its own among them; empty = none, or not known."""
     nccl: str = ""
     """NCCL version of the processes that receive weights (``2.29.7``); empty = not known."""
     device_memory_bytes: int = 0

@@ -28,7 +28,7 @@ class Table:
     """The fields of one message in wire order."""
 
     def __init__(self, message: type, name: str, later: tuple[str, ...] = (), **codecs: FieldCodec) -> None:
-        """``later``: fields, the last ones, that came after the first release: they are written only where they say something."""
+        """``later``: fields, the last ones, that came after the first release: they are written only where they differ from the default."""
         fields = {field.name: field for field in dataclasses.fields(message)}
         assert set(codecs) <= set(fields), set(codecs) - set(fields)
         assert later == tuple(codecs)[len(codecs) - len(later) :], later

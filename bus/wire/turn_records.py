@@ -29,7 +29,7 @@ class TurnKind(StrEnum):
     END = "end"
     """The sample is stored, as ``sample_seq``."""
     FAILED = "failed"
-    """The episode failed. It begins anew: what stands before this is void."""
+    """The episode failed. It begins anew: the records before this one are void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class TurnRecord:
     attempt: str
     """Nonce of the lease under which it was stored."""
     number: int = 0
-    """Of a turn: its number, from 0 and in order of storage. Of a state: above the numbers of the turns in front of it."""
+    """Number of a turn, from 0 and in order of storage; of a state, above the numbers of the turns in front of it."""
     parent: int = -1
-    """Number of the turn whose prompt and answer its prompt begins with; -1 = none."""
+    """Number of the turn with the prompt and answer that its prompt begins with; -1 = none."""
     context: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Token ids of its prompt beyond its parent's end."""
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -65,13 +65,13 @@ class TurnRecord:
     trained: bool = True
     engine: str = ""
     state: JsonObject = field(default_factory=dict)
-    """Of a state: ``state``, what the program gave."""
+    """State that the program gave, in a record of kind ``state``."""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """Of a state: numbers of all turns in front of it, by the names that a program has seen for them."""
+    """Numbers of all turns in front of a state, by the names that a program has seen for them."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Of a state: rewards of turns so far."""
+    """Rewards of turns so far, in a record of kind ``state``."""
     sample_seq: int = 0
-    """Of an end: sequence of the sample in SAMPLES."""
+    """Sequence of the sample in SAMPLES, in a record of kind ``end``."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 

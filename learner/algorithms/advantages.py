@@ -225,7 +225,7 @@ def pass_at_k(
 def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
     """Return ``sum_k weight_k grpo(reward_k)`` for K rewards of every sample, [N]: each reward is normalised by itself within its group.
 
-    The scale of a reward has no influence, and samples whose sums are equal but whose parts differ keep different advantages. NaN: the
+    The scale of a reward has no influence, and samples with equal sums of different parts keep different advantages. NaN: the
     sample has no such reward, which is then 0 for it and not in the statistics of its group. The method whitens the result over the step
     (``whitened``; over tokens here, over samples there). Source: GDPO 2601.05242.
     """

@@ -53,7 +53,7 @@ depend on its own sample and on the denominators, and on nothing else in the row
 def coefficients(mode: str | Reducer, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
     """Return the factor of every token's loss in the step's number, float64 [T]; 0 where masked, also if every token is.
 
-    ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token whose denominator is 0 gets
+    ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token with a denominator of 0 gets
     infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
     """
     if callable(mode):

@@ -249,7 +249,7 @@ _RANGES: Mapping[str, str] = {
     "ipo": "of a probability",
     "dppo_kl": "of a binary KL",
 }
-"""What clip_low and clip_high bound, by loss."""
+"""The quantity that clip_low and clip_high bound, by loss."""
 
 
 def _refuse_foreign_range(config: AlgorithmConfig) -> None:

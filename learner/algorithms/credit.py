@@ -1,7 +1,7 @@
-"""Advantages of turns: the return of every turn of an episode, less what the other members of its group got from the same ordinal on.
+"""Advantages of turns: the return of every turn of an episode, less that of the other members of its group from the same ordinal on.
 
 Pure functions; N = samples (episodes) of the step, C = their turns, O = most turns of one. The turns of a sample are neighbours, in order
-of delivery, across its token sequences: what one agent of an episode does acts on the others through text.
+of delivery, across its token sequences: an agent of an episode acts on the others through text.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Divergence between a student and a teacher of whom only the most probable tokens are known. Pure functions.
+"""Divergence between a student and a teacher of which only the most probable tokens are known. Pure functions.
 
 Shape letters: T = tokens of a packed row, K = tokens that the teacher listed at each position.
 """

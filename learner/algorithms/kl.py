@@ -10,7 +10,7 @@ Expectations are over a token given its prefix; the prefixes stay those of the d
     low_var_kl   min(k3, 10)       below KL         as k3; 0 where k3 > 10          grad E_pi[min(k3, 10)]
     k1+, k3+     as k1, k3         KL(pi||ref)      grad KL(pi||ref) (that of k2)   grad KL(pi||ref)
 
-"Corrected" is ``corrected_kl``, whose value has the right mean on data of any mu. Without it the table does not hold on old data: the
+"Corrected" is ``corrected_kl``, which has the right mean on data of any mu. Without it the table does not hold on old data: the
 mean of k3 over tokens of mu is not a divergence of pi. x at its bound has no gradient.
 Sources: Schulman 2020 ("Approximating KL divergence"); corrected, DeepSeek-V3.2 2512.02556; "+" and the bounds 20 and 10 as in verl.
 """

@@ -338,7 +338,7 @@ class Objective:
         return replace(cut, last_draw=last)
 
     def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
-        """Return a mask of the tokens whose second moment is limited."""
+        """Return a mask of the tokens with a limited second moment."""
         if self.config.m2_tokens == "all":
             return tokens.mask_T
         return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
@@ -404,7 +404,7 @@ class Objective:
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 
     def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
-        """Return log-probs of the policy whose ratio to mu is the weight: proximal if the loss is anchored there, else the trained one."""
+        """Return log-probs of the policy in the numerator of the weight: proximal if the loss is anchored there, else the trained one."""
         if self.config.anchor != "proximal":
             return log_probs_T.detach()
         if self.config.proximal == "loglinear":

@@ -1,8 +1,8 @@
 """Policy losses per token. Pure functions of torch tensors; T = tokens of a packed row, N = samples of the step.
 
 ``anchor_T``: log-probs of the policy that the new one is compared with, the proximal policy (three policies) or mu itself (two).
-``r = pi_theta / pi_anchor``. Every loss is exactly 0 with exactly 0 gradient where the mask is False, and its value is a surrogate whose
-gradient is the formula (``-A r`` rather than ``-A log pi``), so that the first step has loss ``-mean A``. ``aggregation`` divides it.
+``r = pi_theta / pi_anchor``. Every loss is exactly 0 with exactly 0 gradient where the mask is False, and its value is a surrogate with
+the formula as its gradient (``-A r`` rather than ``-A log pi``), so that the first step has loss ``-mean A``. ``aggregation`` divides it.
 """
 
 import math

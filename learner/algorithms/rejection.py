@@ -89,7 +89,7 @@ def second_moment_cut(squares_M: Tensor, limit: float) -> float:
 
 
 def beyond(delta_T: Tensor, mask_T: Tensor, cut: float) -> Tensor:
-    """Reject tokens whose ``delta^2`` is at least ``cut`` (``second_moment_cut``)."""
+    """Reject tokens with a ``delta^2`` of at least ``cut`` (``second_moment_cut``)."""
     return mask_T & (delta_T.double().square() >= cut)
 
 
@@ -116,7 +116,7 @@ def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *,
     Source: KPop (Ring team, 2026), in AReaL with limit 2.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
-    # -1: any value with finite results, which the mask removes. float64, because float32 cannot tell 1 - 1e-8 from 1.
+    # -1: any value with finite results, which the mask removes. float64, because float32 rounds 1 - 1e-8 to 1.
     p_T = torch.where(mask_T, log_probs_T, -1.0).double().exp().clamp(*bounds)
     q_T = torch.where(mask_T, rollout_T, -1.0).double().exp().clamp(*bounds)
     forth_T = p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
@@ -141,7 +141,7 @@ def binary_kl_moved(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor,
     KL of "this token or another", q of the anchor, in nats. Source: DPPO 2602.04879, the binary KL variant.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
-    # float64, because float32 cannot tell 1 - 1e-8 from 1; -1: any value with finite results, which the mask removes.
+    # float64, because float32 rounds 1 - 1e-8 to 1; -1: any value with finite results, which the mask removes.
     p_T = torch.where(mask_T, log_probs_T.detach(), -1.0).double().exp().clamp(*bounds)
     q_T = torch.where(mask_T, anchor_T.detach(), -1.0).double().exp().clamp(*bounds)
     moved_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()

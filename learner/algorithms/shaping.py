@@ -18,7 +18,7 @@ def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tens
 
 
 def zero_variance_groups(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Return a mask of the samples in groups whose rewards are all equal (a group of one included), bool [N].
+    """Return a mask of the samples in groups with equal rewards (a group of one included), bool [N].
 
     They have no gradient under a group baseline, but count in the denominators. The comparison is exact: pass the rewards before a term
     that depends on length or log-probs is added. Source: dynamic sampling, DAPO 2503.14476.

@@ -23,9 +23,9 @@ class Supervised:
 
     coef: float
     mode: str | Reducer
-    """As ``Objective.mode``."""
+    """Aggregation mode, as in ``Objective.mode``."""
     denominators: Denominators
-    """Of the demonstrations of the update; with ``loss: sft`` of all its samples, which then have one loss."""
+    """Denominators of the update's demonstrations; with ``loss: sft`` of all its samples, which then have one loss."""
 
     def term(self, log_probs_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a row's part of the term, and its sums for ``train/sft_loss``. ``mask_T``: trainable tokens of demonstrations."""

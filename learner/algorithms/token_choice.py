@@ -25,7 +25,7 @@ def top_cut(values_M: Tensor, share: float) -> float:
 
 
 def low_entropy(entropy_T: Tensor, mask_T: Tensor, floor: float) -> Tensor:
-    """Return a mask of the trainable tokens whose entropy is below ``floor``: the update leaves them out.
+    """Return a mask of the trainable tokens with an entropy below ``floor``: the update leaves them out.
 
     Source: Wang et al. 2025 (2506.01939), the top 20 %; the denominators do not change, as there and in TRL (``top_entropy_quantile``).
     """
@@ -45,7 +45,7 @@ class CovarianceCut:
     """Tokens with a covariance above ``low`` and below ``high`` are candidates."""
     high: float
     last_draw: float
-    """Candidates whose draw is above it are not chosen."""
+    """Candidates with a draw above it are not chosen."""
 
 
 def covariance_sums(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:

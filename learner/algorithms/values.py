@@ -157,7 +157,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T
 
 
 def value_clipped(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float) -> Tensor:
-    """Return a mask of the tokens whose value gradient the clip has set to 0, bool [T]; False where masked."""
+    """Return a mask of the tokens at which the clip has set the value gradient to 0, bool [T]; False where masked."""
     plain_T, held_T = _squares(values_T, old_values_T, returns_T, mask_T, clip)
     return held_T > plain_T
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a start loads when nodes, disks or files are missing. A pure function of manifests and of what living nodes hold."""
+"""The checkpoint that a start loads when nodes, disks or files are missing. A pure function of manifests and of living nodes' files."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ def choose(order: Sequence[str], files: Mapping[str, Mapping[str, FileEntry]], h
 def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
     """Return the nodes that should have a file: its writer and the ``copies - 1`` nodes behind it, in a ring.
 
-    A file whose writer is no node of this layout is for the first ones, and one without holders (of an older release) for none.
+    A file written by no node of this layout is for the first ones, and one without holders (of an older release) for none.
     """
     if not entry.holders:
         return frozenset()

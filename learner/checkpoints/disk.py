@@ -1,6 +1,6 @@
 """Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
 
-``<root>/step-<k>-epoch-<e>/`` holds what the ranks of this node wrote, ``state.msgpack`` (the DataSource as of plan k) and
+``<root>/step-<k>-epoch-<e>/`` holds the files that the ranks of this node wrote, ``state.msgpack`` (the DataSource as of plan k) and
 ``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp``
 is being written, ``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
 
@@ -81,7 +81,7 @@ def write_manifest(tmp: Path, data: bytes) -> None:
 
 
 def publish(tmp: Path) -> Path:
-    """Rename a staging directory, whose files are synced, into place. Returns its path. Raises FileExistsError, OSError."""
+    """Rename a staging directory with synced files into place. Returns its path. Raises FileExistsError, OSError."""
     path = tmp.with_suffix("")
     if path.exists():
         raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
@@ -124,7 +124,7 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of the manifest whose file is here with its size; the content is not read. Raises CheckpointCorrupt."""
+    """Return the entries of the manifest with a file here of the right size; the content is not read. Raises CheckpointCorrupt."""
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
 
 

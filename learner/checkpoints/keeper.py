@@ -52,7 +52,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What a node's row says."""
+    """The contents of a node's row."""
 
     node: int
     url: str
@@ -87,7 +87,7 @@ class Keeper:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Verify what is here, serve it, and write the row; a file that is damaged is set aside first. Raises OSError, BusUnavailable."""
+        """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError, BusUnavailable."""
         await asyncio.to_thread(self._clean)
         access = Access(self._keys)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, access)
@@ -112,10 +112,10 @@ class Keeper:
                     await self.look()
                 except BusUnavailable as error:
                     log.info("checkpoints of others are not copied while the bus is away error=%s", error)
-                await changed.wait(INTERVAL_S)  # the ranks of this node wake nobody, and a wake-up may be lost
+                await changed.wait(INTERVAL_S)  # the ranks of this node wake no keeper, and a wake-up may be lost
 
     async def look(self) -> None:
-        """Copy what this node lacks, remove what is not kept, and write the row if it has changed. Raises BusUnavailable."""
+        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises BusUnavailable."""
         others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
         keys = await self._keys.known()
         peers = tuple(Peer(node=one.node, url=one.url, key=keys.bearer) for one in others.values() if one.url)

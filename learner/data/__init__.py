@@ -1,1 +1,1 @@
-"""Prompts, the buffered data source, and the choice of what a step trains."""
+"""Prompts, the buffered data source, and the choice of the groups that a step trains."""

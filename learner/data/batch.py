@@ -80,7 +80,7 @@ class StepBatch:
     """Sampled tokens of each sample, before the gate."""
     truncated_N: NDArray[np.bool_]
     unended_N: NDArray[np.bool_]
-    """True for a completed sample whose last token is no end token: the end token is lost (never True with stop strings)."""
+    """True for a completed sample that does not end with an end token: the end token is lost (never True with stop strings)."""
     trainable_N: NDArray[np.int32]
     """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
@@ -108,7 +108,7 @@ class StepBatch:
 
     @property
     def scored_N(self) -> NDArray[np.bool_]:
-        """True for the samples whose rewards and lengths are reported: those of policies, or all of a step of demonstrations alone."""
+        """True for the samples that count in reported rewards and lengths: those of policies, or all of a step of demonstrations alone."""
         return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
 
     @property

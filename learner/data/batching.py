@@ -201,7 +201,7 @@ def with_experts(aligned: Sequence[MicroBatch], samples: Sequence[Sample], route
 
 
 def known_share(aligned: Sequence[MicroBatch], per_token: int) -> float:
-    """Return the share of the tokens before a target whose experts are known; 0 without such tokens."""
+    """Return the share of the tokens before a target that have known experts; 0 without such tokens."""
     known = sum(int((row.experts[: (len(row.tokens_T) - 1) * per_token : per_token] >= 0).sum()) for row in aligned)
     return known / max(1, sum(len(row.tokens_T) - 1 for row in aligned))
 

@@ -25,7 +25,7 @@ ONE_DISTRIBUTION = ("temperature", "top_p", "top_k", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """When responses to a row end. What is None is as in the run."""
+    """When responses to a row end. A field that is None is as in the run."""
 
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
@@ -94,7 +94,7 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[dict
     found = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if found is None:
         return []
-    if isinstance(found, str):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
+    if isinstance(found, str):  # the usual form in Parquet and Arrow, where a map has the keys of all rows
         try:
             found = json.loads(found)
         except (ValueError, RecursionError) as error:

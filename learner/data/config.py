@@ -94,7 +94,7 @@ class DataConfig:
 
     @property
     def names_rewards(self) -> bool:
-        """Whether rows or sources may name a reward."""
+        """True if rows or sources may name a reward."""
         return any(one.reward or one.reward_key for one in self.used)
 
     def rollouts(self, known: Collection[str]) -> set[str]:
@@ -105,7 +105,7 @@ class DataConfig:
 
     @property
     def limits_rows(self) -> bool:
-        """Whether rows may have limits of sampling of their own."""
+        """True if rows may have limits of sampling of their own."""
         return any(one.sampling_key for one in self.used)
 
     def _source(self, one: SourceConfig) -> Source:

@@ -25,7 +25,7 @@ class CurriculumRules:
 
     @property
     def active(self) -> bool:
-        """Whether any prompt may be left out."""
+        """True if any prompt may be left out."""
         return self.skip_easy > 0 or self.skip_hard >= 0
 
 

@@ -34,8 +34,8 @@ REISSUED = frozenset({"stale", "lost"})
 EARLY_IDS = 64
 """A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
 EARLY_SAMPLES = 1024
-"""Largest number of samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. Samples of invented tasks
-are bounded in number by it, not in bytes."""
+"""Largest number of samples that are kept for tasks that are not confirmed as issued yet; further ones are invalid. Samples of invented
+tasks are bounded in number by it, not in bytes."""
 
 
 class DataSource:
@@ -234,7 +234,7 @@ class DataSource:
         return [(group.task, group.seqs) for group in groups]
 
     def judged(self, id: int, verdict: Verdict, seqs: Sequence[int] | None = None) -> None:
-        """Register what the filters decided about a complete group of these samples, as ``unjudged`` returned them; None = those it has.
+        """Register the filters' decision on a complete group of these samples, as ``unjudged`` returned them; None = those it has.
 
         Without effect for one that is settled or has another sample meanwhile.
         """
@@ -410,7 +410,7 @@ class DataSource:
         return [self._groups[int(task)] for task in record.tasks]
 
     def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:
-        """Return the groups whose scores a record settles, trained or filtered, with these. Call it before ``apply``."""
+        """Return the groups of which a record settles the scores, trained or filtered, with these. Call it before ``apply``."""
         if not isinstance(record, Plan) and not (isinstance(record, Settle) and is_filtered(record.reason)):
             return []
         named = set(record.seqs.tolist())

@@ -14,7 +14,7 @@ class EvalTasks:
 
     @property
     def num_early(self) -> int:
-        """Number of samples whose task is not issued."""
+        """Number of samples of tasks that are not issued."""
         return sum(len(seen) for id, seen in self._seen.items() if id not in self._sizes)
 
     def issued(self, task: Task) -> None:

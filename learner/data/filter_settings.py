@@ -25,7 +25,7 @@ class FilterConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Passed to every call."""
     count_only: bool = False
-    """Its decisions are counted and have no effect."""
+    """True: decisions are counted and have no effect."""
     timeout_s: float = 30.0
     """Seconds for one call of a filter by import path; the group is dropped after it."""
     workers: int = 4

@@ -75,9 +75,9 @@ class Decision:
     reason: str = ""
     """Reason of a drop beside the filter's name."""
     masked: tuple[int, ...] = ()
-    """Indexes of samples whose tokens are not trained; their rewards count in the group's baseline."""
+    """Indexes of samples that are not trained; their rewards count in the group's baseline."""
     priority: float = 0.0
-    """Of complete groups, those of the highest priority are trained first; priorities of several filters are added."""
+    """Complete groups of the highest priority are trained first; priorities of several filters are added."""
 
 
 def group_of(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], step: int) -> FilterGroup:
@@ -108,7 +108,7 @@ def group_of(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], st
 
 
 def equal_rewards(group: FilterGroup, *, tolerance: float = 1e-6, part: str = "") -> Decision:
-    """Drop a group whose rewards differ by at most ``tolerance``: a baseline within the group leaves no gradient.
+    """Drop a group with rewards that differ by at most ``tolerance``: a baseline within the group leaves no gradient.
 
     Source: dynamic sampling, DAPO 2503.14476. ``part``: a part of the reward instead of the score.
     """
@@ -117,7 +117,7 @@ def equal_rewards(group: FilterGroup, *, tolerance: float = 1e-6, part: str = ""
 
 
 def mean_reward(group: FilterGroup, *, at_least: float = -math.inf, at_most: float = math.inf, part: str = "") -> Decision:
-    """Drop a group whose mean reward is below ``at_least`` (reason ``hard``) or above ``at_most`` (reason ``easy``)."""
+    """Drop a group with a mean reward below ``at_least`` (reason ``hard``) or above ``at_most`` (reason ``easy``)."""
     mean = float(group.values(part).mean())
     return Decision(keep=at_least <= mean <= at_most, reason="hard" if mean < at_least else "easy" if mean > at_most else "")
 
@@ -159,7 +159,7 @@ def gibberish(group: FilterGroup, *, vocab_size: int, rare_from: int = 100_000, 
 
 
 def _is_gibberish(sample: FilterSample, rare_from: int, bound: float) -> bool:
-    # One sequence: the response region is the end of the tokens. Of several, which regions are which is not told to filters, and only
+    # One sequence: the response region is the end of the tokens. Filters do not get the regions of several sequences, and only
     # a single one is examined.
     size = len(sample.log_probs)
     rare = sample.tokens[len(sample.tokens) - size :] > rare_from
@@ -174,7 +174,7 @@ TABLE = {name: f"learner.data.filters:{name}" for name in BUILT_IN}
 
 
 def decision_of(name: str, result: object) -> dict[str, Any]:
-    """Return what a filter returned as the map of a Decision. Raises RewardFailed.
+    """Return a filter's result as the map of a Decision. Raises RewardFailed.
 
     It may return a Decision, True or None (keep), False (drop), a text (drop for this reason, "" = keep), a map with some of the fields
     of a Decision, or an object with ``keep`` and, if it likes, ``reason``.

@@ -22,7 +22,7 @@ class BufferedSample:
     by_version: tuple[tuple[int, int], ...]
     """(version, trainable tokens) of each span, zeros included."""
     demonstration: bool = False
-    """As in the sample."""
+    """The sample's field ``demonstration``."""
 
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
@@ -45,14 +45,14 @@ class BufferedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the filters decided about a complete group."""
+    """The filters' decision on a complete group."""
 
     reason: str = ""
     """Reason to drop it; empty = it is trained."""
     masked: frozenset[int] = frozenset()
-    """Indexes of samples whose tokens are not trained."""
+    """Indexes of samples that are not trained."""
     priority: float = 0.0
-    """Of complete groups, those of the highest priority are trained first."""
+    """Complete groups of the highest priority are trained first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Group:
     verdict: Verdict | None = None
     """None = not judged, and without filters always."""
     masked: frozenset[int] = frozenset()
-    """Sequences of the samples whose tokens are not trained."""
+    """Sequences of the samples that are not trained."""
     _by_step: dict[int, int] | None = None
     _versions: set[int] | None = None
 
@@ -89,7 +89,7 @@ class Group:
         return others
 
     def judge(self, verdict: Verdict) -> None:
-        """Register what the filters decided."""
+        """Register the filters' decision."""
         self.verdict = verdict
         self.mask(frozenset(sample.seq for sample in self.samples.values() if sample.index in verdict.masked))
 

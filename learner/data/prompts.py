@@ -45,7 +45,7 @@ class Row:
     responses: tuple[Response, ...] = ()
     """Recorded responses."""
     where: str = ""
-    """Its place for messages: file and line."""
+    """File and line of the row, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Drawn:
     row: Row
     tokens: NDArray[np.int32]
     recorded: tuple[RecordedSequence, ...] = ()
-    """Its recorded responses, for a rollout that has them."""
+    """Recorded responses of the row, for a rollout that has them."""
 
 
 class PromptFile:
@@ -85,7 +85,7 @@ class PromptFile:
         self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
         self._recordings = recordings
         self._place = " + ".join(map(str, self._sources))
-        # Before the rows are read: a file that changes while it is read then differs from what later starts find.
+        # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
         self.digest = prompts_digest(self._sources, shuffle=shuffle, seed=seed)
         self._rows: list[Row] = []
         self._shares = [self._read(source, number) for number, source in enumerate(self._sources)]
@@ -158,7 +158,7 @@ class PromptFile:
 
         Raises PromptError when all prompts are too long.
         """
-        # The rest of this pass and all of the next, whose order is another; more where a pass has only some of the rows.
+        # The rest of this pass and all of the next, which has another order; more where a pass has only some of the rows.
         for _ in range((1 + max(share.passes for share in self._shares)) * len(self)):
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0

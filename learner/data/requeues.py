@@ -8,11 +8,11 @@ from learner.errors import ReplayMismatch
 
 
 class Requeues:
-    """Dead tasks whose prompts can be issued again, each once."""
+    """Dead tasks with prompts that can be issued again, each once."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Dead] = {}
-        """Dead tasks whose prompts an operator has requeued, without a record so far."""
+        """Dead tasks with prompts that an operator has requeued, without a record so far."""
         self._decided: set[int] = set()
         """Tasks settled as dead, and not requeued since."""
 

@@ -1,7 +1,8 @@
 """Recorded responses of a row: text, chat messages or token ids, and the token sequences with masks that are made of them.
 
 Knows a tokenizer as a function, no file, bus or model. Masks of chat messages follow from the chat template alone: a turn of the assistant
-is what the template puts between the prompt of that turn and its end, and both must be prefixes of the whole conversation, token by token.
+is the text that the template puts between the prompt of that turn and its end, and both must be prefixes of the whole conversation, token
+by token.
 """
 
 import json
@@ -29,7 +30,7 @@ KNOWN = ("text", "messages", "tokens", "prompt_tokens", "log_probs", "loss_mask"
 """Keys of one response."""
 
 Tokenize = Callable[..., Sequence[int]]
-"""As ``learner.data.prompts.Tokenize``; with ``whole=True`` messages end without a generation prompt, and text has no special tokens."""
+"""``learner.data.prompts.Tokenize`` with ``whole``: if True, messages end without a generation prompt, and text has no special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple
 
 def listed(found: object) -> list[Any]:
     """Return the responses of a column as a list: one, several, or a list of maps as JSON text."""
-    if isinstance(found, str) and found.startswith("[{"):  # the usual form in Parquet and Arrow, whose maps have the keys of all rows
+    if isinstance(found, str) and found.startswith("[{"):  # the usual form in Parquet and Arrow, where a map has all rows' keys
         with suppress(ValueError, RecursionError):  # a text that begins like that
             found = json.loads(found)
     return found if isinstance(found, list) else [found]
@@ -220,7 +221,7 @@ class Recordings:
         self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = tokenize, frozenset(rollouts), end_ids, max_tokens, chat
 
     def sequences(self, row: RecordedRow) -> tuple[RecordedSequence, ...]:
-        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep what it has written."""
+        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its earlier text."""
         return tuple(self._sequence(row, response) for response in row.responses)
 
     def _sequence(self, row: RecordedRow, response: Response) -> RecordedSequence:

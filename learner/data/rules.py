@@ -64,9 +64,9 @@ class DataRules:
     """Seed of the order of prompts and of the sampler seeds."""
     prompts_digest: str = ""
     demonstrations: bool = False
-    """Whether the loss can train demonstrations; else they are invalid."""
+    """True if the loss can train demonstrations; else they are invalid."""
     teacher: bool = False
-    """Whether samples need the scores of a teacher; those without are invalid, except for demonstrations."""
+    """True if samples need the scores of a teacher; those without are invalid, except for demonstrations."""
     teacher_top_k: int = 0
     """Number of tokens that the teacher must have listed at each position, with ``teacher``."""
     model: str = ""

@@ -22,7 +22,7 @@ def is_filtered(reason: str) -> bool:
 
 
 def oldest_step(rules: DataRules, step: int) -> int:
-    """Return the oldest step of weights whose tokens step ``step`` trains with a lag of at most ``max_lag``."""
+    """Return the oldest step of weights with a lag of at most ``max_lag`` in step ``step``."""
     return step - 1 - rules.max_lag
 
 

@@ -58,7 +58,7 @@ class Source:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a whole file, as every source was before there were several."""
+        """True for a whole file, as every source was before there were several."""
         return replace(self, keys=("", "", ""), template="", rollout="") == Source(path=self.path, keys=("", "", ""))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One entry of ``data.sources``. What is None is as in ``data``."""
+    """One entry of ``data.sources``. A field that is None is as in ``data``."""
 
     path: str
     weight: float = 1.0

@@ -24,7 +24,7 @@ class KnownVersions:
         self._after[version] = after
 
     def unread(self, sample: Sample) -> set[int]:
-        """Return the versions of a sample whose rows were not read."""
+        """Return the versions of a sample with rows that were not read."""
         return {span.version for span in sample.spans if span.version not in self._after}
 
     def made(self, sample: Sample, seq: int) -> bool:

@@ -2,7 +2,7 @@
 
     trainer --- record, row, update ---> copies on the CPU --- end of the step ---> file
 
-Nothing of it goes through Megatron's logging dictionary, whose entries stay on the device until the step ends. Tensors are detached and
+Nothing of it goes through Megatron's logging dictionary: its entries stay on the device until the step ends. Tensors are detached and
 copied to pinned host memory without waiting; one synchronization at the end of the step comes before they are read.
 """
 
@@ -42,7 +42,7 @@ class Target:
     writes: bool
     """False for a rank that has the same values as another one, or no logits: it collects nothing."""
     anchor: str
-    """As ``AlgorithmConfig.anchor``: which log-probs the importance ratio is against."""
+    """Log-probs that the importance ratio is against, as in ``AlgorithmConfig.anchor``."""
     role: str = ACTOR
 
 

@@ -41,7 +41,7 @@ HINTS = (
     ("norm", "the last norm"),
     ("log_probs", "the output weight, or the temperature"),
 )
-"""What to look at, by the end of a module's name."""
+"""Part of the model to look at, by the end of a module's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

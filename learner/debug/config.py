@@ -65,7 +65,7 @@ class DebugConfig:
 
     @property
     def trains_only(self) -> bool:
-        """Whether batches come from files, and nothing is generated."""
+        """True if batches come from files, and nothing is generated."""
         return self.train_only or bool(self.load_rollout)
 
 

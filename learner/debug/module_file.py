@@ -16,7 +16,7 @@ class ModuleDump:
     """The content of a file."""
 
     source: str
-    """What computed the outputs: learner or engine, with its model."""
+    """Program that computed the outputs: learner or engine, with its model."""
     dtype: str
     """Dtype of weights and activations there."""
     prompts: Sequence[Sequence[int]]

@@ -40,7 +40,7 @@ class Profiler:
             self._end(step)
 
     def close(self) -> None:
-        """End a profile whose steps did not all come, and keep what it has: a process must not end with a running profiler."""
+        """End a profile that lacks steps, and keep those it has: a process must not end with a running profiler."""
         if self._running is not None:
             self._end(max(self._first, self._last))
 

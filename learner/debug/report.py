@@ -1,4 +1,4 @@
-"""The report on the first two steps of a run: what can be seen in their numbers, each line with a verdict. Pure; knows no torch.
+"""The report on the first two steps of a run: the findings from their numbers, each line with a verdict. Pure; knows no torch.
 
 Source of the questions: "Aligning Precision" of slime's debugging page.
 """
@@ -47,7 +47,7 @@ class Line:
     found: str
     good: bool
     look_at: str = ""
-    """What to look at if it is not good."""
+    """The place to look at if it is not good."""
 
     def __str__(self) -> str:
         return f"{OK if self.good else LOOK:<5}{self.subject}: {self.found}" + ("" if self.good else f"; look at: {self.look_at}")

@@ -43,7 +43,7 @@ class Step:
     grad_norm: float | None
     """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
     debug_data: Mapping[str, Any]
-    """By field: a list with an array for each sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_sample)."""
+    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_sample)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

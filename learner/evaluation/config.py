@@ -19,7 +19,7 @@ MOST_SAMPLES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """One held-out set of prompts. What is None is as in training."""
+    """One held-out set of prompts. A field that is None is as in training."""
 
     path: str
     """A .jsonl or .parquet file."""
@@ -38,25 +38,25 @@ class EvalSet:
     max_new_tokens: int | None = None
     """Longest response, in tokens; None = ``sampling.max_new_tokens``."""
     prompt_key: str | None = None
-    """As ``data.prompt_key``, which is the default."""
+    """Overrides ``data.prompt_key`` for this set."""
     label_key: str | None = None
-    """As ``data.label_key``, which is the default."""
+    """Overrides ``data.label_key`` for this set."""
     metadata_key: str | None = None
-    """As ``data.metadata_key``, which is the default."""
+    """Overrides ``data.metadata_key`` for this set."""
     template: str | None = None
-    """As ``data.template``, which is the default."""
+    """Overrides ``data.template`` for this set."""
     reward: str | None = None
-    """As ``data.reward``, which is the default: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to."""
+    """Overrides ``data.reward`` for this set: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to."""
     reward_key: str | None = None
-    """As ``data.reward_key``, which is the default."""
+    """Overrides ``data.reward_key`` for this set."""
     sampling_key: str | None = None
-    """As ``data.sampling_key``, which is the default."""
+    """Overrides ``data.sampling_key`` for this set."""
     tools_key: str | None = None
-    """As ``data.tools_key``, which is the default."""
+    """Overrides ``data.tools_key`` for this set."""
     rollout: str | None = None
-    """As ``data.rollout``, which is the default; single_turn = single turns."""
+    """Overrides ``data.rollout`` for this set; single_turn = single turns."""
     rollout_key: str | None = None
-    """As ``data.rollout_key``, which is the default."""
+    """Overrides ``data.rollout_key`` for this set."""
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
@@ -102,9 +102,9 @@ class EvalConfig:
     stop_after: int = 0
     """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: int = 8
-    """Most evaluation prompts that are out at a time; bounds what evaluation takes from the engines."""
+    """Most evaluation prompts that are out at a time; bounds the share of the engines that evaluation takes."""
     stall_s: float = 600.0
-    """Seconds without any result after which an evaluation ends with what it has; what is missing is counted."""
+    """Seconds without any result after which an evaluation ends with the results it has; missing ones are counted."""
     seed: int = 0
     """Seed of the responses: the same for every version."""
 

@@ -25,7 +25,7 @@ class EvalPrompts:
     """Limits of episodes, by rollout."""
 
     def size(self) -> SetSize:
-        """Return what a round has to know. Tokenizes every prompt. Raises PromptError when none fits the model."""
+        """Return the facts that a round needs. Tokenizes every prompt. Raises PromptError when none fits the model."""
         number = min(self.limit or len(self.prompts), len(self.prompts))
         rows = tuple(row for row in range(number) if self._fits(row))
         if not rows:

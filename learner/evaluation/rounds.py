@@ -23,7 +23,7 @@ MARK = "evaluation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetSize:
-    """What a round has to know of a set."""
+    """Facts of a set that a round needs."""
 
     name: str
     rows: tuple[int, ...]
@@ -146,7 +146,7 @@ class Rounds:
         return None
 
     def mark(self, place: Place) -> JsonObject:
-        """Return what a task's metadata says of its place."""
+        """Return the metadata of a task that describe its place."""
         return {"set": place.set, "row": place.row, "digest": self.digest}
 
     def issued(self, task: Task) -> bool:
@@ -204,7 +204,7 @@ class Rounds:
         return [] if self._open is None else list(self._open.tasks)
 
     def end(self) -> None:
-        """End the open round with what it has: prompts that were not issued are missing, too."""
+        """End the open round with the results it has: prompts that were not issued are missing, too."""
         if self._open is not None:
             self._open.tasks.clear()
             self._open.placed = {(one.name, row) for one in self._sets.values() for row in one.rows}
@@ -216,7 +216,7 @@ class Rounds:
         return [self._result(self._open, one) for one in self._sets.values()]
 
     def close(self) -> None:
-        """Close the open round, whose results are recorded, and open the next."""
+        """Close the open round after its results are recorded, and open the next."""
         self._open = None
         if self._next is not None:
             version, step = self._next

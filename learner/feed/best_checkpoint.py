@@ -29,7 +29,7 @@ class BestCheckpoint:
 
     @property
     def wanted(self) -> bool:
-        """Whether the settings have a score by which versions are compared."""
+        """True if the settings have a score by which versions are compared."""
         return bool(self._evaluations.best.set)
 
     async def begin(self) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of several nodes, as the feeder needs them: the newest whole one at the start, and the copies of each new one.
 
 Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``), without a deadline for copies: a checkpoint that has too few is
-not the latest, and the log and the feeder's row say what is missing.
+not the latest, and the log and the feeder's row report the missing copies.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Copies:
         """``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost."""
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
         self.waits_for = ""
-        """What a checkpoint waits for; empty = none waits."""
+        """The copies that a checkpoint waits for; empty = none waits."""
 
     async def peers(self) -> list[Peer]:
         """Return the other nodes that serve checkpoints. Raises BusUnavailable."""
@@ -107,7 +107,7 @@ class Copies:
         self.waits_for = ""
 
     async def lacks(self, checkpoint: str, files: Mapping[str, FileEntry]) -> str:
-        """Return what a checkpoint lacks before it counts as the latest; empty = nothing."""
+        """Return, as text, the copies that a checkpoint lacks before it counts as the latest; empty = nothing."""
         try:
             rows = await holders(self._bus)
         except BusUnavailable as error:
@@ -127,7 +127,7 @@ def manifest_digest(path: Path) -> str:
 
 
 def _asked(peers: list[Peer]) -> tuple[dict[int, dict[str, list[str]]], list[PeerFailed]]:
-    """Return what each node has, and the failures of those that do not answer."""
+    """Return the files that each node has, and the failures of those that do not answer."""
     found, failures = {}, []
     client = PeerClient(peers)
     for peer in peers:

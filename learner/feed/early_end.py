@@ -34,7 +34,7 @@ class EarlyEnd:
 
     @property
     def possible(self) -> bool:
-        """Whether the settings have such an end."""
+        """True if the settings have such an end."""
         return self._rules.num_epochs > 0 or self._evaluations.may_stop
 
     async def begin(self) -> None:

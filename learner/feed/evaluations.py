@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 5.0
 """Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
 EARLY = 256
-"""Most samples that are kept for a task whose issue is not confirmed yet."""
+"""Most samples that are kept for a task that is not confirmed as issued yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
-    """What is evaluated, and when."""
+    """The sets that are evaluated, and when."""
 
     sets: Sequence[EvalPrompts] = ()
     every: int = 0
@@ -101,7 +101,7 @@ class Evaluations:
 
     @property
     def may_stop(self) -> bool:
-        """Whether scores may end the run."""
+        """True if scores may end the run."""
         return self._plan.stop_after > 0
 
     @property

@@ -1,6 +1,6 @@
 """Liveness of a rank and the feeder of several nodes, over a connection and a thread of their own: also while the rank is in a collective.
 
-gloo and NCCL cannot tell a slow peer from one that is gone, and a cut network gives no error for many minutes. So the rank sends a
+gloo and NCCL cannot distinguish a slow peer from one that is gone, and a cut network gives no error for many minutes. So the rank sends a
 heartbeat every second, which the feeder answers. Either ends when it has not received one for ``silence_s``; then all end.
 """
 

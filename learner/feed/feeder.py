@@ -33,11 +33,11 @@ class ModelFacts:
     routed: RoutedShape | None = None
     """Sizes of its routing; None = it has no experts."""
     max_context: int = 0
-    """As ``DataRules.max_context``."""
+    """Length of the longest valid sample, see ``DataRules.max_context``."""
     eos_ids: frozenset[int] = frozenset()
     """Tokens that end a response; empty = not known."""
     identity: str = ""
-    """As ``DataRules.model``."""
+    """Description of the model, see ``DataRules.model``."""
     directory: str = ""
     """Directory of the model."""
 
@@ -66,7 +66,7 @@ async def run_feeder(
     """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
     ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
-    Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
+    Once ``draining`` is set, it ends when no rank is left and their reports are stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).

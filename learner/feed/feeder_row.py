@@ -1,4 +1,4 @@
-"""The feeder's live row and its heartbeats to the ranks: what it does, what it waits for, and its numbers.
+"""The feeder's live row and its heartbeats to the ranks: its phase, the event that it waits for, and its numbers.
 
 Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited too long.
 """
@@ -26,7 +26,7 @@ BEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of a feeder whose state is restored."""
+    """The parts of a feeder that a start restores."""
 
     source: DataSource
     prompts: PromptFile
@@ -46,7 +46,7 @@ class FeederRow:
         self._server, self._batch_timeout_s = server, batch_timeout_s
         self.phase = "starting"
         self.text = "the bus"
-        """What the feeder waits for."""
+        """The event that the feeder waits for."""
         self.copies: Copies | None = None
         """Set when each node has checkpoints of its own."""
         self.parts: Parts | None = None

@@ -41,7 +41,7 @@ class FeederRules:
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Limits of episodes, by rollout."""
     recorded: frozenset[str] = frozenset()
-    """Rollouts whose samples are the recorded responses of the rows."""
+    """Rollouts that take the recorded responses of the rows as samples."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
     save_rollout: str = ""

@@ -1,8 +1,9 @@
 """Runs the filters of a run on complete groups: built-in ones here, those by import path in child processes, which can be killed.
 
-    DataSource.unjudged() --> filters, in their order --> judged() --> a record settles what they drop
+    DataSource.unjudged() --> filters, in their order --> judged() --> a record settles the drops
 
-A filter that fails, or is too slow, drops the group with the reason ``failed``: what a filter should have seen is not trained unseen.
+A filter that fails, or is too slow, drops the group with the reason ``failed``: a group that a filter should have seen is not trained
+unseen.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ FAILED = "failed"
 LOOK_AGAIN_S = 5.0
 """Longest sleep of the loop, which is normally woken."""
 DROPPED_SHARE = 0.9
-"""Share of the last groups whose drop is named as trouble."""
+"""Share of dropped groups among the last ones that is named as trouble."""
 MAX_AT_ONCE = 64
 """Groups that are judged at the same time."""
 
@@ -47,7 +48,7 @@ class OpenFilter:
     judge: Judge
 
     async def decide(self, group: FilterGroup) -> Decision:
-        """Return its decision. Raises RewardFailed, TimeoutError, and what a built-in filter raises."""
+        """Return its decision. Raises RewardFailed, TimeoutError, and the errors of a built-in filter."""
         return decision_in(self.config.name, await self.judge(group), group)
 
 
@@ -87,8 +88,8 @@ class Filtering:
         self.waiter = Waiter()
         """Woken when a group may have become complete."""
         self.counts: Counter[str] = Counter()
-        """Of this start, by filter: ``NAME`` = groups it drops, ``NAME.masked`` = samples it masks, ``NAME.failed`` = calls that failed.
-        Of a filter with ``count_only``: what it would have done."""
+        """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked, ``NAME.failed`` = failed calls.
+        With ``count_only``: those that it would have dropped and masked."""
         self.judged = 0
         """Groups judged in this start."""
         self._failure = ""
@@ -143,7 +144,7 @@ class Filtering:
 
     @property
     def trouble(self) -> str:
-        """What an operator should know: filters that fail, or that drop nearly everything; empty = nothing."""
+        """Report for an operator: filters that fail, or that drop nearly everything; empty = nothing."""
         found = [self._failure] if self._failure else []
         dropped = Counter(reason for reason in self._last if reason)
         if len(self._last) == MAX_AT_ONCE and dropped.total() >= DROPPED_SHARE * MAX_AT_ONCE:

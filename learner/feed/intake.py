@@ -1,4 +1,4 @@
-"""What the feeder reads from the bus into the DataSource: samples, the rows of their versions, dead tasks and the decisions on them.
+"""Reader of the bus for the DataSource: samples, the rows of their versions, dead tasks and the decisions on them.
 
     SAMPLES --- read ----------> add(), version(); evaluations
     DEAD ------ follow_dead ---> dead(), requeue(); evaluations

@@ -40,7 +40,7 @@ class KeptCheckpoints:
     root: Path
     number: int
     copies: Copies | None = None
-    """As of ``resume``."""
+    """Copies on the nodes, as returned by ``resume``."""
     best: BestCheckpoint | None = None
     """Checkpoints that are kept for their score; None = none are."""
 

@@ -15,7 +15,7 @@ def note_step(descriptor: int) -> None:
 
 @contextmanager
 def steps_noted(on_step: Callable[[], None] | None) -> Iterator[int]:
-    """Yield the writing end of a pipe for children, whose bytes call ``on_step``; -1 without it. It is open while entered."""
+    """Yield the writing end of a pipe for children; bytes in it call ``on_step``; -1 without it. It is open while entered."""
     if on_step is None:
         yield -1
         return

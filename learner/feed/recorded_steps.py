@@ -51,15 +51,15 @@ class RecordedSteps:
     """Files to train on."""
 
     files: str
-    """As ``debug.load_rollout``."""
+    """Path pattern of the files, see ``debug.load_rollout``."""
     steps: int
     packing: Packing
     pad_to: int
     eos_ids: frozenset[int] = frozenset()
     routed: RoutedShape | None = None
-    """As ``FeederRules``."""
+    """Sizes of the routing, see ``FeederRules``."""
     from_checkpoint: Path | None = None
-    """As ``FeederRules``."""
+    """Checkpoint to begin from, see ``FeederRules``."""
 
     def load(self, step: int) -> Rollout:
         """Return the rollout of a step. Raises DebugFileRefused."""

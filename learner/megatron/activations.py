@@ -42,7 +42,7 @@ def parallel_info(here: Parallel) -> dict[str, int]:
 
 
 def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules whose names match, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
 
     One prompt at a time, without padding beyond that of tensor parallelism, under the current weights. Collective over the
     tensor-parallel ranks. With tensor parallelism the outputs that are split over ranks (attention.qkv, attention.core) are left out;

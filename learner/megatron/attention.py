@@ -186,7 +186,7 @@ class VarlenCoreAttention(SDPACoreAttention):
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: Callable[..., Any], scale: float | None) -> Tensor:
     """Attend causally within each sequence of a row: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, whose causal mask is the window (-1, 0). Where it takes no
+    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1, 0). Where it has no
     ``enable_gqa`` (torch 2.11), keys and values are repeated for the queries that share them.
     """
     more: dict[str, bool] = {}

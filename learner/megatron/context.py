@@ -24,7 +24,7 @@ def own_part(values_T: Tensor, rank: int, size: int) -> Tensor:
 def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the concatenation of all ranks' parts, [T, ...]; differentiable.
 
-    What follows must be the same on all ranks: each has the whole gradient then, and takes its part of it.
+    The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of it.
     """
     whole: Tensor = _Gather.apply(values_C, group)
     return whole

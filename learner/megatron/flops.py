@@ -19,7 +19,7 @@ class StepFlops:
     """Operations of the forward and backward pass of one model.
 
     Counted are the matrix products of the layers, the output layer and attention, as the formula needs them: without the embedding,
-    norms and activations, without padding, and without what recomputation adds (model FLOPs utilisation, not that of the hardware).
+    norms and activations, without padding, and without recomputation (model FLOPs utilisation, not that of the hardware).
     A causal query has its own and the earlier positions as keys. Of routed experts those of a token count. Source: Chowdhery et al. 2022
     (PaLM), appendix B: 6 N per token and 12 x layers x heads x head size per pair of positions, of which it counts all instead of the
     causal half.
@@ -62,7 +62,7 @@ def _attention(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _latent_attention(values: Mapping[str, Any]) -> tuple[int, int]:
-    """The same with queries, keys and values from latents (DeepSeek-V3)."""
+    """Return the same two numbers for queries, keys and values from latents (DeepSeek-V3)."""
     hidden, heads, rotary, value = (values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim"))
     query, latent, rank = values["qk_nope_head_dim"] + rotary, values["kv_lora_rank"], values.get("q_lora_rank")
     queries = rank * (hidden + heads * query) if rank else hidden * heads * query

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 class Site(NamedTuple):
-    """What decides about kernels: the device, the model, and the abilities of the installed torch."""
+    """Facts that decide about kernels: the device, the model, and the abilities of the installed torch."""
 
     device: str
     """cpu | cuda"""
@@ -127,7 +127,7 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
     """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
 
     Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length. Two kernels for one
-    formula may round differently, so that a resumed run, whose first row is another one, need not repeat the same bits.
+    formula may round differently, so that a resumed run, which begins with another row, need not repeat the same bits.
     """
     if wanted == "never":
         return Choice("separate", "learner.fused_activation: never")

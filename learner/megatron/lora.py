@@ -54,9 +54,9 @@ class _Part:
     target: str
     """q_proj, ..."""
     width: int
-    """Its elements in each of the layer's groups."""
+    """Number of its elements in each of the layer's groups."""
     trained: bool
-    """Whether it has an adapter."""
+    """True if it has an adapter."""
 
 
 class _LoraLayer(torch.nn.Module):
@@ -183,7 +183,7 @@ class Adapters:
             want = "layers in every stage: lower learner.pipeline_parallel"
             raise ConfigRefused("learner.lora.targets", want, f"none in stage {found.index(set())}")
         self.loaded = False
-        """Whether they came from a directory: otherwise the model computes what it does without them."""
+        """True if the adapters came from a directory: otherwise the model computes as without them."""
         if config.adapter:
             self.load(Path(config.adapter))
 
@@ -269,7 +269,7 @@ class Adapters:
     # ---- in a checkpoint, and as parameters of the model
 
     def facts(self) -> dict[str, object]:
-        """Return what a checkpoint of these adapters must agree with; collective over the ranks of a copy of the model, once."""
+        """Return the facts that a checkpoint of these adapters must agree with; collective over the ranks of a copy of the model, once."""
         config = self.config
         settings = {"rank": config.rank, "alpha": config.alpha, "rslora": config.rslora, "targets": sorted(config.targets)}
         return settings | {"base": self._digest()}

@@ -67,7 +67,7 @@ class PlainMemory:
 
 @functools.cache
 def process_saver() -> Any:
-    """Return this process' torch_memory_saver, whose mode can be set only before its first use. Raises ImportError."""
+    """Return this process' torch_memory_saver. Its mode can be set only before its first use. Raises ImportError."""
     try:
         from torch_memory_saver import torch_memory_saver
     except ImportError as error:

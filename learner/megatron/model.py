@@ -90,11 +90,11 @@ class Policy:
 
     @property
     def begins_apart(self) -> bool:
-        """Whether the weights of a new run differ from those of the model directory."""
+        """True if the weights of a new run differ from those of the model directory."""
         return self.adapters is not None and self.adapters.loaded
 
     def gather(self) -> None:
-        """Complete the weights after an optimizer step whose gathering was left to the next forward pass; collective over the replicas.
+        """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over the replicas.
 
         The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
         """
@@ -220,7 +220,7 @@ def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memo
     if not replicas.distributed_optimizer:
         with memory.region(scratch=True):
             return DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
-    # Here the wrapper also moves the weights into a buffer of its own, whose content has to survive a release.
+    # Here the wrapper also moves the weights into a buffer of its own, which has to survive a release.
     with memory.region():
         ddp = DistributedDataParallel(config, settings, inner, disable_bucketing=not is_first)
         sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers_of(ddp)]

@@ -94,7 +94,7 @@ class PolicyOptimizer:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether the learning rate follows ``tokens``."""
+        """True if the learning rate follows ``tokens``."""
         return self._config.by_tokens
 
     def zero_grad(self) -> None:

@@ -2,7 +2,7 @@
 
 With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, and Adam's moments and main weights exist
 for that range alone. A range may begin and end inside a row of a matrix; in a checkpoint it is stored as at most three rectangles of that
-matrix, under the names that the plain optimizer has. So one optimizer loads what the other has saved, over any number of ranks, and no rank
+matrix, under the names that the plain optimizer has. So one optimizer loads the state of the other, over any number of ranks, and no rank
 gathers more than its own part.
 
 Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's step, and the plain
@@ -30,7 +30,7 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A range of one parameter, whose optimizer state this rank has."""
+    """A range of one parameter, with its optimizer state on this rank."""
 
     parameter: Tensor
     start: int
@@ -94,7 +94,7 @@ def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> I
 
 
 def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor], replicated: bool) -> Iterator[ShardedTensor]:
-    """Yield the parts of a piece that lie in ``place``, whose first element is ``start`` of the parameter."""
+    """Yield the parts of a piece that lie in ``place``, which begins at element ``start`` of the parameter."""
     first, last = max(piece.start, start), min(piece.end, start + math.prod(place.local_shape))
     width = math.prod(place.local_shape[1:])
     before = (1,) * place.prepend_axis_num

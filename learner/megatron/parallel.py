@@ -42,7 +42,7 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """Whether this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
+        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
         place = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
         return place < math.lcm(self.tp_size, self.ep_size)
 
@@ -66,7 +66,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How the data-parallel replicas of the model share gradients, optimizer state and weights."""
+    """Sharing of gradients, optimizer state and weights among the data-parallel replicas of the model."""
 
     distributed_optimizer: bool = False
     """Each replica has the optimizer state of its share of the weights, and gets the others' weights after a step."""
@@ -79,7 +79,7 @@ class Replicas:
 
 
 def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
-    """Return what the settings mean for this world: nothing with one copy of the model, and overlap only on CUDA unless it is demanded.
+    """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless it is demanded.
 
     Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass. With virtual
     stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its chunks has been reduced early.

@@ -1,4 +1,4 @@
-"""Reader of Megatron's distributed checkpoints whose files are on several nodes: each range from the node that has it, verified.
+"""Reader of Megatron's distributed checkpoints with files on several nodes: each range from the node that has it, verified.
 
 A rank needs more than its own file, also with an unchanged layout: replicated tensors are stored once, by the rank with their main replica.
 Source: Megatron-core 0.16, ``is_main_replica``; torch 2.13, ``FileSystemReader``.

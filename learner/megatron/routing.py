@@ -55,7 +55,7 @@ class Routing:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send the tokens of every row to its experts inside the context; rows without any, and tokens whose are not known, choose."""
+        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known ones, choose."""
         with self._in("replay"):
             yield
 

@@ -12,11 +12,11 @@ from learner.errors import ConfigRefused
 FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that have a bridge."""
 WITH_BIAS = ("deepseek_v3", "glm4_moe")
-"""Families whose routers have a bias per expert."""
+"""Families with a bias per expert in their routers."""
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
 OFFLOADED_AT_ONCE = 1 << 26
-"""Weights whose offloaded optimizer state is on the device at a time. A power of two, to which pinned allocations are rounded up."""
+"""Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations are rounded up."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 _SPLIT_TOO = {
@@ -25,7 +25,7 @@ _SPLIT_TOO = {
     "qwen2_moe": ("shared_expert_intermediate_size",),
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants that Megatron has built in for Llama's scaling, whose factor is an argument."""
+"""Constants that Megatron has built in for Llama's scaling; its factor is an argument."""
 
 
 def refusals(
@@ -94,7 +94,7 @@ def _int(values: Mapping[str, Any], name: str) -> int:
 
 
 def _value_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, wanted value) for each key whose value Megatron would compute differently, or not at all."""
+    """Yield (key, wanted value) for each key with a value that Megatron would compute differently, or not at all."""
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         yield "hidden_act", "silu"
     if values.get("quantization_config"):

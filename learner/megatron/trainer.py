@@ -127,7 +127,7 @@ class Trainer:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
 
         A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any split over ranks.
-        A minibatch whose loss or gradients are not finite is skipped on all ranks: weights and optimizer do not change, and it is counted
+        A minibatch with a loss or gradients that are not finite is skipped on all ranks: weights and optimizer do not change, and it counts
         only in ``train/skipped_minibatches``. Raises MemoryReleased.
         """
         self._policy.memory.want("a step")

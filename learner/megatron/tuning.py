@@ -46,7 +46,7 @@ def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tu
             chunk.requires_grad_(False)
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # A recomputed layer whose input has no gradient returns an output that has none, and nothing in it would be trained.
+            # A recomputed layer that gets an input without gradient returns an output that has none, and nothing in it would be trained.
             embedding.register_forward_hook(_with_gradient)
     return adapters
 

@@ -193,7 +193,7 @@ class Agent:
             raise LearnerEnded(f"not all {self.row.nodes} nodes are there after {self._limits.wait_s:.0f} s; missing: {text}")
 
     async def _form(self, action: Form) -> None:
-        """Write the next attempt, whose feeder admits the ranks of the other nodes."""
+        """Write the next attempt. Its feeder admits the ranks of the other nodes."""
         self._keys = replace(self._keys, others_public=tuple(row.key for row in action.offers if row.node != self.row.node))
         await self._attempts.form(self.row, action.offers, self._keys.feeder_public)
 

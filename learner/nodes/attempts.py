@@ -75,7 +75,7 @@ class Attempts:
         await self._write(replace(reading.attempt, state=state, reason=cut(reason), exit_code=exit_code), reading.revision)
 
     async def try_record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
-        """Record a state for the other agents, who also see it in this node's row, unless the attempt is over already."""
+        """Record a state for the other agents, which also see it in this node's row, unless the attempt is over already."""
         reading = self._view.reading
         try:
             if reading is not None and reading.attempt is not None and reading.attempt.state not in _OVER:

@@ -30,7 +30,7 @@ class Phase(StrEnum):
     """It has no ranks, and offers to run some under its nonce."""
     RUNNING = "running"
     FINISHED = "finished"
-    """Its ranks have ended with success."""
+    """The agent's ranks have ended with success."""
     DRAINING = "draining"
     """It was stopped: its ranks finish their step."""
     FAILED = "failed"
@@ -61,13 +61,13 @@ class NodeRow:
     nodes: int
     """Number of nodes, as this agent was started."""
     nonce: str
-    """Of this offer: new at the start of the agent and after each attempt."""
+    """Nonce of this offer: new at the start of the agent and after each attempt."""
     phase: Phase = Phase.READY
     agent: str = ""
     """Nonce of the process."""
     host: str = ""
     epoch: int = 0
-    """Of the last attempt that this agent was part of; 0 = none."""
+    """Epoch of the last attempt that this agent was part of; 0 = none."""
     place: str = ""
     """Boot id and process-id namespace: agents with equal ones see each other's process ids."""
     pid: int = 0
@@ -111,7 +111,7 @@ class Attempt:
 
     epoch: int
     nonces: tuple[str, ...]
-    """Of the offers that it runs under, by node."""
+    """Nonces of the offers that it runs under, by node."""
     ranks: tuple[int, ...]
     """Number of ranks of each node; they are numbered through."""
     master: str

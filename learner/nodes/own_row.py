@@ -108,7 +108,7 @@ class OwnRow:
             log.warning("row not removed key=%s error=%s", self._key, str(error) or "no answer")
 
     async def _reconcile(self) -> None:
-        """Adopt the revision of a write of ours whose answer was lost. Raises NodeReplaced for another agent's."""
+        """Adopt the revision of a write of ours that got no answer. Raises NodeReplaced for another agent's."""
         try:
             value, revision = await self._rows.read(self._key)
         except BusUnavailable:

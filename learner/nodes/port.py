@@ -1,4 +1,4 @@
-"""What a node agent needs of its machine: the layout of the ranks, and their processes."""
+"""Port of a node agent to its machine: the layout of the ranks, and their processes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def prove(self, proof: str) -> None:
-        """Write what ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
+        """Write the proof that ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
         raise NotImplementedError
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@
 
 Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by compare-and-set on the
 row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent runs ranks only under an attempt that names
-its nonce, and takes a new nonce only after its ranks have ended. So as far as the rows tell, no two attempts have ranks at the same time.
+its nonce, and takes a new nonce only after its ranks have ended. So according to the rows, no two attempts have ranks at the same time.
 The leader waits until the agent of each node has reached those of all others (``reached``): ranks that cannot connect would wait for
 gloo's timeouts.
 An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the end before.

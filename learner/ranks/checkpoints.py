@@ -101,7 +101,7 @@ class Checkpoints:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = Layout(places.node, shared=config.store == "shared")
         self._is_local = len(self._layout.all_nodes) > 1
-        # On CUDA the default group is NCCL's, whose collectives of objects would wait for the kernels of a step.
+        # On CUDA the default group is NCCL's: its collectives of objects would wait for the kernels of a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
 

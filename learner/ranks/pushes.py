@@ -5,7 +5,7 @@ On an accelerator that engines share, a version is staged while the learner owns
 (``give``), so that the learner and the engines never work at the same time.
 
 Only rank 0 has a publisher. The other ranks of its copy of the model help to gather the weights: its tensor-parallel peers, and the
-stages of its pipeline, whose weights it gets one at a time. All other ranks do nothing here.
+stages of its pipeline, which send it their weights one at a time. All other ranks do nothing here.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Parts shared by the adapters of gyms: what a row says about its environment, and checks of what an environment returns."""
+"""Parts shared by the adapters of gyms: the fields of a row about its environment, and checks of an environment's results."""
 
 import math
 from collections.abc import Mapping

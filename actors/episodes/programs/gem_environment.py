@@ -46,7 +46,7 @@ class Gem:
         self._env: Any = None
 
     def reset(self, data: Mapping[str, Any]) -> str:
-        """Begin an episode, and return the first text. Raises RuntimeError, and what the environment raises.
+        """Begin an episode, and return the first text. Raises RuntimeError, and the errors of the environment.
 
         The seed is ``metadata.seed``, or else the task's id: all members of a group begin alike.
         """
@@ -63,7 +63,7 @@ class Gem:
         return self._first.replace("{observation}", _seen(observation, info)).replace("{prompt}", str(data.get("prompt", "")))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Play an answer; return what is seen, its reward, and whether the episode is over. Raises RuntimeError."""
+        """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
         assert self._env is not None
         env, self._env = self._env, None  # one that raises is not used again
         observation, reward, terminated, truncated, info = env.step(text)

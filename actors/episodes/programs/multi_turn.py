@@ -42,13 +42,13 @@ class Played:
     calls: list[tuple[str, object, str]] = field(default_factory=list)
     """(tool, arguments, result) of every call."""
     rewards: list[float] = field(default_factory=list)
-    """Of the turns, by an environment."""
+    """Rewards of the turns, by an environment."""
     spent: bool = False
-    """Whether the budget ended it."""
+    """True if the budget ended it."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of the next request, with protocol chat."""
+    """Messages of the next request, with protocol chat."""
     text: str = ""
-    """Of the next request, with protocol text."""
+    """Text of the next request, with protocol text."""
     place: Any = None
     """State of the environment, as its method ``state`` returned it; None = none yet."""
     done: bool = False
@@ -74,10 +74,10 @@ class MultiTurn:
     ) -> None:
         """``tools``: names, import paths, or maps (``programs/tools.py``). ``protocol``: chat (the template writes the tools) | text.
 
-        ``call``, ``result``: with text, the regular expression of a call, whose group 1 is the argument of the first tool, or with
-        groups ``tool`` and ``argument``; and what is put behind it, with ``{result}``. ``stop``: strings that end a turn.
+        ``call``, ``result``: with text, the regular expression of a call, with the argument of the first tool as group 1, or with
+        groups ``tool`` and ``argument``; and the text put behind it, with ``{result}``. ``stop``: strings that end a turn.
         ``environment``, instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and
-        ``step(text)``, whose observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and
+        ``step(text)``; its observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and
         ``restore(state)``; its ``close()`` is called at the end. ``max_tokens`` of one turn,
         0 = the task's. ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
         """
@@ -105,7 +105,7 @@ class MultiTurn:
         self._more: dict[str, Any] = {**({"stop": list(stop)} if stop else {}), **({"max_tokens": max_tokens} if max_tokens else {})}
         self._environment = _environment(environment, environment_options or {}) if environment else None
         if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
-            self.resume = self._resume  # an environment that cannot tell its state has none
+            self.resume = self._resume  # an environment that cannot return its state has none
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
         """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
@@ -124,7 +124,7 @@ class MultiTurn:
     async def play(
         self, data: Mapping[str, Any], base_url: str, api_key: str, *, played: Played | None = None, saves: bool = False
     ) -> Played:
-        """Play one episode to its end, from the start or from what was ``played`` before.
+        """Play one episode to its end, from the start or from the turns ``played`` before.
 
         Raises RuntimeError for answers that are no answers; TypeError for a prompt of another form.
         """
@@ -184,7 +184,7 @@ class MultiTurn:
 
     @asynccontextmanager
     async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
-        """Give the function that plays a turn, for an environment in a new episode or in the one whose state has been stored."""
+        """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
         if self._environment is None:
             yield self._turn
             return
@@ -269,7 +269,7 @@ def _messages(prompt: object, system: str) -> list[Mapping[str, Any]]:
 
 
 def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
-    """Return an answer and what is seen behind it. Messages that begin with one of the assistant have the answer as they want it."""
+    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as they want it."""
     seen = _messages(observation, "")
     return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
 
@@ -282,7 +282,7 @@ def _text(prompt: object) -> str:
 
 def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if path in ENVIRONMENTS:
-        ENVIRONMENTS[path](**options)  # it refuses what cannot be
+        ENVIRONMENTS[path](**options)  # it refuses impossible options
         return ENVIRONMENTS[path], dict(options)
     module, colon, name = path.partition(":")
     if not colon:

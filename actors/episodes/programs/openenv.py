@@ -40,7 +40,7 @@ class OpenEnv:
 
         ``observation``: path of the text in the observation, with dots; empty = all of it, as JSON. ``first``: the first text. ``fields``:
         further fields of every action. ``reset``: arguments of each reset; a row's ``metadata.reset`` goes on top. ``invalid_reward`` of an
-        answer that is no action, whose error is shown. ``seconds`` for each answer of the server, ``wait_seconds`` for a session. Raises
+        answer that is no action; its error is shown. ``seconds`` for each answer of the server, ``wait_seconds`` for a session. Raises
         ValueError.
         """
         parts = urlsplit(url)
@@ -68,7 +68,7 @@ class OpenEnv:
         return self._first.replace("{observation}", text).replace("{prompt}", str(data.get("prompt", "")))
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """Play an answer; return what is seen, its reward, and whether the episode is over. Raises RuntimeError."""
+        """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
         try:
             action = {**self._fields, **(json.loads(text) if not self._action else {self._action: text})}
         except (ValueError, TypeError, RecursionError) as error:

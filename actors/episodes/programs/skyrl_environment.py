@@ -39,7 +39,7 @@ class SkyRL:
         self._env: Any = None
 
     async def reset(self, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Begin an episode, and return the first messages. Raises RuntimeError, and what the environment raises."""
+        """Begin an episode, and return the first messages. Raises RuntimeError, and the errors of the environment."""
         id, extras = own(data, self._id)
         extras = {**self._extras, **extras}
         if data.get("label") is not None and "reward_spec" not in extras:

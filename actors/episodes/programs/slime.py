@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 import aiohttp
 
 TRIES, PAUSE_S = 5, 0.5
-"""Tries of a request whose connection fails, and the pause between them."""
+"""Tries of a request with a failing connection, and the pause between them."""
 
 
 class Status(enum.Enum):
-    """How a response ended."""
+    """End of a response."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -130,7 +130,7 @@ class Slime:
     """The program of ``use: slime:MODULE:NAME``."""
 
     def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
-        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises what its import raises."""
+        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises the errors of its import."""
         if importlib.util.find_spec("slime") is None:
             _provide()
         module, _, name = generate.partition(":")

@@ -29,7 +29,7 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]
-    """Its entry in ``tools`` of a chat request."""
+    """Entry of the tool in ``tools`` of a chat request."""
 
     async def call(self, arguments: object, *, seconds: float) -> str:
         """Return the result as text; every failure is a text, too, that begins with ``Error:``."""
@@ -195,7 +195,7 @@ class Python:
         self._bounds = Bounds(seconds=seconds, memory_mb=memory_mb, output_bytes=1 << 16)
 
     def __call__(self, code: str) -> str:
-        """Run a Python program, and return what it prints."""
+        """Run a Python program, and return its output."""
         outcome = run(code, self._bounds)
         return outcome.output if not outcome.reason else f"{outcome.output}\nError: {outcome.reason}".strip()
 

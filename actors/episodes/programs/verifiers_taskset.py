@@ -127,7 +127,7 @@ class Door:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20)
         application = web.Application(client_max_size=1 << 26)
         application.router.add_route("*", "/{path:.*}", self._forward)
-        # A call whose client hangs up is ended at the gateway as well, which then does not train on its answer.
+        # A call by a client that hangs up is ended at the gateway as well, which then does not train on its answer.
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -207,7 +207,7 @@ class Taskset:
                 if not self._door.url:  # it stays when the environment could not be started
                     await self._door.start()
                 serving = self._env.serving()
-                await serving.__aenter__()  # until the process ends, which ends what it has started
+                await serving.__aenter__()  # until the process ends, which ends all that it has started
                 self._serving = serving
         if self._renderer is None:
             return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=self._door.url, api_key_var=""))
@@ -233,7 +233,7 @@ def _env_config(id: str, taskset: Mapping[str, Any], agent: Mapping[str, Any], e
 
 
 def _refuse_unplayable(env: Any, task: Any) -> None:
-    """Raise ValueError for what cannot be played where the agents run."""
+    """Raise ValueError for tasks that cannot be played where the agents run."""
     for role, config in env.config:
         if not isinstance(config, AgentConfig) or config.runtime.type != "subprocess":
             continue

@@ -89,7 +89,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.scorings: deque[Scoring] = deque()
-        """Sequences whose tokens are to be scored."""
+        """Sequences with tokens to be scored."""
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
         self.device, self.dtype = weights.device, weights.dtype

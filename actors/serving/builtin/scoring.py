@@ -27,7 +27,7 @@ from actors.serving.builtin.weights import Weights
 
 
 def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules whose names match, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
 
     One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1. Raises
     UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
@@ -86,7 +86,7 @@ class _Taking(TorchFunctionMode):
         self._weights = weights
         self._residual: Tensor | None = None
         self._products: dict[int, tuple[str, str]] = {}
-        """By the address of a weight: names of the input and the output of its product; empty = not taken."""
+        """Names of the input and the output of a weight's product, by the weight's address; empty = not taken."""
         for index, layer in enumerate(weights.layers):
             at = f"layers.{index}"
             self._products[layer.qkv_QE.data_ptr()] = ("", f"{at}.attention.qkv")

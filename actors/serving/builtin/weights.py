@@ -41,7 +41,7 @@ class LayerWeights:
     router_XE: Tensor | None
     """Scores of the experts; None in a layer with one MLP."""
     gate_up: Tensor
-    """Of one MLP [2 I, E], or of all experts [X, 2 I, E]; so is ``down``: [E, I] or [X, E, I]."""
+    """Weights of one MLP [2 I, E], or of all experts [X, 2 I, E]; so is ``down``: [E, I] or [X, E, I]."""
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None

@@ -34,7 +34,7 @@ class Experts(LocalLayers):
     _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
 
     def _arguments(self) -> dict[str, Any]:
-        # The balancing loss is off and the bias fixed unless settings say otherwise: both move the policy beside its objective.
+        # The balancing loss is off and the bias fixed unless settings change that: both move the policy beside its objective.
         mixture = self.mixture
         return super()._arguments() | {
             "moe_grouped_gemm": False,

@@ -14,7 +14,7 @@ from learner.megatron.norms import Norm
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]
-    """Megatron's replay of one router, for tokens whose experts are known; the router chooses those of the others (-1).
+    """Megatron's replay of one router, for tokens with known experts; the router chooses those of the others (-1).
 
     The targets keep their narrow dtype until a layer needs them.
     """
