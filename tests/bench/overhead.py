@@ -43,37 +43,38 @@ def joined() -> Any:
 def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     """Return the steps by name, each with a model of its own."""
     from learner.megatron.cpu_shim import megatron_device
-    from learner.megatron.model import build_policy
+    from learner.megatron.model import Policy, build_policy
     from learner.megatron.optimizer import PolicyOptimizer
+    from learner.megatron.rows import rows_of, step_of
+    from learner.megatron.schedule import run_rows
     from learner.megatron.trainer import Trainer
 
     here = joined()
 
-    def trainer(**algorithm: Any) -> tuple[Trainer, PolicyOptimizer]:
+    def trainer(**algorithm: Any) -> tuple[Trainer, Policy, PolicyOptimizer]:
         policy = build_policy(directory, dtype="float32", parallel=here)
         optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1_000_000)
-        return Trainer(policy, optimizer, AlgorithmConfig(**algorithm), max_lag=2), optimizer
+        return Trainer(policy, optimizer, AlgorithmConfig(**algorithm), max_lag=2), policy, optimizer
 
-    bare, bare_optimizer = trainer()
+    bare, bare_policy, bare_optimizer = trainer()
 
     def ppo(row: Any, hidden_TH: Tensor) -> tuple[Tensor, None]:
-        log_probs_T, _ = bare._log_probs(row, hidden_TH, batch.temperature)
+        log_probs_T, _, _ = bare._log_probs(row, hidden_TH, batch.temperature)
         ratio_T = (log_probs_T - log_probs_T.detach()).exp()
         advantages_T = row.seen.advantages_T
         loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)
         return torch.where(row.seen.mask_T, loss_T, 0.0).sum() / batch.num_tokens, None
 
     def bare_step() -> None:
-        rows = [bare._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
-        rows = bare._with_advantages(rows, bare._step(batch))
+        rows = bare._with_advantages(rows_of(batch, here), step_of(batch, constant=0.0))
         with megatron_device():
             bare_optimizer.zero_grad()
-            bare._run(rows, ppo)
+            run_rows(bare_policy, rows, ppo)
             bare_optimizer.step(batch.step, loss=0.0)
 
     made: dict[str, Callable[[], Any]] = {"bare": bare_step}
     for name, algorithm in {"decoupled": {}, "everything": EVERYTHING}.items():
-        full, _ = trainer(**algorithm)
+        full, _, _ = trainer(**algorithm)
         made[name] = lambda full=full: full.train(batch)
     return made
 
