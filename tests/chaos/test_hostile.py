@@ -99,9 +99,7 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
 @contextlib.asynccontextmanager
 async def _bus(run: Up) -> AsyncIterator[Bus]:
     """Open the run's bus as a viewer, once it is there."""
-    async with asyncio.timeout(60):
-        while not (run.directory / "bus.url").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await run.bus_url()
     async with connect(address_of(run.directory, auth=True), RUN, name="test", wait_s=60) as bus:
         yield bus
 

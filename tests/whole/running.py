@@ -52,15 +52,19 @@ class Up:
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
-    @contextlib.asynccontextmanager
-    async def bus(self) -> AsyncIterator[Bus]:
-        """Connect to its bus, once the address is in the run directory."""
+    async def bus_url(self) -> str:
+        """Return the address of its bus, once it is in the run directory."""
         address = self.directory / "bus.url"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + UP_LIMIT_S
         while not address.exists():
             assert self.process.returncode is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
             await asyncio.sleep(0.05)
-        async with connect(address.read_text().strip(), self.run, name="test") as bus:
+        return address.read_text().strip()
+
+    @contextlib.asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
+        """Connect to its bus, once it is there."""
+        async with connect(await self.bus_url(), self.run, name="test") as bus:
             yield bus
 
 
