@@ -20,6 +20,8 @@ OPEN = {
     "actor.gateway": "its parts, each by itself",
     "actor.gateway.host": "an address it listens at, where every request needs the key of an episode",
     "actor.gateway.advertise": "the address that its programs are given",
+    "actor.gateway.renderer": "a name of a table of the library",
+    "actor.gateway.renderer_options": "switches and texts of its prompts, checked by the library",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
