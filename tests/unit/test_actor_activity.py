@@ -69,7 +69,10 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
     [
         ({"retry": 5}, r"actor\.retry: unknown setting; known: \['drain_finish_s'.*'retries'"),
         ({"retries": 0}, "retries: want > 0, got 0"),
-        ({"gateway": {"hots": "x"}}, r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host', 'renderer', 'renderer_options'\]"),
+        (
+            {"gateway": {"hots": "x"}},
+            r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host', 'renderer', 'renderer_options'\]",
+        ),
         ({"gateway": 5}, r"actor\.gateway: want a map of settings, got 5"),
     ],
 )
