@@ -231,9 +231,12 @@ class _Audit:
     def sample(self, message: Message) -> None:
         seq, body, verdict = message.seq, message.body, self.verdict
         place = (body["task"], body["index"])
-        short = body["task"] in self._dead and self._sizes.get(body["task"], body["group_size"]) < body["group_size"]
+        size, asked = self._sizes.get(body["task"], body["group_size"]), body["group_size"]
+        short = body["task"] in self._dead and size < asked
         if seq in self._step_of:
             planned = self._planned[seq]
+            if size < asked and not short:
+                verdict.wrong.append(f"task {body['task']} is not dead, and was trained with {size} of {asked} samples")
             # A dead task may be trained with fewer samples. A plan has no indexes, so those behind a gap are larger than their positions.
             if place != planned and not (short and place[0] == planned[0] and place[1] > planned[1]):
                 verdict.wrong.append(f"sample {seq} is {place}, and its step has it as {planned}")

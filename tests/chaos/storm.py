@@ -141,12 +141,12 @@ class Storm:
         return run
 
     async def _freeze(self, run: Up, victim: str, seconds: float) -> None:
-        processes = [("up", psutil.Process(run.process.pid)), *_children(run.process)]
-        process = next((process for name, process in processes if name == victim), None)
-        if process is None:
-            self.frozen[f"no {victim} there"] += 1
-            return
         with contextlib.suppress(psutil.NoSuchProcess):
+            processes = [("up", psutil.Process(run.process.pid)), *_children(run.process)]
+            process = next((process for name, process in processes if name == victim), None)
+            if process is None:
+                self.frozen[f"no {victim} there"] += 1
+                return
             process.suspend()
             self.frozen[victim] += 1
             try:

@@ -128,6 +128,10 @@ def _short(scene: Scene) -> None:
     scene.plans = [(1, [0], [2])]
 
 
+def _cut_short(scene: Scene) -> None:
+    scene.plans = [(1, [0], [1])]
+
+
 def _seen_and_gone(scene: Scene) -> None:
     scene.witnessed[99] = "9.0.z"
 
@@ -206,6 +210,7 @@ def _gap_in_steps(scene: Scene) -> None:
         (_trimmed_early, "lost", "sample 4 was trimmed, and the checkpoint's cursor is not past it"),
         (_trimmed_unknown, "lost", "was trimmed, and no record knows its place"),
         (_left_out, "wrong", "its step has it as"),
+        (_cut_short, "wrong", "task 2 is not dead, and was trained with 1 of 2 samples"),
         (_short, "wrong", "sample 2 is (2, 1), and its step has it as (2, 0)"),
         (_again, "twice", "sample 1 is in step 2 and was settled before"),
         (_both, "twice", "samples 1 and 6 are both trained as (2, 0)"),
