@@ -6,11 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from learner.algorithms.policy_losses import PolicyLoss
@@ -22,6 +20,7 @@ from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -82,20 +81,14 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
 
 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    cpu = torch.device("cpu")
-    rank = int(os.environ["RANK"])
-    here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
-    results = {"dp2": train(model_dir, here, max_tokens=60), "dp2_resumed": train(model_dir, here, max_tokens=60, checkpoint=checkpoint)}
-    results["dp2_skips"] = skips(model_dir, here)
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
-        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
-    results |= {"tp2": train(model_dir, here, max_tokens=200), "tp2_resumed": train(model_dir, here, max_tokens=200, checkpoint=checkpoint)}
-    results["tp2_skips"] = skips(model_dir, here)
-    parallel.leave()
-    (out / f"rank-{rank}.json").write_text(json.dumps(results))
+    with joined() as here:
+        results = {
+            "dp2": train(model_dir, here, max_tokens=60),
+            "dp2_resumed": train(model_dir, here, max_tokens=60, checkpoint=checkpoint),
+        }
+        results["dp2_skips"] = skips(model_dir, here)
+    with joined(tensor_parallel_size=2) as here:
+        results["tp2"] = train(model_dir, here, max_tokens=200)
+        results["tp2_resumed"] = train(model_dir, here, max_tokens=200, checkpoint=checkpoint)
+        results["tp2_skips"] = skips(model_dir, here)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
