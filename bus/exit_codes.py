@@ -6,7 +6,7 @@ An error class names its code in an attribute ``exit_code``; without one it is C
 import logging
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 DONE, CRASHED, WRONG_USE, NOT_IN_TIME = 0, 1, 2, 75
 TAKEN_OVER = 76
@@ -41,6 +41,15 @@ def report(error: BaseException, log: logging.Logger) -> int:
         log.error("crashed", exc_info=error)
     sys.stderr.write(f"{LINE}{message(error)}\n")
     return code
+
+
+def run(work: Callable[[], None], log: logging.Logger) -> int:
+    """Run the work of a process. Returns its exit code; the error that ends it is reported."""
+    try:
+        work()
+    except Exception as error:
+        return report(error, log)
+    return DONE
 
 
 def reason(lines: Iterable[str]) -> str:

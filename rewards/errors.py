@@ -20,6 +20,10 @@ class UnknownReward(RewardError, ValueError):
         return f"{self.word} {self.name!r}: {self.reason}"
 
 
+class RewardNotImported(UnknownReward):
+    """The module of a reward, or of another function of its kind, raised an error while it was imported."""
+
+
 class BadRewardOption(RewardError, ValueError):
     """A reward, or another function of its kind, got an option that it does not take, or lacks one that it needs."""
 

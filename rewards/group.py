@@ -4,18 +4,15 @@ The actor calls one when every sample of a task is generated; its results replac
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bus.wire.messages import score_of
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
 from rewards.contract import Contract
 from rewards.errors import RewardFailed
 from rewards.port import Parts, RewardRequest
-from rewards.registry import bind, checked
+from rewards.registry import checked
 from rewards.request_json import fields_of, to_request
 
 Reward = float | dict[str, float]
@@ -29,40 +26,6 @@ class GroupRequest:
     """The samples, in order of their index."""
     rewards: tuple[Reward, ...] = ()
     """Reward of each sample by ``actor.reward`` or ``actor.reward_parts``; empty without them."""
-
-
-GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
-"""A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
-
-
-@asynccontextmanager
-async def opened_group(name: str, options: Mapping[str, object], limits: Limits) -> AsyncIterator[GroupScorer]:
-    """Give the scorer of a reward of groups: a built-in one runs here, one by import path in child processes.
-
-    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
-    """
-    if name in TABLE or ":" not in name:
-        bound = bind(name, options, GROUP)
-
-        async def call(request: GroupRequest) -> Any:
-            """Call a built-in reward."""
-            return GROUP.checked(name, bound(request))
-
-        yield _of_all(name, call)
-        return
-    async with Children(name, options, limits, GROUP) as pool:
-        yield _of_all(name, pool.call)
-
-
-def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
-    async def score(request: GroupRequest) -> list[Reward]:
-        """Score, and compare the number of rewards with that of the samples."""
-        found = await call(request)
-        if len(found) != len(request.samples):
-            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
-        return found
-
-    return score
 
 
 # ---- the reward of groups that ships

@@ -38,4 +38,4 @@ may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as an actor calls it: options bound, always awaitable, result validated.
 
-Raises TimeoutError after its time limit (``rewards.children.pool.opened``), RewardFailed, and any exception of a reward in this process."""
+Raises TimeoutError after its time limit (``rewards.scorers.single.opened``), and RewardFailed for everything else."""

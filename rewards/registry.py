@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from bus.errors import WireError
+from bus.system.foreign import errors_as, repr_of, told
 from bus.wire.invariants import check_reward
 from rewards.contract import Contract
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.port import Parts, RewardRequest, Scorer
 from rewards.request_json import from_request, to_request
 
@@ -68,8 +69,8 @@ MAX_THREADS = 256
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer passes on the reward's exceptions, and raises RewardFailed when the result is not a number, or map of numbers, that a
-    sample may have (``bus/wire/invariants.py``). It has no time limit; the caller sets one.
+    The scorer raises RewardFailed when the reward raises anything but TimeoutError, and when the result is not a number, or map of
+    numbers, that a sample may have (``bus/wire/invariants.py``). It has no time limit; the caller sets one.
     Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     bound = bind(name, options)
@@ -81,8 +82,11 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        result: object = call(request)
-        return checked(name, await result if inspect.isawaitable(result) else result)
+        with errors_as(lambda error: RewardFailed(name, repr_of(error)), but=(RewardFailed, TimeoutError)):
+            result: object = call(request)
+            if inspect.isawaitable(result):
+                result = await result
+        return checked(name, result)
 
     return score
 
@@ -108,7 +112,7 @@ class Bound:
 def bind(name: str, options: Mapping[str, object] | None = None, contract: Contract | None = None) -> Bound:
     """Find a function of a contract (default: a reward) and bind its options, all but ``in_thread``.
 
-    Raises UnknownReward, BadRewardOption, and whatever its module raises.
+    Raises UnknownReward, RewardNotImported (its module raised something else than ImportError), BadRewardOption.
     """
     contract = contract or REWARD
     function = _find(name, contract)
@@ -118,13 +122,16 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
         return Bound(name, function, own, contract)
     # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
     _check_options(name, function.__init__, own, contract)
-    try:
+    with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
         made = function(**own)
-    except (TypeError, ValueError) as error:
-        raise BadRewardOption(name, "*", str(error), contract.word, contract.options) from error
     if not callable(made):
         raise UnknownReward(name, f"want a class whose instances can be called with the {contract.argument}", contract.word)
     return Bound(name, made, {}, contract)
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a class refused its options; an error that is not about them is told with its place."""
+    return str(error) if isinstance(error, TypeError | ValueError) else told(error)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -139,7 +146,8 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
     if not colon:
         raise UnknownReward(name, f"want one of {sorted(table)}{_nearest(name, table)}, or an import path package.module:function", word)
     try:
-        module = importlib.import_module(module_name)
+        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {told(error)}", word), but=(ImportError,)):
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise UnknownReward(name, f"cannot import {module_name}: {error}", word) from error
     function = getattr(module, attribute, None)
@@ -262,11 +270,11 @@ class _Threaded:
             error: Exception | None = None
             try:
                 result = self._reward(request)
-            except Exception as raised:
-                # A future refuses StopIteration, and the caller would wait without end.
-                error = RewardFailed(self._name, repr(raised)) if isinstance(raised, StopIteration) else raised
-            except BaseException as raised:  # SystemExit and its like must not end the actor
-                error = RewardFailed(self._name, repr(raised))
+            except (RewardFailed, TimeoutError) as raised:
+                error = raised
+            except BaseException as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
+                error = RewardFailed(self._name, repr_of(raised))
+                error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future
                 loop.call_soon_threadsafe(finish, result, error)
 

@@ -14,7 +14,6 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner.checkpoints import disk
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.data.batch_frames import encode
 from learner.data.prompts import PromptFile
@@ -24,6 +23,7 @@ from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import End, Last, Start
 from learner.feed.feeder import ModelFacts, run_feeder
 from learner.feed.places import FeederPlaces
+from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from weightstore.store.registry import VersionRegistry
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bus.server.ports import KeptPort
-from learner.megatron import parallel
+from learner.layout import parallel
 from tests.learner_steps import rank_environment
 
 

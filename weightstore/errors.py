@@ -80,6 +80,10 @@ class SnapshotUnavailable(WeightstoreError):
         return f"snapshot {self.url}: {self.reason}"
 
 
+class SnapshotNotLoaded(WeightstoreError):
+    """An engine refused to load a snapshot."""
+
+
 class CatchUpTimeout(WeightstoreError):
     """An engine did not reach the head within its deadline; ``waited_for`` names the step that was not finished."""
 

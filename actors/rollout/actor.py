@@ -43,8 +43,9 @@ from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task
 from rewards.errors import RewardFailed
-from rewards.group import GroupRequest, GroupScorer
+from rewards.group import GroupRequest
 from rewards.port import RewardRequest, Scorer
+from rewards.scorers.groups import GroupScorer
 
 logger = logging.getLogger(__name__)
 
@@ -357,8 +358,8 @@ class Actor:
                     found = await self._group_score(request)
         except TimeoutError:
             reason = f"no result within {self._config.reward_timeout_s:g} s"
-        except Exception as error:
-            reason = error.reason if isinstance(error, RewardFailed) else repr(error)
+        except RewardFailed as error:
+            reason = error.reason
         else:
             return [replace(sample, reward=reward) for sample, reward in zip(samples, found, strict=True)]
         self._repeated("group reward failed", f"task={task.id} error={reason}")
@@ -401,11 +402,11 @@ class Actor:
                 reward = await self._score(request)
         except TimeoutError:
             return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
-        except Exception as error:
-            return self._unscored(sample, error.reason if isinstance(error, RewardFailed) else repr(error), error)
+        except RewardFailed as error:
+            return self._unscored(sample, error.reason, error.__cause__ or error)
         return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
-    def _unscored(self, sample: Sample, reason: str, error: Exception | None = None) -> Sample:
+    def _unscored(self, sample: Sample, reason: str, error: BaseException | None = None) -> Sample:
         self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
         return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 

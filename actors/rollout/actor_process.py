@@ -28,11 +28,11 @@ from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
 from bus.wire.subjects import refused
 from rewards.children.limits import Limits
-from rewards.children.pool import opened
-from rewards.group import GroupScorer, opened_group
 from rewards.part_settings import read_parts
-from rewards.parts import opened_parts
 from rewards.port import Scorer
+from rewards.scorers.groups import GroupScorer, opened_group
+from rewards.scorers.parts import opened_parts
+from rewards.scorers.single import opened
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""

@@ -8,6 +8,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from actors.errors import BadRequest, NoRenderer, RendererMissing
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply, call_of
+from bus.system.foreign import errors_as
 from bus.wire.json_object import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -59,24 +61,20 @@ class Renderer:
         ``options``: fields of its config. Takes seconds when the library is imported first.
         """
         config = config_of(name, options, model_dir)
-        try:
+        want = f"a tokenizer with the special tokens of {config.name}"
+        cure = f"name the renderer of this model's family, or use the tokenizer that belongs to it ({model_dir / 'tokenizer.json'})"
+        with errors_as(lambda error: NoRenderer(want=want, got=_first_line(error), cure=cure)):
             template = ChatTemplate.read(model_dir)
             return cls(text, config, public_name=_public_name(model_dir) or "", template="" if template is None else template.source)
-        except Exception as error:  # the library's constructors assert, and raise ValueError, KeyError or TypeError
-            want = f"a tokenizer with the special tokens of {config.name}"
-            cure = f"name the renderer of this model's family, or use the tokenizer that belongs to it ({model_dir / 'tokenizer.json'})"
-            raise NoRenderer(want=want, got=_first_line(error), cure=cure) from error
 
     def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
         """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
         _check(messages, arguments)
         renderer = self._variant(_template_arguments(arguments))
-        try:
+        with self._rejecting("messages"):
             ids = renderer.render_ids(
                 list(messages), tools=arguments.get("tools"), add_generation_prompt=bool(arguments.get("add_generation_prompt", True))
             )
-        except Exception as error:  # messages and tools are a program's, and the library raises whatever their contents lead to
-            raise BadRequest(f"messages: rejected by the renderer {self.name}: {_first_line(error)}") from error
         return list(map(int, ids))
 
     def next_prompt(
@@ -90,9 +88,10 @@ class Renderer:
         _check(messages, arguments)
         renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
         try:
-            found = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
-        except Exception as error:  # as in ``prompt``; the output is the model's
-            logger.debug("renderer cannot extend a chat renderer=%s error=%s", self.name, _first_line(error))
+            with self._rejecting("messages"):
+                found = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
+        except BadRequest as error:
+            logger.debug("renderer cannot extend a chat error=%s", error)
             return None
         if found is None or found.token_ids[: len(before)] != before:
             return None
@@ -107,11 +106,12 @@ class Renderer:
         tools = arguments.get("tools")
         try:
             renderer = self._variant(_template_arguments(arguments))
-            parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
-            found = [self._attempt(each, output) for each in parsed.tool_calls]
-            content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
-        except Exception as error:  # the output is the model's, and the library's parsers raise whatever it leads to
-            logger.debug("renderer cannot read a response renderer=%s error=%s", self.name, _first_line(error))
+            with self._rejecting("response"):
+                parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
+                found = [self._attempt(each, output) for each in parsed.tool_calls]
+                content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
+        except BadRequest as error:
+            logger.debug("renderer cannot read a response error=%s", error)
             return ParsedReply(text, (), malformed=1)
         calls = _with_distinct_ids([call for _, call in found if call is not None]) if tools else ()
         left = [written for written, call in found if call is None or not tools]
@@ -139,10 +139,12 @@ class Renderer:
 
         if not arguments:
             return renderers.create_renderer(self._tokenizer, self._config)
-        try:
+        with self._rejecting("chat_template_kwargs"):
             return renderers.create_renderer(self._tokenizer, self._config, chat_template_kwargs=arguments)
-        except Exception as error:  # the arguments are a program's
-            raise BadRequest(f"chat_template_kwargs: rejected by the renderer {self.name}: {_first_line(error)}") from error
+
+    def _rejecting(self, what: str) -> AbstractContextManager[None]:
+        """Raise BadRequest for every error of the library, which does not check what programs and models write."""
+        return errors_as(lambda error: BadRequest(f"{what}: rejected by the renderer {self.name}: {_first_line(error)}"))
 
 
 class _Tokenizer:
@@ -225,5 +227,5 @@ def _template_arguments(arguments: JsonMapping) -> JsonObject:
     return {name: value for name, value in arguments.items() if name not in OF_REQUEST}
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")[:300] or type(error).__name__

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.errors import BadRequest
+from bus.system.foreign import errors_as
 
 
 class Text:
@@ -17,18 +18,22 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
+        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only.
+
+        Raises ValueError for files that do not describe one.
+        """
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"
         if not path.exists():
             return None
-        tokenizer = Tokenizer.from_file(str(path))
-        config_path = model_dir / "tokenizer_config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
-        eos = config.get("eos_token")
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        eos_id = tokenizer.token_to_id(eos) if eos else None
+        with errors_as(lambda error: ValueError(f"{path}: {error}")):  # the library raises plain Exception, and the files are anybody's
+            tokenizer = Tokenizer.from_file(str(path))
+            config_path = model_dir / "tokenizer_config.json"
+            config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+            eos = config.get("eos_token")
+            eos = eos.get("content") if isinstance(eos, dict) else eos
+            eos_id = tokenizer.token_to_id(eos) if eos else None
         return cls(tokenizer, () if eos_id is None else (eos_id,))
 
     @property
@@ -45,16 +50,15 @@ class Text:
         """Return the token ids of a text.
 
         ``add_special``: with the tokens that the tokenizer puts before and after every text (a chat template has them already).
-        Raises BadRequest for text with a lone surrogate, which is not valid Unicode.
+        Raises BadRequest for text with a lone surrogate, which is not valid Unicode; ValueError for text without tokens.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}") from error
-        try:
+        # The library raises plain Exception, for a vocabulary without a token for unknown text.
+        with errors_as(lambda error: ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}")):
             return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
-        except Exception as error:  # the library raises nothing narrower, for a vocabulary without a token for unknown text
-            raise ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""

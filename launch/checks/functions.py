@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from actors.rollout_settings import parse_rollouts
+from bus.system.foreign import errors_as, told
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
 from learner.data.filter_settings import read_filters
 from learner.data.filters import FILTER
 from learner.data.prompts import Row
-from rewards.errors import BadRewardOption, UnknownReward
+from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import ASKING, COMPARING, SEVERAL, TABLE, bind, load
 
+FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
 GSPO_WIDE = 0.01
@@ -61,11 +63,9 @@ def _check_group(report: Report, config: RunConfig) -> None:
     except BadRewardOption as error:
         where = report.at(f"actor.group_reward_options.{error.option}")
         report.error("reward", where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
-    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything while it is imported
-        got = error.reason if isinstance(error, UnknownReward) else f"{type(error).__name__}: {error}"
-        cure = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
+    except UnknownReward as error:
         want = "a reward of groups that can be loaded"
-        report.error("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {got}", cure=cure)
+        report.error("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
     else:
         report.good("reward", f"{name} loaded, not called")
 
@@ -84,12 +84,13 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
                 )
                 severity("rollouts", where, want="a Python interpreter", got=f"{rollout.python!r}: no such program", cure=cure)
             continue
-        module = rollout.module
+        module, reason = rollout.module, ""
         try:
-            found, reason = importlib.util.find_spec(module) is not None, "no such module"
-        except Exception as error:  # the package above it is the user's, and is imported
-            found, reason = False, repr(error)
-        if not found:
+            with errors_as(lambda error: ValueError(told(error))):  # the package above it is the user's, and is imported
+                reason = "" if importlib.util.find_spec(module) else "no such module"
+        except ValueError as error:
+            reason = str(error)
+        if reason:
             cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
             severity(
                 "rollouts", report.at(f"rollouts.{name}.use"), want="a module that can be imported", got=f"{module!r}: {reason}", cure=cure
@@ -105,10 +106,9 @@ def check_filters(report: Report, config: RunConfig) -> None:
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
             report.error("filters", where, want=f"an option of {one.use}", got=error.reason, cure="fix it, or remove it")
-        except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything while it is imported
-            got = error.reason if isinstance(error, UnknownReward) else f"{type(error).__name__}: {error}"
-            cure = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
-            report.error("filters", report.at(f"{setting}.use"), want="a filter that can be loaded", got=f"{one.use!r}: {got}", cure=cure)
+        except UnknownReward as error:
+            want, got = "a filter that can be loaded", f"{one.use!r}: {error.reason}"
+            report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
         else:
             report.good("filters", f"{one.name}: {one.use} loaded")
 
@@ -123,6 +123,9 @@ def _check_one(
         return
     try:
         score = load(name, options)
+    except RewardNotImported as error:
+        report.error("reward", where, want=f"{name} imported", got=error.reason, cure="fix the module")
+        return
     except UnknownReward as error:
         severity = report.error if here or ":" not in name else report.warning
         cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
@@ -131,10 +134,6 @@ def _check_one(
     except BadRewardOption as error:
         option = f"{settings[1]}.{error.option}"
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
-        return
-    except (Exception, SystemExit) as error:  # raised by the user's module while it is imported
-        got = f"{type(error).__name__}: {error}"
-        report.error("reward", where, want=f"{name} imported", got=got, cure="fix the module")
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
         _call(report, name, score, row)
@@ -153,8 +152,8 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
     try:
         got = asyncio.run(_within(score, request))
-    except Exception as error:  # a reward may raise anything; an actor would store the sample as failed
-        reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    except (RewardFailed, TimeoutError) as error:  # an actor would store the sample as failed
+        reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else error.reason
         want = f"a number for row {row.number + 1} of data.path with its label as the response"
         report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"fix {name}")
         return

@@ -18,9 +18,9 @@ from launch.devices.memory_table import valued
 from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
-from learner.megatron.sizes import FAMILIES, WITH_BIAS, refusals
-from learner.megatron_arguments import refusals as argument_refusals
-from learner.routing_replay import ROLLOUT
+from learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from learner.settings.megatron_arguments import refusals as argument_refusals
+from learner.settings.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"

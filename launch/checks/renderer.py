@@ -41,7 +41,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
 def _tokenizer(directory: Path) -> Text | None:
     try:
         return Text.read(directory)
-    except Exception:  # the tokenizers library raises nothing more special; the check of the tokenizer reports it
+    except ValueError:  # reported by the check of the tokenizer
         return None
 
 

@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
 from launch.checks.findings import Report
@@ -35,7 +36,7 @@ def _check_directory(report: Report, config: RunConfig, teacher: TeacherConfig, 
     path, want = Path(teacher.model), "the directory of a Hugging Face model that the built-in engine serves"
     try:
         shape = ModelShape.read(path)
-    except Exception as error:  # its config.json may have any content
+    except UnsupportedModel as error:
         cure = "fix the path, or start another server (SGLang) and set urls"
         report.error("teachers", where, want=want, got=f"{teacher.name}: {teacher.model!r}: {error}", cure=cure)
         return

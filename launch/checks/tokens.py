@@ -44,7 +44,7 @@ def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) ->
     cure = f"save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained({str(model.directory)!r})"
     try:
         text = Text.read(model.directory)
-    except Exception as error:  # the tokenizers library raises nothing more special
+    except ValueError as error:
         report.error("tokenizer", str(file), want="a tokenizer", got=str(error), cure=cure)
         return None
     if text is None and config.engine.kind != "builtin" and any((model.directory / name).exists() for name in WITHOUT_JSON):
@@ -94,7 +94,7 @@ def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, dire
             return text.encode(rendered, add_special=False)
         except (CannotRender, BadRequest) as error:
             raise CannotRender(str(error)) from None
-        except Exception as error:  # the tokenizers library raises nothing more special
+        except ValueError as error:
             raise CannotRender(f"rejected by the tokenizer: {error}") from None
 
     return tokenize

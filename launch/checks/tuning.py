@@ -6,8 +6,8 @@ from launch.checks.findings import Report
 from launch.devices.trained import Shapes, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.checkpoints.manifest import MANIFEST
-from learner.lora import adapter_refusals
-from learner.schedule import unmatched
+from learner.settings.lora import adapter_refusals
+from learner.settings.schedule import unmatched
 
 FREEZE = "learner.optimizer.freeze"
 BEGINS = "learner.from_checkpoint"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
-from learner.config import RECOMPUTE, LearnerConfig
-from learner.megatron.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
+from learner.layout.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
+from learner.settings.config import RECOMPUTE, LearnerConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8

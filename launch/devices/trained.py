@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from learner.config import LearnerConfig
-from learner.schedule import frozen_names
+from learner.settings.config import LearnerConfig
+from learner.settings.schedule import frozen_names
 
 ROW_SPLIT = ("o_proj", "down_proj")
 """Layers with their input split over tensor-parallel ranks; of the others the output is."""

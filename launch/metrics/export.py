@@ -21,12 +21,18 @@ from typing import Any
 
 from bus.client.repeated import Repeated
 from bus.streams.bus import Bus, connect
+from bus.system.foreign import errors_as
 from bus.wire.messages import Done, Evaluated, PlanRecord
 from launch.metrics.port import SINK, StepMetrics
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.registry import Bound, bind
 
 log = logging.getLogger(__name__)
+
+
+class _SinkFailed(Exception):
+    """The sink, which is the user's, has raised its cause."""
+
 
 CONNECT_S = 60.0
 CLOSE_S = 30.0
@@ -51,8 +57,6 @@ def open_sink(name: str, options: Mapping[str, object]) -> Bound:
         return bind(name, options, SINK)
     except (UnknownReward, BadRewardOption) as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # the module is the user's, and may raise anything while it is imported
-        raise ValueError(f"metric sink {name}: {type(error).__name__}: {error}") from error
 
 
 async def export(
@@ -111,13 +115,15 @@ async def _call(sink: Bound, thread: "_Thread", one: StepMetrics, counts: Export
     pause_s, failed = first_pause_s, Repeated(log)
     while True:
         try:
-            result: Any = sink(one) if sink.is_async else await thread.run(partial(sink, one))
-            if inspect.isawaitable(result):
-                await result
+            with errors_as(_SinkFailed):
+                result: Any = sink(one) if sink.is_async else await thread.run(partial(sink, one))
+                if inspect.isawaitable(result):
+                    await result
             return
-        except Exception as error:  # the sink is the user's, and may raise anything
+        except _SinkFailed as error:
             counts.failures += 1
-            failed(f"sink {sink.name} failed", f"step={one.step} error={error!r}, called again in {pause_s:g} s", error=error)
+            reason = f"step={one.step} error={error.__cause__!r}, called again in {pause_s:g} s"
+            failed(f"sink {sink.name} failed", reason, error=error.__cause__)
         await asyncio.sleep(pause_s)
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -127,11 +133,13 @@ async def _close(sink: Bound, thread: "_Thread", wait_s: float) -> None:
     if not callable(close):
         return
     try:
-        await asyncio.wait_for(thread.run(close), wait_s)
+        async with asyncio.timeout(wait_s):
+            with errors_as(_SinkFailed):
+                await thread.run(close)
     except TimeoutError:
         log.warning("sink %s: has not returned in %g s, the command ends without it", sink.name, wait_s)
-    except Exception as error:  # as above; the metrics are delivered
-        log.warning("sink %s: close failed error=%r", sink.name, error)
+    except _SinkFailed as error:  # the metrics are delivered
+        log.warning("sink %s: close failed error=%r", sink.name, error.__cause__)
 
 
 class _Thread:

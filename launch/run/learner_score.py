@@ -14,7 +14,7 @@ def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: s
     """Return the outputs of the modules, as ``learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
-    from learner.megatron import parallel
+    from learner.layout import parallel
     from learner.megatron.activations import module_outputs
     from learner.megatron.model import build_policy
 

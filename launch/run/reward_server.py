@@ -56,8 +56,8 @@ class RewardServer:
             reward = await self._score(request)
         except TimeoutError:
             return self._reply(200, "failed", "no result in time")
-        except Exception as error:  # a reward in this process raises anything
-            return self._reply(200, "failed", error.reason if isinstance(error, RewardFailed) else repr(error)[:1000])
+        except RewardFailed as error:
+            return self._reply(200, "failed", error.reason[:1000])
         finally:
             self._running -= 1
         self.counts["scored"] += 1

@@ -264,7 +264,7 @@ async def run_reward_server(
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
     from launch.run.reward_server import RewardServer, serving
     from rewards.children.limits import become_undumpable
-    from rewards.children.pool import opened
+    from rewards.scorers.single import opened
 
     become_undumpable()
     async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port) as url:

@@ -16,13 +16,13 @@ from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.config import DataConfig
 from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
-from learner.routing_replay import ROLLOUT
+from learner.settings.config import LearnerConfig, StalenessConfig
+from learner.settings.routing_replay import ROLLOUT
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"

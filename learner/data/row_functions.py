@@ -7,12 +7,15 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bus.system.foreign import errors_as, told
 from bus.wire.json_object import JsonMapping
 from learner.errors import PromptError
 
+_END = object()
 PREFIX = "python:"
 MOST_ROWS = 50_000_000
 """Rows after which a function counts as endless."""
@@ -27,12 +30,10 @@ def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
     """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function that fails."""
     rows = _called(path)
     for number in range(MOST_ROWS + 1):
-        try:
-            row = next(rows)
-        except StopIteration:
+        with errors_as(partial(_refused, f"{path}:{number + 1}", "a row, or the end")):
+            row = next(rows, _END)
+        if row is _END:
             return
-        except Exception as error:  # the function is the user's, and may raise anything
-            raise PromptError(f"{path}:{number + 1}", "a row, or the end", f"{type(error).__name__}: {error}") from error
         if number == MOST_ROWS:
             break
         yield row if isinstance(row, dict) else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
@@ -52,9 +53,11 @@ def add_rows(digest: "hashlib._Hash", path: Path) -> None:
 
 def _called(path: Path) -> Iterator[Any]:
     module, _, name = str(path).removeprefix(PREFIX).partition(":")
-    try:
+    want = "python:module:function, which returns an iterable of maps; modules are searched in this directory and in PYTHONPATH"
+    with errors_as(partial(_refused, str(path), want)):
         function: Callable[[], Iterable[Any]] = getattr(importlib.import_module(module), name)
         return iter(function())
-    except Exception as error:  # as above, and while its module is imported
-        want = "python:module:function, which returns an iterable of maps; modules are searched in this directory and in PYTHONPATH"
-        raise PromptError(str(path), want, f"{type(error).__name__}: {error}") from error
+
+
+def _refused(where: str, want: str, error: BaseException) -> PromptError:
+    return PromptError(where, want, told(error))

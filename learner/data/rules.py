@@ -33,7 +33,7 @@ _LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
-    """All settings that the DataSource uses, with the meanings of ``learner.config`` and ``bus.wire.messages.Sampling``."""
+    """All settings that the DataSource uses, with the meanings of ``learner.settings.config`` and ``bus.wire.messages.Sampling``."""
 
     run: str
     steps: int

@@ -11,6 +11,7 @@ from typing import Self
 
 import zmq
 
+from bus import exit_codes
 from bus.exit_codes import CRASHED
 from bus.wire.json_object import JsonObject
 from learner.data.batch import StepBatch
@@ -53,6 +54,8 @@ class FeedClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.failed(exit_codes.message(error), exit_codes.of(error))
         self.close()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from bus.client.retries import cancellable
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.curriculum import CurriculumRules
 from learner.data.filter_settings import FilterConfig, identity_of
 from learner.data.prompts import PromptFile
@@ -21,7 +20,8 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import opened_filters
 from learner.feed.opening import opened_ends
 from learner.feed.places import FeederPlaces
-from learner.routing_replay import ROLLOUT
+from learner.settings.config import LearnerConfig, StalenessConfig
+from learner.settings.routing_replay import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

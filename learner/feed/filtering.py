@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.client.waiter import Waiter
+from bus.system.foreign import errors_as, repr_of
 from bus.wire.messages import Sample, Task
 from learner.data.datasource import DataSource
 from learner.data.filter_settings import BUILT_IN, FilterConfig
@@ -48,7 +49,7 @@ class OpenFilter:
     judge: Judge
 
     async def decide(self, group: FilterGroup) -> Decision:
-        """Return its decision. Raises RewardFailed, TimeoutError, and the errors of a built-in filter."""
+        """Return its decision. Raises RewardFailed, TimeoutError."""
         return decision_in(self.config.name, await self.judge(group), group)
 
 
@@ -71,8 +72,9 @@ def _here(config: FilterConfig) -> Judge:
     bound = bind(config.use, config.options, FILTER)
 
     async def judge(group: FilterGroup) -> Any:
-        """Call a built-in filter."""
-        return FILTER.checked(config.name, bound(group))
+        """Call a built-in filter. Its options are the user's, and may be of any type."""
+        with errors_as(lambda error: RewardFailed(config.name, repr_of(error), FILTER.word), but=(RewardFailed,)):
+            return FILTER.checked(config.name, bound(group))
 
     return judge
 
@@ -124,7 +126,7 @@ class Filtering:
             name = one.config.name
             try:
                 decision = await one.decide(group)
-            except Exception as error:  # built-in filters run here, and their options are the user's
+            except (RewardFailed, TimeoutError) as error:
                 self.counts[f"{name}.failed"] += 1
                 self._failure = f"filter {name}: {_words(error)}"[:500]
                 log.warning("filter failed name=%s task=%d reason=%s", name, task.id, _words(error))
@@ -157,7 +159,5 @@ class Filtering:
         return {f"filter.{name}": float(count) for name, count in self.counts.items() if count}
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no result in time"
-    return error.reason if isinstance(error, RewardFailed) else repr(error)
+def _words(error: RewardFailed | TimeoutError) -> str:
+    return error.reason if isinstance(error, RewardFailed) else "no result in time"

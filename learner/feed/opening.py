@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from bus import exit_codes
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_error
-from learner.config import LearnerConfig
 from learner.feed.feed_server import FeedServer
 from learner.feed.places import FeederPlaces
+from learner.settings.config import LearnerConfig
 
 
 @asynccontextmanager

@@ -23,7 +23,6 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Done, LiveRow, Plan, Sample
 from bus.wire.routed_experts import RoutedShape
-from learner.config import LearnerConfig
 from learner.data.batch_frames import encode
 from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
@@ -37,7 +36,8 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.opening import opened_ends
 from learner.feed.outcomes import facts_of
 from learner.feed.places import FeederPlaces
-from learner.routing_replay import ROLLOUT
+from learner.settings.config import LearnerConfig
+from learner.settings.routing_replay import ROLLOUT
 from weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)

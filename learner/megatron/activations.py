@@ -17,12 +17,12 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.logprobs import log_probs_and_entropy
-from learner.megatron.attention import packed_row
+from learner.layout.parallel import Parallel
 from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.layers.attention import packed_row
+from learner.megatron.layers.output_layer import output_weight
+from learner.megatron.logprobs import log_probs_and_entropy
 from learner.megatron.model import Policy
-from learner.megatron.output_layer import output_weight
-from learner.megatron.parallel import Parallel
 
 Take = Callable[[Any, Any, Any], None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.lora import CONFIG, WEIGHTS, LoraConfig
+from learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
 from weightstore.store.snapshot import ASIDE, rename_into_place
 
 ADAPTER = "adapter"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 
 
 def balanced(

@@ -22,12 +22,13 @@ from bus.client.ids import nonce
 from learner.checkpoints import disk
 from learner.checkpoints.manifest import MANIFEST
 from learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
-from learner.lora import LoraConfig
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.layout.parallel import Parallel
+from learner.megatron import state
 from learner.megatron.adapter_files import ADAPTER, write_adapter
 from learner.megatron.model import DTYPES, build_policy
-from learner.megatron.parallel import Parallel
 from learner.megatron.tuning import Tuning
+from learner.settings.lora import LoraConfig
 from weightstore.store import snapshot
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -18,13 +18,13 @@ from torch import Tensor
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.objective import Tokens
 from learner.algorithms.values import value_clipped, value_loss
-from learner.config import CriticConfig, LearnerConfig
-from learner.megatron.context import gather_parts
-from learner.megatron.kernels import Wanted
+from learner.layout.stages import of_last, tensors_of_last
+from learner.megatron.layers.context import gather_parts
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.schedule import ModelInput, run_rows
-from learner.megatron.stages import of_last, tensors_of_last
+from learner.settings.config import CriticConfig, LearnerConfig
 
 Summed = Callable[[Tensor], Tensor]
 """Sum of a tensor over the data-parallel ranks."""

@@ -16,16 +16,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from learner.megatron import stages
+from learner.layout import stages
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.kernels import Wanted
-from learner.megatron.lora import Adapters
+from learner.megatron.layers.kernels import Wanted
+from learner.megatron.layers.lora import Adapters
+from learner.megatron.layers.mixture import Mixture
+from learner.megatron.layers.output_layer import ValueHead
 from learner.megatron.memory import Memory, PlainMemory
-from learner.megatron.mixture import Mixture
 from learner.megatron.optimizer_pieces import buffers_of
-from learner.megatron.output_layer import ValueHead
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.routing import Routing
 from learner.megatron.tuning import Tuning, tune
 

@@ -17,8 +17,8 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from learner.layout.sizes import OFFLOADED_AT_ONCE
 from learner.megatron.optimizer_pieces import MAIN, STATE, Piece
-from learner.megatron.sizes import OFFLOADED_AT_ONCE
 
 _SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
 """Settings by which Megatron's optimizers recognise their parameter groups in a checkpoint."""

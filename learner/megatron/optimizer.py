@@ -29,7 +29,7 @@ from learner.megatron.optimizer_pieces import (
     state_of_pieces,
     whole_pieces,
 )
-from learner.schedule import OptimizerConfig, learning_rate
+from learner.settings.schedule import OptimizerConfig, learning_rate
 
 log = logging.getLogger(__name__)
 

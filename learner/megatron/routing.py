@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from learner.megatron.attention import PackedRow
+from learner.megatron.layers.attention import PackedRow
 
 
 class Routing:

@@ -14,9 +14,9 @@ from torch import Tensor
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.objective import RewardParts, Tokens, Turns
 from learner.data.batch import MicroBatch, StepBatch
-from learner.megatron.attention import PackedRow, packed_row
-from learner.megatron.context import own_part
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
+from learner.megatron.layers.attention import PackedRow, packed_row
+from learner.megatron.layers.context import own_part
 from learner.megatron.routing import Routing
 
 

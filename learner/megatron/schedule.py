@@ -16,11 +16,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from learner.megatron.attention import PackedRow, packed_row
-from learner.megatron.context import own_part
+from learner.layout.stages import is_last
 from learner.megatron.cpu_shim import plain_torch
+from learner.megatron.layers.attention import PackedRow, packed_row
+from learner.megatron.layers.context import own_part
 from learner.megatron.model import Policy
-from learner.megatron.stages import is_last
 
 
 class ModelInput(Protocol):

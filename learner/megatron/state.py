@@ -26,7 +26,7 @@ from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.critic import Critic
-from learner.megatron.lora import is_adapter
+from learner.megatron.layers.lora import is_adapter
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.peer_reader import PeerLoad

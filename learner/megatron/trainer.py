@@ -30,17 +30,17 @@ from learner.data.batch import StepBatch
 from learner.data.truncation import without_truncated
 from learner.debug.collector import Collector
 from learner.errors import ConfigRefused
-from learner.logprobs import listed_log_probs, log_probs_and_entropy
+from learner.layout.stages import of_last, tensors_of_last
 from learner.megatron.balance import balanced
-from learner.megatron.context import gather_parts
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
+from learner.megatron.layers.context import gather_parts
+from learner.megatron.layers.output_layer import output_weight
+from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.output_layer import output_weight
 from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from learner.megatron.schedule import run_rows
-from learner.megatron.stages import of_last, tensors_of_last
 
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""

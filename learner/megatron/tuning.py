@@ -7,13 +7,13 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.lora import LoraConfig
-from learner.megatron import stages
-from learner.megatron.lora import Adapters
-from learner.megatron.parallel import Parallel
-from learner.schedule import frozen_names
+from learner.layout import stages
+from learner.layout.parallel import Parallel
+from learner.megatron.layers.lora import Adapters
+from learner.settings.config import LearnerConfig
+from learner.settings.lora import LoraConfig
+from learner.settings.schedule import frozen_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

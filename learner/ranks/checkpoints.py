@@ -29,7 +29,6 @@ from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
-from learner.config import CheckpointConfig
 from learner.errors import CheckpointUnwritten, NoCheckpoint
 from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
@@ -38,6 +37,7 @@ from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.state import NOTHING_BESIDE, Beside
+from learner.settings.config import CheckpointConfig
 
 log = logging.getLogger(__name__)
 

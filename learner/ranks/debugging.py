@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from learner.config import LearnerConfig
 from learner.data.batch import StepBatch
 from learner.debug.collector import Collector, Target
 from learner.debug.config import DebugConfig, DumpModulesConfig
@@ -22,6 +21,7 @@ from learner.debug.prompts import read_prompts
 from learner.debug.report import Facts, report
 from learner.megatron.activations import module_outputs, parallel_info
 from learner.megatron.model import Policy
+from learner.settings.config import LearnerConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from bus import exit_codes
 from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.errors import AlarmStop
@@ -34,16 +34,17 @@ from learner.feed.feed_liveness import Heartbeats
 from learner.feed.feed_messages import End, Last, Start
 from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.layout.parallel import Parallel
+from learner.megatron import state
 from learner.megatron.critic import open_critic
 from learner.megatron.flops import StepFlops
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
+from learner.megatron.layers.mixture import Mixture
 from learner.megatron.memory import open_memory
 from learner.megatron.meter import Meter
-from learner.megatron.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
 from learner.megatron.reference import open_reference
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
@@ -52,6 +53,7 @@ from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.saved_models import SavedModels
 from learner.ranks.turns import AllTheTime, TurnByTurn
+from learner.settings.config import LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
 
@@ -79,31 +81,28 @@ def main(
     Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
     (``bus/exit_codes.py``), which is in the log and was sent to the feeder.
     """
-    try:
+    return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
+
+
+def _take_steps(
+    places: RankPlaces, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig, debug: DebugConfig
+) -> None:
+    with suppress(Draining):  # the last step is done, and only the feeder's answer was missing
         with ExitStack() as stack:
             here = _join(stack, learner)
             idle = Idle()
             if places.silence_s:
                 stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
             feed = stack.enter_context(_feed_client(places, here, on_wait=idle))
-            try:
-                start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
-                policy = _policy(places.model_dir, learner, here)
-                tools = RankDebug(debug or DebugConfig(), learner, policy, places.final_dir.parent)
-                stack.callback(tools.close)
-                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
-                # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
-                # trims streams behind a checkpoint.
-                idle.work = rank.collect
-                rank.run(start)
-            except Exception as error:
-                feed.failed(exit_codes.message(error), exit_codes.of(error))
-                raise
-    except Draining:  # the last step is done, and only the feeder's answer was missing
-        return 0
-    except Exception as error:
-        return exit_codes.report(error, log)
-    return 0
+            start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
+            policy = _policy(places.model_dir, learner, here)
+            tools = RankDebug(debug, learner, policy, places.final_dir.parent)
+            stack.callback(tools.close)
+            rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
+            # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
+            # trims streams behind a checkpoint.
+            idle.work = rank.collect
+            rank.run(start)
 
 
 def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:

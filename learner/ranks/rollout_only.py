@@ -9,6 +9,7 @@ between two steps. Loads no torch, so it needs no accelerator.
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,18 +36,12 @@ class Draining(BaseException):
 
 def main(places: RankPlaces) -> int:
     """Take all steps of the run. Returns the exit code of the process, as that of a rank."""
-    try:
-        with FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed:
-            try:
-                _Consumer(places, feed).run()
-            except Exception as error:
-                feed.failed(exit_codes.message(error), exit_codes.of(error))
-                raise
-    except Draining:
-        return 0
-    except Exception as error:
-        return exit_codes.report(error, log)
-    return 0
+    return exit_codes.run(partial(_consume, places), log)
+
+
+def _consume(places: RankPlaces) -> None:
+    with suppress(Draining), FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed:
+        _Consumer(places, feed).run()
 
 
 class _Consumer:

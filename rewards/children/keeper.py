@@ -59,7 +59,8 @@ def main() -> None:
     try:
         function = bind(start["name"], start["options"], contract_at(start["contract"]))
     except (UnknownReward, BadRewardOption) as error:
-        _send(control, {"refused": type(error).__name__, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
+        refused = "BadRewardOption" if isinstance(error, BadRewardOption) else "UnknownReward"
+        _send(control, {"refused": refused, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
         return
     except BaseException as error:  # the module is the user's, and may raise anything while it is imported
         _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]})

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
+from bus.system.foreign import repr_of
 from rewards.children import frames, limits
 from rewards.contract import contract_at
 from rewards.errors import RewardFailed
@@ -90,10 +91,7 @@ def _reply(id: int, **fields: object) -> bytes:
 
 
 def _failed(id: int, error: BaseException, **fields: object) -> bytes:
-    try:
-        reason = error.reason if isinstance(error, RewardFailed) else repr(error)
-    except BaseException as second:  # the repr of an exception is the user's code, too
-        reason = f"{type(error).__name__}, whose repr raises {type(second).__name__}"
+    reason = error.reason if isinstance(error, RewardFailed) else repr_of(error)
     return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
 
 

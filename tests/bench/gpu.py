@@ -117,11 +117,11 @@ def make_step(lengths: Sequence[int], vocab: int, micro_batches: int) -> StepBat
 def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, recompute: str = "none") -> Callable[[], Any]:
     """Return a step of the learner in bfloat16."""
     from learner.algorithms.config import AlgorithmConfig
-    from learner.config import OptimizerConfig
-    from learner.megatron.kernels import Wanted
+    from learner.megatron.layers.kernels import Wanted
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
     from learner.megatron.trainer import Trainer
+    from learner.settings.config import OptimizerConfig
 
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch, StepBatch
+from learner.settings.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {"layers": 2, "hidden": 64, "sequences": 256, "prompt": 6, "response": 8, "vocab": 32},
@@ -109,9 +109,9 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
 
 def our_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
+    from learner.layout.parallel import Parallel, choose_device, join
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.parallel import Parallel, choose_device, join
     from learner.megatron.trainer import Trainer
 
     global _parallel

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.data.batch import StepBatch
+from learner.settings.config import OptimizerConfig
 from tests.bench.learner_step import SHAPES, make_batch, make_model
 
 ROUNDS = 60
@@ -31,7 +31,7 @@ EVERYTHING: dict[str, Any] = {"reject": ("k3 seq_mean 1.0", "k1 token 0.01 100")
 @functools.cache
 def joined() -> Any:
     """Return the groups of a world of one, joined once."""
-    from learner.megatron.parallel import choose_device, join
+    from learner.layout.parallel import choose_device, join
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -34,10 +34,10 @@ from bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.data.batch import StepBatch
 from learner.data.batching import build_batches
 from learner.data.packing import assign
+from learner.settings.config import OptimizerConfig
 from rewards.digits import digits
 from rewards.port import RewardRequest
 
@@ -159,7 +159,7 @@ def _nobody(response: Response, num_tokens: int, ended: bool) -> None:
 @functools.cache
 def world_of_one() -> Any:
     """Return Megatron's groups for this process alone, joined once."""
-    from learner.megatron.parallel import choose_device, join
+    from learner.layout.parallel import choose_device, join
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

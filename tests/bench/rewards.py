@@ -17,9 +17,9 @@ from typing import Any
 import launch
 from bus.wire.messages import Status
 from rewards.children.limits import Limits
-from rewards.children.pool import opened
 from rewards.port import RewardRequest
 from rewards.registry import ASKING, TABLE, bind
+from rewards.scorers.single import opened
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlong": {"max_tokens": 200, "buffer": 50},

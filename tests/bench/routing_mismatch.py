@@ -21,7 +21,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.wire.messages import Sample, Sampling, Status
 from bus.wire.routed_experts import RoutedShape
-from learner.megatron.mixture import Mixture
+from learner.megatron.layers.mixture import Mixture
 from tests.integration.expert_ranks import Way, learner
 from tests.learner_steps import make_batches
 from tests.megatron_world import one_rank

@@ -49,7 +49,7 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
 
 def join(wanted: str) -> list[dict[str, Any]]:
     """Join a world of one, use its groups, leave, and do it again; return the findings of both rounds."""
-    from learner.megatron.parallel import choose_device, join, leave
+    from learner.layout.parallel import choose_device, join, leave
     from tests.learner_steps import rank_environment
     from tests.megatron_world import KeptPort
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 

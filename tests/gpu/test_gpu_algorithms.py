@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 from tests.algorithm_cases import CASES
 from tests.gpu.conftest import Child
 from tests.integration.megatron_layouts import train

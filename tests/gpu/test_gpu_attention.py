@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.megatron.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
-from learner.megatron.kernels import SDPA, VARLEN
+from learner.layout.parallel import Parallel
+from learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
+from learner.megatron.layers.kernels import SDPA, VARLEN
 from learner.megatron.model import build_policy
-from learner.megatron.parallel import Parallel
 
 pytestmark = pytest.mark.gpu
 

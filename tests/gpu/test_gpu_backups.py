@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from learner.layout.parallel import Parallel
 from learner.megatron.model import OtherWeights, WeightBackup, build_policy
-from learner.megatron.parallel import Parallel
 from tests.tiny_models import write_tiny_model
 from weightstore.format.manifest import Manifest
 from weightstore.transport.handles import HostMemory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.logprobs import log_probs_and_entropy
+from learner.megatron.logprobs import log_probs_and_entropy
 
 pytestmark = pytest.mark.gpu
 

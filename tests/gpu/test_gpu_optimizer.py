@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron import state
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples

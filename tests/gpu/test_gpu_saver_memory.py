@@ -9,10 +9,10 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import MemoryReleased
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron.memory import Memory, PlainMemory, open_memory
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples

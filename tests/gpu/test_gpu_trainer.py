@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
+from learner.layout.parallel import Parallel
 from learner.megatron import state
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.gpu.conftest import Child
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB

@@ -9,14 +9,15 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
-from learner.config import CheckpointConfig, OptimizerConfig
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.places import RankPlaces
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
+from learner.settings.config import CheckpointConfig, OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from learner.megatron.parallel import Parallel
+    from learner.layout.parallel import Parallel
 
 
 @pytest.fixture(scope="module")

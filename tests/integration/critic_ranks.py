@@ -10,16 +10,16 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
-from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron import state
 from learner.megatron.critic import Critic, open_critic
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined

@@ -11,7 +11,7 @@ from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
 from learner.debug.collector import Collector, Target
 from learner.debug.rollout_file import Packing, load_rollout, planned_again
-from learner.megatron import parallel
+from learner.layout import parallel
 from learner.megatron.activations import parallel_info
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
-from learner.megatron import parallel, state
-from learner.megatron.kernels import Wanted
-from learner.megatron.mixture import Mixture
+from learner.layout import parallel
+from learner.layout.parallel import Replicas
+from learner.megatron import state
+from learner.megatron.layers.kernels import Wanted
+from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Replicas
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from learner import logprobs
-from learner.config import OptimizerConfig
-from learner.megatron import parallel
-from learner.megatron.kernels import Wanted
+from learner.layout import parallel
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import OptimizerConfig
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples

@@ -8,15 +8,15 @@ from typing import Any
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
-from learner.lora import LoraConfig
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron import state
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
-from learner.schedule import OptimizerConfig
+from learner.settings.lora import LoraConfig
+from learner.settings.schedule import OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined

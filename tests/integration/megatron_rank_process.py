@@ -12,10 +12,10 @@ from torch import Tensor
 from bus.config import BusConfig
 from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import LearnerConfig, OptimizerConfig, StalenessConfig
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.places import RankPlaces
 from learner.ranks.rank import main
+from learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 
 MARK = 666.0

@@ -12,13 +12,14 @@ from torch import Tensor
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from learner.algorithms.policy_losses import PolicyLoss
-from learner.config import OptimizerConfig
 from learner.data.batch import StepBatch
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 

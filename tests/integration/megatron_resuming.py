@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.data.batch import StepBatch
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import OptimizerConfig
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples

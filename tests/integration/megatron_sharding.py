@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron import state
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.trainer import Trainer
+from learner.settings.config import OptimizerConfig
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined

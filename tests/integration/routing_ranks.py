@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bus.wire.routed_experts import RoutedShape
 from learner.data.batch import StepBatch
-from learner.megatron import parallel
-from learner.megatron.mixture import Mixture
+from learner.layout import parallel
+from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy
 from tests.integration.expert_ranks import DEEP, LAYOUTS, MODELS, VOCAB, Way, learner
 from tests.learner_steps import make_batches, make_samples, with_random_experts

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Sample
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from learner.checkpoints import disk
-from learner.config import CheckpointConfig
 from learner.errors import CheckpointUnwritten, NoCheckpoint
 from learner.feed.feed_messages import Start
+from learner.layout.parallel import Parallel
 from learner.megatron import state
 from learner.megatron.checkpoint_writer import Staged
 from learner.megatron.model import Policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
+from learner.settings.config import CheckpointConfig
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.tiny_models import write_tiny_model
 

@@ -14,9 +14,9 @@ from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
 from learner.checkpoints.manifest import METADATA, FileEntry, Manifest
-from learner.config import CheckpointConfig
 from learner.errors import NoCheckpoint
 from learner.feed.copies import Copies
+from learner.settings.config import CheckpointConfig
 from tests.bus_fixtures import BusOpener
 from tests.integration import test_megatron_rank
 from tests.integration.test_megatron_rank import Learner, OpenLearner

@@ -17,13 +17,14 @@ from torch import Tensor
 from launch.cli.main import main
 from learner.checkpoints import disk
 from learner.errors import ConfigRefused
-from learner.lora import LoraConfig
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.checkpoint_writer import StagedSave
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.schedule import OptimizerConfig
+from learner.settings.lora import LoraConfig
+from learner.settings.schedule import OptimizerConfig
 from tests.integration.megatron_lora import STEPS, learner, take
 from tests.integration.megatron_ranks import VOCAB
 from tests.integration.megatron_sharding import WAYS, saved

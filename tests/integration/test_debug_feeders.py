@@ -16,7 +16,6 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done
 from learner.checkpoints import disk
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.debug.rollout_file import load_rollout, save_rollout
@@ -28,6 +27,7 @@ from learner.feed.places import FeederPlaces, RankPlaces
 from learner.feed.recorded_steps import run_recorded_feeder
 from learner.feed.restart import CHECKPOINT_KEY
 from learner.ranks import rollout_only
+from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.debug_kit import rollout
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked

@@ -19,7 +19,7 @@ from launch.cli.debug_weights import between_tensors, tensors_of
 from launch.cli.main import main
 from learner.debug.comparison import Comparison, compare_modules
 from learner.debug.module_file import ModuleDump, write_modules
-from learner.megatron import parallel
+from learner.layout import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
 from tests.engine_serving import serving

@@ -14,7 +14,7 @@ from learner.debug.collector import LOGITS_POSITIONS, Collector, Target
 from learner.debug.comparison import compare_train
 from learner.debug.rollout_file import save_rollout
 from learner.debug.train_file import TrainDump, read_train, record_path
-from learner.megatron import parallel
+from learner.layout import parallel
 from learner.megatron.activations import parallel_info
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer

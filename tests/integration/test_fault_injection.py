@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from bus.wire.messages import Sample, Span
 from learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
 
 TASK = Task(num_digits=3, minibatches=1, lr=1.5e-3)

@@ -22,7 +22,6 @@ from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
 from learner.checkpoints import disk
-from learner.config import LearnerConfig, StalenessConfig
 from learner.data.datasource import DataSource
 from learner.data.snapshot import read_state
 from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
@@ -31,6 +30,7 @@ from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import KeptCheckpoints, Outcomes
 from learner.feed.restart import CHECKPOINT_KEY, resume
+from learner.settings.config import LearnerConfig, StalenessConfig
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener

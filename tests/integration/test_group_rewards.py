@@ -9,9 +9,10 @@ from bus.server.nats_server import EmbeddedServer
 from bus.wire.messages import Kind, Status
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
-from rewards.group import GROUP, GroupRequest, opened_group, relative_length
+from rewards.group import GROUP, GroupRequest, relative_length
 from rewards.port import RewardRequest
 from rewards.registry import bind
+from rewards.scorers.groups import opened_group
 from tests.actor_kit import all_samples, complete, engine, issue, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture

@@ -21,7 +21,7 @@ from bus.wire.messages import LiveRow
 from launch.run import desired
 from launch.run.audit import audit
 from launch.run.watch import RunWatch
-from learner.config import LearnerConfig, StalenessConfig
+from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, take_over
 from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from learner.lora import LoraConfig
+from learner.settings.lora import LoraConfig
 from tests.integration.test_megatron_lora import with_adapter
 from tests.integration.test_megatron_rank import SHARES, OpenLearner, open_learner  # noqa: F401
 from tests.integration.test_weightstore_publisher import state

@@ -13,12 +13,13 @@ from actors.serving.builtin.shape import ModelShape
 from launch.devices.memory_table import rank_parameters, valued
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
-from learner.config import CriticConfig, LearnerConfig, OptimizerConfig
 from learner.errors import ConfigRefused
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.model import OtherWeights, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration import critic_ranks
 from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OPTIMIZER, STEPS, VOCAB, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks

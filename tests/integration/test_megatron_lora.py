@@ -15,15 +15,16 @@ from transformers import AutoModelForCausalLM
 from launch.checks.model import tensors_in
 from launch.devices.trained import adapter_tensors
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.adapter_files import write_adapter
 from learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
+from learner.settings.config import LearnerConfig
+from learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 from tests.integration import megatron_lora
 from tests.integration.megatron_lora import DIVIDED, LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
 from tests.learner_steps import make_batches, make_samples, run_ranks

@@ -10,7 +10,8 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import MemoryReleased
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer

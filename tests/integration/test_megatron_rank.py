@@ -19,7 +19,7 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
 from learner.checkpoints.disk import listed
-from learner.config import LearnerConfig, StalenessConfig
+from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked

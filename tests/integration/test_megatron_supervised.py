@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from bus.wire.messages import Sample
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
-from learner.megatron import parallel
+from learner.layout import parallel
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer

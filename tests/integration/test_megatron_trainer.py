@@ -17,16 +17,17 @@ from bus.wire.messages import Status
 from learner import logprobs
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
-from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
-from learner.megatron import parallel, state
-from learner.megatron.attention import packed_row
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.flops import StepFlops
+from learner.megatron.layers.attention import packed_row
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB

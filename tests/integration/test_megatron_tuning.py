@@ -10,14 +10,15 @@ from torch import Tensor
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
-from learner.megatron import parallel, state
+from learner.layout import parallel
+from learner.megatron import state
 from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.megatron.tuning import Tuning
-from learner.schedule import OptimizerConfig
+from learner.settings.schedule import OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 

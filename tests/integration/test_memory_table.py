@@ -14,19 +14,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.memory_table import Activations, buffer_elements, memory_rows, optimizer_bytes, parameters, rank_parameters
 from launch.settings.config_loader import load
-from learner.config import RECOMPUTE, OptimizerConfig
-from learner.megatron import parallel
-from learner.megatron.attention import packed_row
+from learner.layout import parallel
+from learner.layout.parallel import Parallel, Replicas
 from learner.megatron.checkpoint_writer import HostCopies
 from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.kernels import Kernels, Wanted
+from learner.megatron.layers.attention import packed_row
+from learner.megatron.layers.kernels import Kernels, Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.offload import OffloadedAdam
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.optimizer_pieces import whole_pieces
-from learner.megatron.parallel import Parallel, Replicas
 from learner.megatron.state import stage
 from learner.megatron.tuning import Tuning
+from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model

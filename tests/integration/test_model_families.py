@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import OptimizerConfig
 from learner.errors import ConfigRefused
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Sample
 from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
 
 SMALL = Task(num_digits=3, groups=8, group_size=4, minibatches=1, held_out=8)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.parallel import Parallel
+from learner.layout.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
 from tests.bench.staleness import VERSIONS, Run, claims, read, sweep
 

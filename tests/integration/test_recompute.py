@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.config import RECOMPUTE, OptimizerConfig
 from learner.errors import ConfigRefused
-from learner.megatron import parallel
-from learner.megatron.kernels import Wanted
+from learner.layout import parallel
+from learner.layout.parallel import Parallel
+from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank

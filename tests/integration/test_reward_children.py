@@ -13,9 +13,9 @@ import pytest
 
 from bus.wire.messages import Status
 from rewards.children.limits import Limits, children_of
-from rewards.children.pool import opened
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
+from rewards.scorers.single import opened
 from tests.conftest import waited_for_a_core_s
 
 HERE = "tests.child_rewards"

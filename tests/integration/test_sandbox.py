@@ -10,10 +10,10 @@ import pytest
 
 from bus.wire.messages import Status
 from rewards.children.limits import Limits, children_of
-from rewards.children.pool import opened
 from rewards.code.sandbox import Bounds, Outcome, run
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
+from rewards.scorers.single import opened
 
 BOUNDS = Bounds(seconds=20.0, memory_mb=512)
 BRIEF = Bounds(seconds=1.0, memory_mb=512)

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from learner.checkpoints import disk
 from learner.feed.places import RankPlaces
-from learner.lora import LoraConfig
-from learner.megatron import parallel
+from learner.layout import parallel
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.tuning import Tuning
 from learner.ranks.saved_models import SavedModels, prune
+from learner.settings.lora import LoraConfig
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
 

@@ -17,7 +17,7 @@ from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Objective
 from learner.algorithms.presets import PRESETS
 from learner.algorithms.reject_rules import RejectRule, reject_rule
-from learner.config import LearnerConfig
+from learner.settings.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 

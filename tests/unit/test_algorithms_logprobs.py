@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner import logprobs
-from learner.logprobs import log_probs_and_entropy
+from learner.megatron.logprobs import log_probs_and_entropy
 from tests.bench.kept_logits import log_probs_and_entropy as of_kept_logits
 
 T, V, H = 11, 29, 5

@@ -13,7 +13,7 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.policy_losses import reinforce
-from learner.config import LearnerConfig
+from learner.settings.config import LearnerConfig
 from tests.enumerated import MASK_T, RESPONSES, SAMPLE_T, Policy, expected, gradient, per_token
 
 OWNERS = [0, 0, 1, 2, 2, 2]

@@ -9,13 +9,13 @@ import pytest
 
 from bus.errors import WireError
 from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from learner.config import StalenessConfig
 from learner.data.arrivals import Arrival, Disposition
 from learner.data.datasource import EARLY_SAMPLES, DataSource
 from learner.data.groups import Verdict
 from learner.data.rules import DataRules
 from learner.data.waits import Waits
 from learner.errors import ConfigRefused, ReplayMismatch
+from learner.settings.config import StalenessConfig
 from tests.data_kit import RUN, eval_task, rules, sample, task
 
 

@@ -22,7 +22,7 @@ from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_
 from launch.run.roles import take_devices
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
-from learner.config import LearnerConfig
+from learner.settings.config import LearnerConfig
 from tests.check_kit import write_run
 from tests.gpu_kit import environment, fake_nvidia_smi, uuid_of
 from weightstore.config import WeightsConfig

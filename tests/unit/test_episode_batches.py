@@ -24,7 +24,6 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages, turn_returns
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.objective import Turns as StepTurns
-from learner.config import LearnerConfig
 from learner.data.batch import StepBatch
 from learner.data.batch_frames import decode, encode
 from learner.data.batching import build_batches
@@ -33,6 +32,7 @@ from learner.data.groups import mismatch
 from learner.data.plans import GENESIS, chain_of
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
+from learner.settings.config import LearnerConfig
 from tests.data_kit import rules, task
 from tests.learner_steps import make_batches, make_samples
 

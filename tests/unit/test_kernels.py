@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.megatron.attention import CORE_ATTENTION, PackedRow, SDPACoreAttention, attend_varlen, packed_row
-from learner.megatron.kernels import (
+from learner.megatron.layers.attention import CORE_ATTENTION, PackedRow, SDPACoreAttention, attend_varlen, packed_row
+from learner.megatron.layers.kernels import (
     SDPA,
     VARLEN,
     Kernels,
@@ -26,6 +25,7 @@ from learner.megatron.kernels import (
     chosen,
     varlen_operator,
 )
+from learner.settings.config import LearnerConfig
 from tests.cuda_kernels import RaisingOnCuda
 
 HOPPER = Site(

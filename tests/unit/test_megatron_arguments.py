@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from learner.config import LearnerConfig
-from learner.megatron_arguments import OURS, annotations, refusals
+from learner.settings.config import LearnerConfig
+from learner.settings.megatron_arguments import OURS, annotations, refusals
 
 
 def test_arguments_of_ours_are_megatrons() -> None:
@@ -49,5 +49,5 @@ def test_values_that_fit() -> None:
 
 
 def test_names_are_read_without_megatron() -> None:
-    code = "import sys; from learner.megatron_arguments import annotations; print(bool(annotations()), 'torch' in sys.modules)"
+    code = "import sys; from learner.settings.megatron_arguments import annotations; print(bool(annotations()), 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"

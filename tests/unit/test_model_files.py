@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from learner.errors import ConfigRefused
+from learner.layout.parallel import Parallel
 from learner.megatron.bridges.files import INDEX, ModelFiles
-from learner.megatron.parallel import Parallel
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 

@@ -9,9 +9,9 @@ import pytest
 from bus.wire.routed_experts import sparse_layers
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
-from learner.config import LearnerConfig
+from learner.layout.sizes import FAMILIES, refusals
 from learner.megatron.flops import StepFlops
-from learner.megatron.sizes import FAMILIES, refusals
+from learner.settings.config import LearnerConfig
 from tests.check_kit import write_run
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 

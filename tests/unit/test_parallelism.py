@@ -8,8 +8,8 @@ from launch.devices.shapes import Node
 from launch.devices.trained import stages_of
 from launch.devices.wanted import want_of
 from launch.settings.config_loader import load
-from learner.config import LearnerConfig
-from learner.megatron.sizes import refusals
+from learner.layout.sizes import refusals
+from learner.settings.config import LearnerConfig
 from tests.unit.test_memory_table import QWEN3_8B, SHAPE
 
 ALL = LearnerConfig(data_parallel=3, tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=3, context_parallel=5)

@@ -14,13 +14,13 @@ from aiohttp import ClientSession, web
 from bus.wire.messages import Status
 from launch.run.reward_server import RewardServer, request_in, serving
 from rewards.children.limits import Limits
-from rewards.children.pool import opened
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.http import calls
 from rewards.http.judge import Judge, fill
 from rewards.http.remote import Remote
 from rewards.port import RewardRequest
 from rewards.registry import bind, load
+from rewards.scorers.single import opened
 
 Answer = Callable[[int, Any], web.StreamResponse]
 

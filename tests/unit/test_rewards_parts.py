@@ -16,8 +16,8 @@ from launch.settings.run_config import RunConfig
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
-from rewards.parts import opened_parts
 from rewards.port import RewardRequest
+from rewards.scorers.parts import opened_parts
 from tests.check_kit import write_run
 
 TWO = {

@@ -139,16 +139,19 @@ async def test_a_result_that_is_no_number_fails(label: object) -> None:
 
 
 @pytest.mark.parametrize("in_thread", [True, False])
-async def test_what_a_reward_raises_arrives(in_thread: bool) -> None:
-    request = RewardRequest(prompt="", response="", label=KeyError("judge"), status=Status.COMPLETED)
-    with pytest.raises(KeyError, match="judge"):
+@pytest.mark.parametrize("error", [KeyError("judge"), SystemExit(1), StopIteration()], ids=repr)
+async def test_whatever_a_reward_raises_is_the_reason_of_its_failure(error: BaseException, in_thread: bool) -> None:
+    request = RewardRequest(prompt="", response="", label=error, status=Status.COMPLETED)
+    with pytest.raises(RewardFailed) as failed:
         await load(f"{HERE}:raises", {"in_thread": in_thread})(request)
+    assert failed.value.reason == repr(error) and failed.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), StopIteration()])
-async def test_a_reward_in_a_thread_cannot_end_the_process(error: BaseException) -> None:
-    with pytest.raises(RewardFailed):
-        await load(f"{HERE}:raises")(RewardRequest(prompt="", response="", label=error, status=Status.COMPLETED))
+@pytest.mark.parametrize("in_thread", [True, False])
+async def test_a_reward_without_an_answer_in_time_is_no_other_failure(in_thread: bool) -> None:
+    request = RewardRequest(prompt="", response="", label=TimeoutError(), status=Status.COMPLETED)
+    with pytest.raises(TimeoutError):
+        await load(f"{HERE}:raises", {"in_thread": in_thread})(request)
 
 
 async def test_only_foreign_plain_rewards_run_in_a_thread_by_default() -> None:

@@ -13,9 +13,9 @@ from launch.devices.memory_table import Row, memory_rows
 from launch.devices.trained import trained_tensors
 from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
-from learner.config import LearnerConfig
-from learner.lora import LoraConfig
-from learner.schedule import OptimizerConfig, frozen_names, learning_rate, unmatched
+from learner.settings.config import LearnerConfig
+from learner.settings.lora import LoraConfig
+from learner.settings.schedule import OptimizerConfig, frozen_names, learning_rate, unmatched
 from tests.unit.test_memory_table import SHAPE
 
 

@@ -14,8 +14,8 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.token_advantages import with_token_advantages
-from learner.config import CriticConfig, LearnerConfig
-from learner.schedule import OptimizerConfig
+from learner.settings.config import CriticConfig, LearnerConfig
+from learner.settings.schedule import OptimizerConfig
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
 

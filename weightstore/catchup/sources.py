@@ -17,9 +17,10 @@ from bus.client.ids import nonce
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.system.foreign import errors_as
 from bus.wire.messages import VersionRow
 from weightstore.catchup.download import fetch
-from weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from weightstore.store.registry import SNAPSHOT, VersionRegistry
 from weightstore.store.snapshot import ASIDE
 
@@ -77,8 +78,9 @@ class Loading:
         """Load a snapshot that this machine can read. Returns False when the engine refused it."""
         self.waiting(f"loading version {row.version} from {directory}")
         try:
-            await self._load(directory, row.version, row.epoch)
-        except Exception as error:  # errors of the engine, which this package does not know; reported when the deadline has passed
+            with errors_as(lambda error: SnapshotNotLoaded(str(error))):  # errors of the engine, which this package does not know
+                await self._load(directory, row.version, row.epoch)
+        except SnapshotNotLoaded as error:  # reported when the deadline has passed
             return self._failed("snapshot not loaded", error)
         return True
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bus.system.foreign import settle
 from weightstore.errors import PeerLost
 from weightstore.transport.slots import DoubleBuffer
 
@@ -238,14 +239,7 @@ def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
     """Run ``work`` in a daemon thread that may be abandoned: torch waits without a deadline for a store that is stopped or cut off."""
     done: Future[T] = Future()
 
-    def run() -> None:
-        """Set the future to the result of ``work``, or to its error."""
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
     return done
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from bus.system.foreign import errors_as
 from rewards.code.sandbox import Bounds, run
 
 FAILED = "Error:"
@@ -20,6 +21,10 @@ FAILED = "Error:"
 MAX_RESULT = 20_000
 """Characters of a result that the model is shown."""
 KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class _ToolFailed(Exception):
+    """A tool has raised an error: it is the user's code, and its arguments are the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +41,17 @@ class Tool:
         if not isinstance(arguments, Mapping):
             return f"{FAILED} want a map of arguments, got {type(arguments).__name__}"
         try:
-            inspect.signature(self.function).bind(**arguments)
             async with asyncio.timeout(seconds):
-                if inspect.iscoroutinefunction(self.function):
-                    found = await self.function(**arguments)
-                else:
-                    found = await asyncio.to_thread(self.function, **arguments)
+                with errors_as(lambda error: _ToolFailed(f"{type(error).__name__}: {error}"), but=(TimeoutError,)):
+                    inspect.signature(self.function).bind(**arguments)
+                    if inspect.iscoroutinefunction(self.function):
+                        found = await self.function(**arguments)
+                    else:
+                        found = await asyncio.to_thread(self.function, **arguments)
         except TimeoutError:
             return f"{FAILED} no result within {seconds:g} s"
-        except Exception as error:  # a tool is the user's code, and its arguments are the model's
-            return f"{FAILED} {type(error).__name__}: {error}"[:MAX_RESULT]
+        except _ToolFailed as error:
+            return f"{FAILED} {error}"[:MAX_RESULT]
         text = found if isinstance(found, str) else json.dumps(found, default=str)
         return text if len(text) <= MAX_RESULT else text[:MAX_RESULT] + " ..."
 

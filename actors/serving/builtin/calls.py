@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from actors.serving.port import Result
+from bus.system.foreign import settle
 
 Call = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -36,7 +37,4 @@ def run(call: Call) -> None:
     """Run a call, unless it was cancelled, and set its result."""
     function, future = call
     if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
+        settle(future, function)

@@ -20,8 +20,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec
@@ -166,27 +167,26 @@ class Scheduler:
             one.done.cancel()
 
     def _step(self) -> None:
-        try:
+        with _surviving("decoding step", self._fail_all):
             self._admit()
             if self.running:
                 self._decode()
-        except Exception as error:
-            log.exception("decoding step failed running=%d", len(self.running))
-            self._fail_all(f"decoding step failed: {error!r}")
         self._score()
 
     def _score(self) -> None:
         """Score the sequences at the head of their queue, in one pass."""
         if not (batch := take_scorings(self.scorings)):
             return
-        try:
-            for one, found in zip(batch, self._runner.scores(batch, self.version), strict=True):
-                one.done.set_result(found)
-        except Exception as error:
-            log.exception("scoring failed sequences=%d", len(batch))
+
+        def fail(reason: str) -> None:
+            """Give every sequence that has no scores the reason."""
             for one in batch:
                 if not one.done.done():
-                    one.done.set_exception(EngineFailed("builtin", f"scoring failed: {error!r}"))
+                    one.done.set_exception(EngineFailed("builtin", reason))
+
+        with _surviving("scoring", fail):
+            for one, found in zip(batch, self._runner.scores(batch, self.version), strict=True):
+                one.done.set_result(found)
         self.counters.scored_tokens += sum(len(one.tokens) for one in batch)
 
     def _take_calls(self) -> None:
@@ -438,3 +438,13 @@ class Scheduler:
             sequence.fail(str(EngineFailed("builtin", reason)))
             self._report_end(sequence)
         self._clear()
+
+
+@contextmanager
+def _surviving(doing: str, fail: Callable[[str], None]) -> Iterator[None]:
+    """Log an error in the block, and fail the sequences that it concerns with the reason; the decoding thread goes on."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("%s failed", doing)
+        fail(f"{doing} failed: {error!r}")

@@ -84,7 +84,7 @@ class ModelShape:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
             eos_ids = eos_ids_of(config, model_dir)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
         return cls.of(config, eos_ids=eos_ids, where=str(path))
 

@@ -26,6 +26,7 @@ from actors.serving.builtin.update_checks import Update, bucket_of, specs_in
 from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body
+from bus.system.foreign import errors_as
 from weightstore.errors import WeightstoreError
 from weightstore.format.checksums import ChecksumReport, sha256
 from weightstore.format.manifest import Bucket, TensorSpec
@@ -276,16 +277,17 @@ class WeightUpdates(FencedUpdates):
 
     async def _load(self, update: Update, directory: Path) -> float:
         try:
-            standby = await self._ensure_standby()
-            await self._write_standby(lambda: load_from_directory(standby, directory))
-            self._check_current(update)
-            update.received.update(dict.fromkeys(standby.named))
-            self._check_whole(update)
-            return await self._flip(update)
-        except Exception as error:
+            with errors_as(lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,)):  # safetensors raises its own errors
+                standby = await self._ensure_standby()
+                await self._write_standby(lambda: load_from_directory(standby, directory))
+                self._check_current(update)
+                update.received.update(dict.fromkeys(standby.named))
+                self._check_whole(update)
+                return await self._flip(update)
+        except UpdateRefused as error:
             if update is self._open:
                 self._discard(str(error))
-            raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
+            raise
 
     async def checksums(self) -> dict[str, str]:
         """Return SHA-256 by tensor name of the served weights. Raises UpdateRefused when there are none."""

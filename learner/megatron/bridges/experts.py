@@ -19,7 +19,7 @@ from bus.wire.routed_experts import sparse_layers
 from learner.errors import ConfigRefused
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
-from learner.megatron.kernels import Wanted
+from learner.megatron.layers.kernels import Wanted
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""

@@ -18,14 +18,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from learner.errors import ConfigRefused
-from learner.megatron.attention import CORE_ATTENTION, PackedRotary
+from learner.layout.sizes import rope_arguments
 from learner.megatron.bridges.files import ModelFiles
-from learner.megatron.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
-from learner.megatron.lora import is_adapter
-from learner.megatron.mixture import Mixture
-from learner.megatron.norms import Norm
-from learner.megatron.output_layer import OutputLayer
-from learner.megatron.sizes import rope_arguments
+from learner.megatron.layers.attention import CORE_ATTENTION, PackedRotary
+from learner.megatron.layers.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
+from learner.megatron.layers.lora import is_adapter
+from learner.megatron.layers.mixture import Mixture
+from learner.megatron.layers.norms import Norm
+from learner.megatron.layers.output_layer import OutputLayer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _NORM_NAMES = ("q_layernorm", "k_layernorm", "kv_layernorm")

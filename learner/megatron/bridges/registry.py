@@ -8,6 +8,8 @@ import torch
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
+from learner.layout.parallel import Parallel
+from learner.layout.sizes import FAMILIES, refusals
 from learner.megatron.bridges.deepseek_v3 import DeepSeekV3
 from learner.megatron.bridges.glm4 import Glm4
 from learner.megatron.bridges.glm4_moe import Glm4MoE
@@ -18,10 +20,8 @@ from learner.megatron.bridges.qwen2 import Qwen2
 from learner.megatron.bridges.qwen2_moe import Qwen2MoE
 from learner.megatron.bridges.qwen3 import Qwen3
 from learner.megatron.bridges.qwen3_moe import Qwen3MoE
-from learner.megatron.kernels import Wanted
-from learner.megatron.mixture import Mixture
-from learner.megatron.parallel import Parallel
-from learner.megatron.sizes import FAMILIES, refusals
+from learner.megatron.layers.kernels import Wanted
+from learner.megatron.layers.mixture import Mixture
 
 _BRIDGES: Mapping[str, type[LocalLayers]] = {
     "deepseek_v3": DeepSeekV3,

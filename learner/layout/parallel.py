@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from learner.config import LearnerConfig
+from learner.settings.config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from bus.system.coroutines import first_error
 from bus.wire.messages import score_of
 from rewards.children.limits import Limits
-from rewards.children.pool import opened
 from rewards.errors import RewardFailed
 from rewards.part_settings import SCORE, Part
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import checked
+from rewards.scorers.single import opened
 
 
 @asynccontextmanager
@@ -61,5 +61,3 @@ async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | 
         raise RewardFailed(part.name, f"{part.name}: {error.reason}") from None
     except TimeoutError:
         raise RewardFailed(part.name, f"{part.name}: no result in time") from None
-    except Exception as error:  # a reward in this process raises anything
-        raise RewardFailed(part.name, f"{part.name}: {error!r}") from error

@@ -30,9 +30,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from learner.errors import ConfigRefused
-from learner.lora import WEIGHTS, LoraConfig
-from learner.megatron import stages
-from learner.megatron.parallel import Parallel
+from learner.layout import stages
+from learner.layout.parallel import Parallel
+from learner.settings.lora import WEIGHTS, LoraConfig
 from weightstore.format.checksums import sum64
 
 MARK = ".lora_"

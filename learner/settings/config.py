@@ -5,10 +5,10 @@ from typing import Any
 
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
-from learner.lora import LoraConfig
-from learner.megatron_arguments import refuse_ours
-from learner.routing_replay import REPLAYS
-from learner.schedule import OptimizerConfig
+from learner.settings.lora import LoraConfig
+from learner.settings.megatron_arguments import refuse_ours
+from learner.settings.routing_replay import REPLAYS
+from learner.settings.schedule import OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""

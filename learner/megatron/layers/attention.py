@@ -22,8 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.megatron.context import heads_for_tokens, tokens_for_heads
-from learner.megatron.kernels import SDPA, VARLEN, varlen_operator
+from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
+from learner.megatron.layers.kernels import SDPA, VARLEN, varlen_operator
 
 
 @dataclass

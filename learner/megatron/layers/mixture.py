@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from learner.config import LearnerConfig
-from learner.routing_replay import ROLLOUT
+from learner.settings.config import LearnerConfig
+from learner.settings.routing_replay import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

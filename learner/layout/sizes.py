@@ -14,7 +14,7 @@ FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "q
 WITH_BIAS = ("deepseek_v3", "glm4_moe")
 """Families with a bias per expert in their routers."""
 LOGITS_AT_ONCE = 1 << 23
-"""Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
+"""Number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``."""
 OFFLOADED_AT_ONCE = 1 << 26
 """Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations are rounded up."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from learner.config import LearnerConfig
 from learner.errors import ConfigRefused
-from learner.megatron_arguments import refusals
+from learner.settings.config import LearnerConfig
+from learner.settings.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 

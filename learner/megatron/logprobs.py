@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.megatron.sizes import LOGITS_AT_ONCE
+from learner.layout.sizes import LOGITS_AT_ONCE
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
 """Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the

@@ -1,0 +1,1 @@
+"""Settings of the learner, and what follows from them without a model. Loads no torch."""
