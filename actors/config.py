@@ -1,9 +1,9 @@
 """Settings of actors and engines."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from actors.teacher_settings import parse_teachers
+from bus.wire.json_object import JsonObject
 from rewards.part_settings import read_parts
 
 
@@ -15,7 +15,7 @@ class SglangConfig:
     """A server that is running, with the model's weights and ``--weight-version 0``; empty = one is started."""
     python: str = "python3"
     """Interpreter that has SGLang: that of an environment of its own, usually."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     """Command-line arguments of the server: ``{tp_size: 2, mem_fraction_static: 0.8}``. Lists become several words, maps JSON."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides those of this process."""
@@ -98,7 +98,7 @@ class GatewayConfig:
     """Renderer of the library ``renderers`` (extra ``renderers``) that makes token ids of chats, and reasoning and calls of tools of token
     ids, in the model's own format (docs/rollouts.md): its name (qwen3, glm-4.5, deepseek-v3, ...), or auto = that of the model's public
     name. Empty = the model's chat template, and calls of two formats."""
-    renderer_options: dict[str, Any] = field(default_factory=dict)
+    renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
 
     def __post_init__(self) -> None:
@@ -116,13 +116,13 @@ class ActorConfig:
     """Engine URLs; empty = those found on the bus."""
     reward: str = ""
     """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
-    reward_options: dict[str, Any] = field(default_factory=dict)
+    reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
-    reward_parts: dict[str, Any] = field(default_factory=dict)
+    reward_parts: JsonObject = field(default_factory=dict)
     """Instead of ``reward``: named rewards, the weighted scores of which are added: ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
     """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
-    group_reward_options: dict[str, Any] = field(default_factory=dict)
+    group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
     reward_timeout_s: float = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
@@ -130,7 +130,7 @@ class ActorConfig:
     """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
     reward_memory_mb: int = 4096
     """Private memory of each of these processes; 0 = no limit."""
-    teachers: dict[str, Any] = field(default_factory=dict)
+    teachers: JsonObject = field(default_factory=dict)
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
     its samples (docs/distillation.md)."""
     teacher_top_k: int = 0

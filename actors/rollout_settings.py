@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.budget import Budget
+from bus.wire.json_object import JsonMapping, JsonObject
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
@@ -41,7 +41,7 @@ class RolloutConfig:
     use: str
     """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME``,
     ``verifiers:TASKSET``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
     """Interpreter of the program, which needs nothing of Tidemill (``multi_turn`` needs aiohttp); empty = the actor's own."""
@@ -84,7 +84,7 @@ class RolloutConfig:
         """Id of its taskset of verifiers; empty = it plays none."""
         return self.use.removeprefix(OF_VERIFIERS) if self.use.startswith(OF_VERIFIERS) else ""
 
-    def arguments(self, model: str) -> dict[str, Any]:
+    def arguments(self, model: str) -> JsonObject:
         """Return the arguments of the program. ``model``: directory of the model."""
         if self.taskset:
             return {"id": self.taskset, "model": str(Path(model).absolute()) if model else "", **self.options}
@@ -110,7 +110,7 @@ def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
     return frozenset(name for name, one in rollouts.items() if one.recorded)
 
 
-def parse_rollouts(given: Mapping[str, Any], where: str = "rollouts") -> dict[str, RolloutConfig]:
+def parse_rollouts(given: JsonMapping, where: str = "rollouts") -> dict[str, RolloutConfig]:
     """Return the rollouts by name. Raises ValueError that names the setting, the value wanted and the one that came."""
     return {name: _rollout(name, value, f"{where}.{name}") for name, value in given.items()}
 
@@ -153,7 +153,7 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, **counts)
 
 
-def _refuse_for_taskset(options: Mapping[str, Any], again: str, where: str) -> None:
+def _refuse_for_taskset(options: JsonMapping, again: str, where: str) -> None:
     """Raise ValueError for options that no taskset of verifiers takes."""
     if unknown := sorted(set(options) - {"taskset", "agent", "env", "renderer"}):
         raise ValueError(f"{where}.options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer")

@@ -4,10 +4,10 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 from bus.config import RUN_NAME
+from bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,20 +19,20 @@ class TeacherConfig:
     """Addresses of its servers, each with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several."""
     model: str = ""
     """Directory of its model: ``tidemill up`` starts the built-in engine with it on this machine's CPUs, and sets ``urls``."""
-    when: Mapping[str, Any] = field(default_factory=dict)
+    when: JsonMapping = field(default_factory=dict)
     """Metadata that a row must have for this teacher to score its samples; empty = any row."""
 
-    def applies(self, metadata: Mapping[str, Any]) -> bool:
+    def applies(self, metadata: JsonMapping) -> bool:
         """Return whether this teacher scores the samples of a row with such metadata."""
         return all(metadata.get(key) == value for key, value in self.when.items())
 
 
-def parse_teachers(given: Mapping[str, Any], where: str = "teachers") -> list[TeacherConfig]:
+def parse_teachers(given: JsonMapping, where: str = "teachers") -> list[TeacherConfig]:
     """Return the teachers in order: the first that applies to a row scores its samples. Raises ValueError naming the setting."""
     return [_teacher(name, value, f"{where}.{name}") for name, value in given.items()]
 
 
-def chosen(teachers: Sequence[TeacherConfig], metadata: Mapping[str, Any]) -> TeacherConfig | None:
+def chosen(teachers: Sequence[TeacherConfig], metadata: JsonMapping) -> TeacherConfig | None:
     """Return the first teacher that applies to a row with such metadata; None = none does."""
     return next((one for one in teachers if one.applies(metadata)), None)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
@@ -25,7 +27,7 @@ class Contract:
     """Import paths of the built-in functions by name."""
     encode: Callable[[Any], bytes]
     """Writes an argument as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
-    decode: Callable[[Mapping[str, Any]], Any]
+    decode: Callable[[JsonMapping], Any]
     """Returns the argument in the map that ``encode`` has written."""
     checked: Callable[[str, object], Any]
     """Returns the result of the function with this name, as JSON has it. Raises RewardFailed."""

@@ -6,8 +6,8 @@ The actor calls one when every sample of a task is generated; its results replac
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import score_of
 from rewards.contract import Contract
 from rewards.errors import RewardFailed
@@ -66,7 +66,7 @@ def _encode(request: GroupRequest) -> bytes:
     return json.dumps({"samples": [fields_of(one) for one in request.samples], "rewards": list(request.rewards)}).encode()
 
 
-def _decode(found: Mapping[str, Any]) -> GroupRequest:
+def _decode(found: JsonMapping) -> GroupRequest:
     return GroupRequest(samples=tuple(to_request(one) for one in found["samples"]), rewards=tuple(found["rewards"]))
 
 

@@ -8,8 +8,8 @@ unchanged. Without a language detector ``language:response_language`` is refused
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 
@@ -19,7 +19,7 @@ _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-)", re.MULTILINE)
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
 
-Check = Callable[[str, Mapping[str, Any]], bool]
+Check = Callable[[str, JsonMapping], bool]
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
@@ -28,7 +28,7 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An empty response
     follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
     """
-    found: Mapping[str, Any] = request.label if isinstance(request.label, Mapping) else request.metadata
+    found: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
     names, arguments = found.get("instruction_id_list"), found.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
         raise RewardFailed("ifeval", f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, found))}")
@@ -39,7 +39,7 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
 
-def follows(name: str, arguments: Mapping[str, Any], response: str) -> bool:
+def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
     check = INSTRUCTIONS.get(name)
     if check is None:
@@ -68,11 +68,11 @@ def _has_word(word: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(str(word))}\b", text, re.IGNORECASE) is not None
 
 
-def _letter(text: str, own: Mapping[str, Any]) -> bool:
+def _letter(text: str, own: JsonMapping) -> bool:
     return _compared(_count(own["letter"], text), own["let_relation"], own["let_frequency"])
 
 
-def _paragraph_begins(text: str, own: Mapping[str, Any]) -> bool:
+def _paragraph_begins(text: str, own: JsonMapping) -> bool:
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
     nth = int(own["nth_paragraph"])
     if len(paragraphs) != int(own["num_paragraphs"]) or not 1 <= nth <= len(paragraphs):
@@ -81,13 +81,13 @@ def _paragraph_begins(text: str, own: Mapping[str, Any]) -> bool:
     return first == str(own["first_word"]).lower()
 
 
-def _paragraphs(text: str, own: Mapping[str, Any]) -> bool:
+def _paragraphs(text: str, own: JsonMapping) -> bool:
     parts = text.split("***")
     inner = [part for place, part in enumerate(parts) if part.strip() or place not in (0, len(parts) - 1)]
     return all(part.strip() for part in inner) and len(inner) == int(own["num_paragraphs"])
 
 
-def _json(text: str, own: Mapping[str, Any]) -> bool:
+def _json(text: str, own: JsonMapping) -> bool:
     plain = text.strip()
     if plain.startswith("```"):
         plain = plain.partition("\n")[2].removesuffix("```")
@@ -98,36 +98,36 @@ def _json(text: str, own: Mapping[str, Any]) -> bool:
     return True
 
 
-def _title(text: str, own: Mapping[str, Any]) -> bool:
+def _title(text: str, own: JsonMapping) -> bool:
     return any(part.partition(">>")[1] and part.partition(">>")[0].strip("<> \n") for part in text.split("<<")[1:])
 
 
-def _postscript(text: str, own: Mapping[str, Any]) -> bool:
+def _postscript(text: str, own: JsonMapping) -> bool:
     marker = re.sub(r"[.\s]", "", str(own["postscript_marker"])).lower()
     return re.search(r"\.?\s{0,3}".join(map(re.escape, marker)), text.lower()) is not None
 
 
-def _two_responses(text: str, own: Mapping[str, Any]) -> bool:
+def _two_responses(text: str, own: JsonMapping) -> bool:
     parts = [part.strip() for part in text.split("******")]
     inner = [part for place, part in enumerate(parts) if part or place not in (0, len(parts) - 1)]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 
-def _sections(text: str, own: Mapping[str, Any]) -> bool:
+def _sections(text: str, own: JsonMapping) -> bool:
     splitter = str(own["section_spliter"]).strip()
     return len(re.findall(rf"{re.escape(splitter)}\s{{0,3}}\d", text)) >= int(own["num_sections"])
 
 
-def _capitals(text: str, own: Mapping[str, Any]) -> bool:
+def _capitals(text: str, own: JsonMapping) -> bool:
     count = sum(word.isupper() for word in _WORD.findall(text))
     return _compared(count, own["capital_relation"], own["capital_frequency"])
 
 
-def _highlights(text: str, own: Mapping[str, Any]) -> bool:
+def _highlights(text: str, own: JsonMapping) -> bool:
     return sum(bool(part.strip("* ")) for part in _HIGHLIGHT.findall(text)) >= int(own["num_highlights"])
 
 
-def _quoted(text: str, own: Mapping[str, Any]) -> bool:
+def _quoted(text: str, own: JsonMapping) -> bool:
     plain = text.strip()
     return len(plain) > 1 and plain[0] == plain[-1] == '"'
 

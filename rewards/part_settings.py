@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
+
 SCORE = "score"
 
 
@@ -16,16 +18,16 @@ class Part:
     """Name or import path."""
     weight: float = 1.0
     """Factor of its score in the sum; 0 = it is only recorded."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    when: Mapping[str, Any] = field(default_factory=dict)
+    options: JsonMapping = field(default_factory=dict)
+    when: JsonMapping = field(default_factory=dict)
     """Metadata that a sample must have for this part to apply; empty = any."""
 
-    def applies(self, metadata: Mapping[str, Any]) -> bool:
+    def applies(self, metadata: JsonMapping) -> bool:
         """Return whether this part is for a sample with such metadata."""
         return all(metadata.get(key) == value for key, value in self.when.items())
 
 
-def read_parts(values: Mapping[str, Any]) -> list[Part]:
+def read_parts(values: JsonMapping) -> list[Part]:
     """Return the parts of the setting ``reward_parts``. Raises ValueError naming the field."""
     return [_part(name, value) for name, value in values.items()]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
@@ -25,7 +26,7 @@ class RewardRequest:
     """COMPLETED, or TRUNCATED when the response reached a length limit."""
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Prompt and response, [L]."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: JsonMapping = field(default_factory=dict)
     """Metadata of the task."""
     response_length: int = 0
     """Tokens of the response."""

@@ -2,11 +2,10 @@
 
 import base64
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Status
 from rewards.port import RewardRequest
 
@@ -16,7 +15,7 @@ def from_request(request: RewardRequest) -> bytes:
     return json.dumps(fields_of(request)).encode()
 
 
-def fields_of(request: RewardRequest) -> dict[str, Any]:
+def fields_of(request: RewardRequest) -> JsonObject:
     """Return the map that is a request's JSON. ``tokens``: base64 of little-endian int32."""
     return {
         "prompt": request.prompt,
@@ -29,7 +28,7 @@ def fields_of(request: RewardRequest) -> dict[str, Any]:
     }
 
 
-def to_request(found: Mapping[str, Any]) -> RewardRequest:
+def to_request(found: JsonMapping) -> RewardRequest:
     """Return the request in the map that ``fields_of`` returned."""
     return RewardRequest(
         prompt=found["prompt"],

@@ -25,6 +25,7 @@ from typing import Any, Self
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from bus.client.waiter import Waiter
 from bus.wire.invariants import MAX_REWARD
+from bus.wire.json_object import JsonMapping
 from rewards.children import frames
 from rewards.children.keeper_process import environment
 from rewards.children.limits import children_of
@@ -75,7 +76,7 @@ class Children:
         self,
         use: str,
         *,
-        options: Mapping[str, Any],
+        options: JsonMapping,
         python: str = "",
         processes: int = 4,
         episodes_per_child: int = 8,
@@ -115,7 +116,7 @@ class Children:
         """Start a child, unless there is one. Raises ProgramFailed with the reason for which the program cannot be loaded."""
         await self._free()
 
-    async def run(self, episode: str, *, base_url: str, api_key: str, task: Mapping[str, Any]) -> EpisodeResult:
+    async def run(self, episode: str, *, base_url: str, api_key: str, task: JsonMapping) -> EpisodeResult:
         """Run the program for an episode. Raises ProgramFailed.
 
         When cancelled, the episode is cancelled in its child, which is killed if that has no effect.
@@ -215,7 +216,7 @@ class Children:
             return
         self._end(child, "")
 
-    def _take(self, child: _Child, message: Mapping[str, Any]) -> None:
+    def _take(self, child: _Child, message: JsonMapping) -> None:
         kind = message.get("type")
         if kind == "ready" and not child.loaded.done():
             child.loaded.set_result(None)
@@ -264,7 +265,7 @@ class Children:
             child.reading.cancel()
 
 
-def _settle(future: "asyncio.Future[EpisodeResult]", message: Mapping[str, Any]) -> None:
+def _settle(future: "asyncio.Future[EpisodeResult]", message: JsonMapping) -> None:
     try:
         future.set_result(_result(message))
     except ProgramFailed as error:
@@ -272,7 +273,7 @@ def _settle(future: "asyncio.Future[EpisodeResult]", message: Mapping[str, Any])
         future.exception()
 
 
-def _result(message: Mapping[str, Any]) -> EpisodeResult:
+def _result(message: JsonMapping) -> EpisodeResult:
     """Return the result in a message. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken for granted."""
     if "error" in message:
         raise ProgramFailed(str(message["error"])[:2000])

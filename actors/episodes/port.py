@@ -2,8 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Partial, Sample, Task
 
 
@@ -80,6 +81,6 @@ class ProgramFailed(Exception):
 class Programs(Protocol):
     """Runs a program, once for each episode, many at once."""
 
-    async def run(self, episode: str, *, base_url: str, api_key: str, task: Mapping[str, Any]) -> EpisodeResult:
+    async def run(self, episode: str, *, base_url: str, api_key: str, task: JsonMapping) -> EpisodeResult:
         """Run it to its end. Raises ProgramFailed. When cancelled, the program is ended."""
         ...

@@ -3,15 +3,14 @@
 Shape letters: R = tokens of the response, K = listed tokens.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.errors import EngineFailed
 from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float
     )
 
 
-def _require_temperature(meta: Mapping[str, Any], temperature: float, url: str) -> None:
+def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> None:
     """Raise EngineFailed for scores at another temperature. SGLang names none, and scores input at 1 (0.5.23)."""
     found = float(meta.get("input_logprobs_temperature", 1.0))
     if found != temperature:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bus.errors import WireError
 from bus.wire.fields import FieldCodec
-from bus.wire.json_object import JsonObject
+from bus.wire.json_object import JsonMapping, JsonObject
 
 RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[L, E, K]."""
@@ -66,7 +66,7 @@ class RoutedShape:
         """Return the sizes that an engine reports. Raises ValueError for anything else."""
         if not isinstance(given, Mapping) or not isinstance(layers := given.get("layers"), list):
             raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(given)[:80]}")
-        sizes: dict[str, Any] = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        sizes: JsonObject = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
         if not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values()) or not 0 < sizes["top_k"] <= sizes["num_experts"]:
             raise ValueError(f"want sizes from 1 to {(1 << 16) - 1}, top_k at most num_experts, got {sizes}")
         if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
@@ -76,7 +76,7 @@ class RoutedShape:
         return cls(layers=tuple(layers), **sizes)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "RoutedShape | None":
+    def of(cls, values: JsonMapping) -> "RoutedShape | None":
         """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError for wrong sizes."""
         layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
         if not layers:
@@ -89,13 +89,13 @@ class RoutedShape:
         )
 
 
-def num_experts(values: Mapping[str, Any]) -> int:
+def num_experts(values: JsonMapping) -> int:
     """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
     found = values.get(EXPERTS_OF.get(str(values.get("model_type")), ""))
     return found if isinstance(found, int) else 0
 
 
-def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
+def sparse_layers(values: JsonMapping) -> list[bool]:
     """Return for each layer whether it has routed experts instead of one MLP, by config.json."""
     layers = range(values["num_hidden_layers"])
     if not num_experts(values):

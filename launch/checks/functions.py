@@ -7,10 +7,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from actors.rollout_settings import parse_rollouts
 from bus.system.foreign import errors_as, told
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
@@ -114,7 +114,7 @@ def check_filters(report: Report, config: RunConfig) -> None:
 
 
 def _check_one(
-    report: Report, name: str, options: dict[str, Any], row: Row | None, *, settings: tuple[str, str], here: bool, call: bool
+    report: Report, name: str, options: JsonObject, row: Row | None, *, settings: tuple[str, str], here: bool, call: bool
 ) -> None:
     where = report.at(settings[0])
     if not name:

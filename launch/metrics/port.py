@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from rewards.contract import Contract
 from rewards.errors import RewardFailed
 
@@ -23,7 +23,7 @@ class StepMetrics:
     evaluation: bool = False
 
 
-def _decoded(values: Mapping[str, Any]) -> StepMetrics:
+def _decoded(values: JsonMapping) -> StepMetrics:
     return StepMetrics(**values)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bus.errors import WireError
 from bus.system.files import write_whole
@@ -143,7 +142,7 @@ def _unfit(sample: Sample) -> str:
 def _response(sample: Sample) -> JsonObject:
     """Return a sample as a recorded response: its very tokens."""
     first = len(sample.tokens) - sample.response_length
-    response: dict[str, Any] = {
+    response: JsonObject = {
         "tokens": sample.tokens[first:].tolist(),
         "prompt_tokens": sample.tokens[:first].tolist(),
         "reward": sample.reward,

@@ -257,7 +257,7 @@ def _unknown(section: type, path: str, key: str) -> str:
 
 
 def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, kind in typing.get_type_hints(section).items():
         path = f"{prefix}{name}"
         below = any(known.startswith(f"{path}.") for known in settings)

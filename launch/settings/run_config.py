@@ -8,12 +8,12 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
 from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
+from bus.wire.json_object import JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.data.config import DataConfig
@@ -105,7 +105,7 @@ class RunConfig:
     """The prompts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution of the rollouts."""
-    rollouts: dict[str, Any] = field(default_factory=dict)
+    rollouts: JsonObject = field(default_factory=dict)
     """Programs that make samples of many model calls, by name: ``{NAME: {use, options, python, budget, ...}}`` (docs/rollouts.md)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation beside training (docs/evaluation.md)."""
@@ -176,7 +176,7 @@ class RunConfig:
 
     def digest(self) -> str:
         """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are left out."""
-        parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
+        parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
         for name in ("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
             del parts["learner"][name]
         for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bus.config import RUN_NAME, SINGLE_TURN
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
 from learner.data.formats import kind_of, refuse_unsendable, value_at
 from learner.data.source import rollout_named
@@ -89,7 +90,7 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
     return rollout_named(found)
 
 
-def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[dict[str, Any]]:
+def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
     """Return the tools in column ``key``: a list of maps, or such a list as JSON text; none for null. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if found is None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
+from bus.wire.json_object import JsonObject
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
@@ -15,7 +15,7 @@ class DataConfig:
     path: str = ""
     """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
     ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
-    sources: dict[str, Any] = field(default_factory=dict)
+    sources: JsonObject = field(default_factory=dict)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
@@ -44,7 +44,7 @@ class DataConfig:
     """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
     system_prompt: str = ""
     """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
-    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    chat_template_args: JsonObject = field(default_factory=dict)
     """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
     max_prompt_tokens: int = 0
     """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
@@ -61,7 +61,7 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of prompts; derived from ``seed`` of the run."""
 
-    filters: dict[str, Any] = field(default_factory=dict)
+    filters: JsonObject = field(default_factory=dict)
     """Functions that drop groups, mask samples or order them: ``{NAME: {use, options, ...}}`` (docs/filters.md)."""
 
     def __post_init__(self) -> None:

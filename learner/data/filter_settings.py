@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
+
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
 """Names of the filters that ship (``learner/data/filters.py``)."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -22,7 +24,7 @@ class FilterConfig:
     name: str
     use: str
     """Name of a built-in filter, or import path ``module:function``."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: JsonMapping = field(default_factory=dict)
     """Passed to every call."""
     count_only: bool = False
     """True: decisions are counted and have no effect."""
@@ -32,7 +34,7 @@ class FilterConfig:
     """Child processes of a filter by import path, each with one call at a time."""
 
 
-def read_filters(values: Mapping[str, Any]) -> tuple[FilterConfig, ...]:
+def read_filters(values: JsonMapping) -> tuple[FilterConfig, ...]:
     """Return the filters of the setting, in their order. Raises ValueError naming the setting, what was wanted and what came."""
     return tuple(_filter(name, value, f"filters.{name}") for name, value in values.items())
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt, Sample, Status, Task
 from learner.data.filter_settings import BUILT_IN
 from rewards.contract import Contract
@@ -43,7 +44,7 @@ class FilterSample:
     """1 = sampled by the model and trainable, [R]."""
     status: Status
     """COMPLETED or TRUNCATED."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: JsonMapping = field(default_factory=dict)
     lag: int = 0
     """Steps between the weights of its oldest token and those of the step before the next one."""
 
@@ -54,7 +55,7 @@ class FilterGroup:
 
     prompt: Prompt
     label: Any
-    metadata: Mapping[str, Any]
+    metadata: JsonMapping
     """Metadata of the task."""
     samples: tuple[FilterSample, ...]
     """In the order of their index."""
@@ -173,7 +174,7 @@ TABLE = {name: f"learner.data.filters:{name}" for name in BUILT_IN}
 """Built-in filters."""
 
 
-def decision_of(name: str, result: object) -> dict[str, Any]:
+def decision_of(name: str, result: object) -> JsonObject:
     """Return a filter's result as the map of a Decision. Raises RewardFailed.
 
     It may return a Decision, True or None (keep), False (drop), a text (drop for this reason, "" = keep), a map with some of the fields
@@ -201,7 +202,7 @@ def decision_of(name: str, result: object) -> dict[str, Any]:
     return {"keep": bool(keep), "reason": _short(result.get("reason")), "masked": list(masked), "priority": priority}
 
 
-def decision_in(name: str, found: Mapping[str, Any], group: FilterGroup) -> Decision:
+def decision_in(name: str, found: JsonMapping, group: FilterGroup) -> Decision:
     """Return the Decision in a map of ``decision_of`` for this group. Raises RewardFailed for indexes that it does not have."""
     indexes = {sample.index for sample in group.samples}
     if wrong := sorted(set(found["masked"]) - indexes):
@@ -242,7 +243,7 @@ def _encode(group: FilterGroup) -> bytes:
     return json.dumps(found).encode()
 
 
-def _decode(found: Mapping[str, Any]) -> FilterGroup:
+def _decode(found: JsonMapping) -> FilterGroup:
     samples = tuple(
         FilterSample(
             **{

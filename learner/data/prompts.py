@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonObject
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt
 from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
@@ -323,7 +323,7 @@ def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31
 
 
-def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: Mapping[str, Any] | None = None) -> Tokenize:
+def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> Tokenize:
     """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template.
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bus.wire.json_object import JsonObject
 from learner.algorithms import diagnostics
 from learner.algorithms.objective import Tokens
 from learner.algorithms.outcome import TokenLoss
@@ -171,7 +172,7 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
         if several:  # then the length of a sample is that of all its sequences
             length = end - start - 1 - int(trainable[0]) if len(trainable) else 0
         response = slice(end - 1 - length, end - 1)  # targets: the value at t is that of token t + 1
-        one: dict[str, Any] = {
+        one: JsonObject = {
             "sequence_ids": np.int32(row.sequence_T[start]),
             "sample_ids": np.int32(sample),
             "total_lengths": np.int32(end - start),

@@ -1,12 +1,13 @@
 """Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure; knows no torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping
 from learner.debug.module_file import ModuleDump
 from learner.debug.train_file import RECORD, TRAIN, Step, TrainDump
 
@@ -156,7 +157,7 @@ def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str
     return Comparison(compared=list(compared), differences=differences, notes=notes)
 
 
-def _matches(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+def _matches(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int]]:
     """Return (sequence, its index in ours, in theirs) of the sequences that both have."""
     there = {int(one): index for index, one in enumerate(theirs.get("sequence_ids", ()))}
     here = enumerate(ours.get("sequence_ids", ()))

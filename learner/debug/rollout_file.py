@@ -16,6 +16,7 @@ import numpy as np
 
 from bus.errors import WireError
 from bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Plan, Sample
 from learner.data.packing import assign
 from learner.data.plans import chain_of
@@ -64,7 +65,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     os.replace(aside, path)
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> JsonObject:
     """Return run, step and number of samples of a file. Raises DebugFileRefused for another file, or none."""
     try:
         with path.open("rb") as file:
@@ -86,7 +87,7 @@ def load_rollout(path: Path) -> Rollout:
     return Rollout(run=header["run"], plan=plan, samples=samples, token_limits=limits)
 
 
-def _header(path: Path, parts: Iterator[Any]) -> dict[str, Any]:
+def _header(path: Path, parts: Iterator[Any]) -> JsonObject:
     try:
         header = next(parts)
     except (StopIteration, ValueError, msgpack.exceptions.UnpackException):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from learner.errors import DebugFileRefused
 
 Array = NDArray[Any]
@@ -42,7 +43,7 @@ class Step:
     """Metrics of the optimizer step, over the tokens of this rank."""
     grad_norm: float | None
     """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
-    debug_data: Mapping[str, Any]
+    debug_data: JsonMapping
     """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_sample)."""
 
 
@@ -79,7 +80,7 @@ def write(path: Path, header: Mapping[str, object], tensors: Mapping[str, Array]
     os.replace(aside, path)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+def read(path: Path) -> tuple[JsonObject, dict[str, Array]]:
     """Return header and tensors of a dump of any kind. Raises DebugFileRefused for another file."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -97,7 +98,7 @@ def read_train(path: Path) -> TrainDump:
     return train_dump(header, tensors)
 
 
-def train_dump(header: Mapping[str, Any], tensors: Mapping[str, Array]) -> TrainDump:
+def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
     """Return the dump that header and tensors hold."""
     by_step: dict[int, dict[str, Array]] = {}
     for name, value in tensors.items():
@@ -113,9 +114,9 @@ def train_dump(header: Mapping[str, Any], tensors: Mapping[str, Array]) -> Train
     return TrainDump(steps=steps, **{name: header[name] for name in names})
 
 
-def _cut(flat: Mapping[str, Array]) -> dict[str, Any]:
+def _cut(flat: Mapping[str, Array]) -> JsonObject:
     """Return the fields, those by token as a list with an array for each sequence."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, value in flat.items():
         by = "total_lengths" if name in BY_TOTAL else "response_lengths" if name in BY_RESPONSE else ""
         found[name] = np.split(value, np.cumsum(flat[by])[:-1]) if by else value

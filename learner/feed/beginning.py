@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from bus.errors import Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.streams.bus import Bus
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Task, VersionRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
@@ -44,7 +44,7 @@ async def evaluations_of(
     return evaluations
 
 
-async def peers_of(copies: Copies | None, checkpoint: Path | None) -> dict[str, Any]:
+async def peers_of(copies: Copies | None, checkpoint: Path | None) -> JsonObject:
     """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of them."""
     if copies is None or checkpoint is None:
         return {}

@@ -4,12 +4,12 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from bus.wire.json_object import JsonObject
 from learner.settings.config import LearnerConfig
 
 
@@ -47,7 +47,7 @@ class Parallel:
         return place < math.lcm(self.tp_size, self.ep_size)
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> JsonObject:
         """Sizes of the parallelism that divides a model, by the names of their settings."""
         return {
             "tensor_parallel": self.tp_size,

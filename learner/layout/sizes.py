@@ -6,6 +6,7 @@ The values are those of the file, so a key that is missing has the default of tr
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import EXPERTS_OF, num_experts
 from learner.errors import ConfigRefused
 
@@ -29,7 +30,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def refusals(
-    values: Mapping[str, Any],
+    values: JsonMapping,
     *,
     where: str,
     tensor_parallel: int,
@@ -63,7 +64,7 @@ def refusals(
     return found
 
 
-def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
+def _split_refusals(values: JsonMapping, family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
     """Yield an error for each size that tensor parallelism does not divide."""
     derived = {
         "shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts"),
@@ -76,7 +77,7 @@ def _split_refusals(values: Mapping[str, Any], family: str, where: str, tensor_p
             yield ConfigRefused(f"{where}: {shown}", f"a multiple of learner.tensor_parallel = {tensor_parallel}", size)
 
 
-def _expert_layout(values: Mapping[str, Any], family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
+def _expert_layout(values: JsonMapping, family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
     """Yield an error for experts that cannot be spread over the ranks."""
     if expert_parallel == 1:
         return
@@ -88,12 +89,12 @@ def _expert_layout(values: Mapping[str, Any], family: str, where: str, expert_pa
         yield ConfigRefused(f"{where}: {EXPERTS_OF[family]}", want, num_experts(values))
 
 
-def _int(values: Mapping[str, Any], name: str) -> int:
+def _int(values: JsonMapping, name: str) -> int:
     value = values.get(name)
     return value if isinstance(value, int) else 0
 
 
-def _value_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+def _value_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
     """Yield (key, wanted value) for each key with a value that Megatron would compute differently, or not at all."""
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         yield "hidden_act", "silu"
@@ -104,7 +105,7 @@ def _value_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[st
         yield from _expert_refusals(values, family)
 
 
-def _attention_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
     # Elsewhere than in these two, the output projection would have a bias as well, which Megatron's layers do not have.
     if values.get("attention_bias") and family not in ("glm4", "glm4_moe"):
         yield "attention_bias", "false: the output projection has no bias in the learner"
@@ -122,7 +123,7 @@ def _attention_refusals(values: Mapping[str, Any], family: str) -> Iterator[tupl
         yield "rope_interleave", "true: Megatron's latent attention has pairs of neighbours"
 
 
-def _expert_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
     if values.get("num_nextn_predict_layers"):
         yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
     if family not in WITH_BIAS:
@@ -140,7 +141,7 @@ def _expert_refusals(values: Mapping[str, Any], family: str) -> Iterator[tuple[s
         yield "n_shared_experts", ">= 1"
 
 
-def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> dict[str, Any]:
+def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> JsonObject:
     """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
     if not scaling:
         return {}

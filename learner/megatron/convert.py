@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.client.ids import nonce
+from bus.wire.json_object import JsonObject
 from learner.checkpoints import disk
 from learner.checkpoints.manifest import MANIFEST
 from learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
@@ -123,7 +124,7 @@ def _named(dtype: Any, where: str) -> str:
     return name
 
 
-def _lora(facts: dict[str, Any] | None) -> LoraConfig:
+def _lora(facts: JsonObject | None) -> LoraConfig:
     """Return the settings of the adapters in a checkpoint; those without adapters if it has none."""
     if facts is None:
         return LoraConfig()

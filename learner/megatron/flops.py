@@ -1,11 +1,11 @@
 """Floating-point operations of a training step, counted from a model's config.json and the lengths of its sequences. No torch."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.routed_experts import num_experts, sparse_layers
 
 PER_PRODUCT = 2
@@ -31,7 +31,7 @@ class StepFlops:
     """Operations of attention, per query and key."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "StepFlops":
+    def of(cls, values: JsonMapping) -> "StepFlops":
         """Return the operations for the values of a config.json that the learner can train (``sizes.refusals``)."""
         hidden, layers = values["hidden_size"], values["num_hidden_layers"]
         projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
@@ -53,7 +53,7 @@ class StepFlops:
         return self.step(lengths) / (seconds * peak)
 
 
-def _attention(values: Mapping[str, Any]) -> tuple[int, int]:
+def _attention(values: JsonMapping) -> tuple[int, int]:
     """Return the weights of a layer's attention, and the products of a query with a key and of its share with a value."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
@@ -61,7 +61,7 @@ def _attention(values: Mapping[str, Any]) -> tuple[int, int]:
     return hidden * (heads + 2 * kv_heads) * head + heads * head * hidden, 2 * heads * head
 
 
-def _latent_attention(values: Mapping[str, Any]) -> tuple[int, int]:
+def _latent_attention(values: JsonMapping) -> tuple[int, int]:
     """Return the same two numbers for queries, keys and values from latents (DeepSeek-V3)."""
     hidden, heads, rotary, value = (values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim"))
     query, latent, rank = values["qk_nope_head_dim"] + rotary, values["kv_lora_rank"], values.get("q_lora_rank")
@@ -70,7 +70,7 @@ def _latent_attention(values: Mapping[str, Any]) -> tuple[int, int]:
     return queries + keys + heads * value * hidden, heads * (query + value)
 
 
-def _experts(values: Mapping[str, Any]) -> int:
+def _experts(values: JsonMapping) -> int:
     """Return the weights that a token passes in a layer with experts: the router, its own experts, and shared ones."""
     hidden = values["hidden_size"]
     inner = values.get("moe_intermediate_size") or values["intermediate_size"]

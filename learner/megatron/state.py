@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from learner.checkpoints.peers import CheckpointFiles
 from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
@@ -187,7 +188,7 @@ def save_model(directory: Path, *, policy: Policy) -> None:
     _write_all(strategy.staged)
 
 
-def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: str, want: str, *, exactly: bool = False) -> None:
+def _refuse_another_model(directory: Path, model: JsonMapping, setting: str, want: str, *, exactly: bool = False) -> None:
     """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there.
 
     Padding of the vocabulary may differ, as between layouts, unless ``exactly``.
@@ -201,7 +202,7 @@ def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: st
             raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
 
 
-def _refuse_missing_state(directory: Path, facts: Mapping[str, Any], optimizer: PolicyOptimizer, proximal: WeightBackup | None) -> None:
+def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None) -> None:
     """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in this format."""
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
@@ -214,7 +215,7 @@ def _refuse_missing_state(directory: Path, facts: Mapping[str, Any], optimizer: 
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
 
 
-def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Beside) -> None:
+def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> None:
     """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that saved."""
     roles = {
         "critic": ("learner.algorithm.advantage", "one with a critic (gae, vtrace)", "one without a critic", beside.critic),
@@ -232,9 +233,9 @@ def _refuse_other_roles(directory: Path, facts: Mapping[str, Any], beside: Besid
             raise ConfigRefused(setting, want, absent if saved else there)
 
 
-def _refuse_other_adapters(directory: Path, facts: Mapping[str, Any], policy: Policy, want: str) -> None:
+def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Policy, want: str) -> None:
     """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on another model."""
-    there: Mapping[str, Any] | None = facts.get("lora")
+    there: JsonMapping | None = facts.get("lora")
     here = None if policy.adapters is None else policy.adapters.facts()
     if there == here:
         return
@@ -245,7 +246,7 @@ def _refuse_other_adapters(directory: Path, facts: Mapping[str, Any], policy: Po
     raise ConfigRefused(field, f"{want}: {there[name]!r} in {directory}", here.get(name))
 
 
-def _rank_of(facts: Mapping[str, Any] | None) -> int:
+def _rank_of(facts: JsonMapping | None) -> int:
     return 0 if facts is None else int(facts["rank"])
 
 
@@ -302,7 +303,7 @@ def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
         chunk.load_state_dict(loaded[key], strict=policy.adapters is None)
 
 
-def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> dict[str, Any]:
+def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> JsonObject:
     roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
     facts = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **{name: role is not None for name, role in roles.items()}}
     return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}

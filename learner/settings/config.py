@@ -1,8 +1,8 @@
 """Settings of the learner: staleness, algorithm, optimizer, parallelism, checkpoints."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from bus.wire.json_object import JsonObject
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
 from learner.settings.lora import LoraConfig
@@ -145,7 +145,7 @@ class LearnerConfig:
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
     """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: JsonObject = field(default_factory=dict)
     """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
     """auto | cpu | cuda."""
@@ -230,7 +230,7 @@ class LearnerConfig:
 
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
-        one: dict[str, Any] = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        one: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
         return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
 
     @property

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bus.wire.json_object import JsonObject
 from learner.errors import ConfigRefused
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -63,7 +63,7 @@ class LoraConfig:
         """Factor of the product of an adapter's two matrices."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-    def peft(self, base_model: str) -> dict[str, Any]:
+    def peft(self, base_model: str) -> JsonObject:
         """Return the content of adapter_config.json for adapters on the model ``base_model``."""
         return {
             "peft_type": "LORA",

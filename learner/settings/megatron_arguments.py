@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from learner.errors import ConfigRefused
 
 CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/transformer/transformer_config.py": ("TransformerConfig",)}
@@ -64,14 +65,14 @@ OURS: Mapping[str, str] = {
 _TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "List": list, "list": list, "Literal": str}
 
 
-def refuse_ours(arguments: Mapping[str, Any]) -> None:
+def refuse_ours(arguments: JsonMapping) -> None:
     """Raise ValueError for an argument that the learner sets itself, or that has no effect here."""
     for name in arguments:
         if name in OURS:
             raise ValueError(f"megatron.{name}: not passed to Megatron; it is set by {OURS[name]}; remove it")
 
 
-def refusals(arguments: Mapping[str, Any]) -> list[ConfigRefused]:
+def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
     """Return an error for each argument that the installed Megatron does not have, or that has a value of another type."""
     known, found = annotations(), []
     for name, value in arguments.items():

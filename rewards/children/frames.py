@@ -8,7 +8,8 @@ import json
 import socket
 import struct
 from collections.abc import Mapping
-from typing import Any
+
+from bus.wire.json_object import JsonObject
 
 MAX_RESULT_BYTES = 1 << 20
 """Size of the largest result that an actor reads, in bytes."""
@@ -31,7 +32,7 @@ def encode_call(id: int, request: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes) -> JsonObject:
     """Return the map in the body of a frame. Raises BadFrame."""
     try:
         message = json.loads(body)
@@ -42,7 +43,7 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
-async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any] | None:
+async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> JsonObject | None:
     """Return the next message, None at the end. Raises BadFrame."""
     try:
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -53,7 +54,7 @@ async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) 
         return None
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
+def receive(connection: socket.socket) -> JsonObject | None:
     """Return the next message of a blocking socket, None at the end."""
     head = _exactly(connection, _LENGTH.size)
     body = _exactly(connection, _LENGTH.unpack(head)[0]) if head else b""

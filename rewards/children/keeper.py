@@ -19,8 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
 
+from bus.wire.json_object import JsonObject
 from rewards.children import limits, worker
 from rewards.contract import contract_at
 from rewards.errors import BadRewardOption, UnknownReward
@@ -72,13 +72,13 @@ def main() -> None:
     keeper.run()
 
 
-def _send(control: socket.socket, message: dict[str, Any]) -> None:
+def _send(control: socket.socket, message: JsonObject) -> None:
     with contextlib.suppress(OSError):  # the actor has gone
         control.send(json.dumps(message).encode())
 
 
 class _Keeper:
-    def __init__(self, control: socket.socket, function: Bound, start: dict[str, Any], *, forks: bool) -> None:
+    def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.Limits(**start["limits"])
         self._workers: dict[int, int] = {}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from rewards.children import frames
 from rewards.children.keeper import command, settings_file
 from rewards.children.limits import Limits
@@ -126,7 +127,7 @@ class Worker:
         except OSError as error:
             self._kill(self, f"connection to its process: {error}")
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _take(self, message: JsonMapping) -> None:
         if "up" in message:
             if not self._up.done():
                 self._up.set_result(None)
@@ -155,7 +156,7 @@ class KeeperProcess:
         self._workers: dict[int, Worker] = {}
         self._killing: dict[int, asyncio.TimerHandle] = {}
         self._ids = itertools.count(1)
-        self._started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[JsonObject] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, name: str, options: Mapping[str, object], limits: Limits, contract: Contract) -> "KeeperProcess":
@@ -259,7 +260,7 @@ class KeeperProcess:
         elif "ended" in message:
             self._worker_ended(message)
 
-    def _worker_ended(self, message: Mapping[str, Any]) -> None:
+    def _worker_ended(self, message: JsonMapping) -> None:
         worker, timer = self._workers.pop(message["ended"], None), self._killing.pop(message["ended"], None)
         if timer is not None:
             timer.cancel()

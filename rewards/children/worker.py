@@ -12,10 +12,10 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Mapping
-from typing import Any
+from collections.abc import Awaitable
 
 from bus.system.foreign import repr_of
+from bus.wire.json_object import JsonMapping
 from rewards.children import frames, limits
 from rewards.contract import contract_at
 from rewards.errors import RewardFailed
@@ -66,7 +66,7 @@ def _serve_one_by_one(connection: socket.socket, function: Bound, limit: limits.
             return
 
 
-def _answer(function: Bound, message: Mapping[str, Any]) -> tuple[bytes, bool]:
+def _answer(function: Bound, message: JsonMapping) -> tuple[bytes, bool]:
     """Return the reply to a request, and whether this process can be used again."""
     try:
         result = function(function.contract.decode(message["request"]))
@@ -99,7 +99,7 @@ async def _serve_many(connection: socket.socket, function: Bound, limit: limits.
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     calls: dict[int, asyncio.Task[None]] = {}
 
-    async def call(message: Mapping[str, Any]) -> None:
+    async def call(message: JsonMapping) -> None:
         """Answer one request; a cancelled call has its reply, too, by which the actor knows that the loop is not blocked."""
         try:
             result = await function(function.contract.decode(message["request"]))

@@ -11,11 +11,11 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bus.wire.json_object import JsonMapping
 from weightstore.format.manifest import ITEM_BYTES
 
 LANES = 1 << 18
@@ -52,7 +52,7 @@ class ChecksumReport:
         return {"scheme": self.scheme, "parts": parts}
 
     @classmethod
-    def parse(cls, answer: Mapping[str, Any]) -> "ChecksumReport":
+    def parse(cls, answer: JsonMapping) -> "ChecksumReport":
         """Return the report in an engine's answer. Raises ValueError naming the wrong part."""
         try:
             parts = tuple(

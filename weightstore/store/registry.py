@@ -15,11 +15,11 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from bus.client.rows import Value
 from bus.errors import Fenced, NotFound, RowConflict, WireError
 from bus.streams.bus import Bus
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import VersionRow
 from bus.wire.subjects import natural
 
@@ -272,7 +272,7 @@ def _check_fence(head: Value | None, epoch: int) -> None:
         raise Fenced(f"weights.{HEAD}", epoch, fence)
 
 
-def _parse(key: str, value: dict[str, Any]) -> VersionRow | None:
+def _parse(key: str, value: JsonObject) -> VersionRow | None:
     """Return the row; None for a head that has only a fence."""
     if "version" not in value:
         return None

@@ -6,12 +6,12 @@ processes, so that count means nothing: torch keeps the memory until the process
 Source: torch 2.13, torch/csrc/CudaIPCTypes.h (CUDA_IPC_MAXIMUM_EVENTS_TO_USE, an unsigned counter).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from bus.wire.json_object import JsonMapping
 from weightstore.errors import BadManifest
 
 SHARE = 7
@@ -73,7 +73,7 @@ class CudaMemory:
         self._shared.clear()
 
 
-def opened(handle: Mapping[str, Any]) -> Tensor:
+def opened(handle: JsonMapping) -> Tensor:
     """Return the whole block of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -82,7 +82,7 @@ def opened(handle: Mapping[str, Any]) -> Tensor:
     return rebuild_cuda_tensor(*arguments(whole, 0, ordinal(str(handle.get("device")))))
 
 
-def block_of(handle: Mapping[str, Any]) -> tuple[tuple[object, ...], int]:
+def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
     """Return the identity of a handle's block, equal for all parts of it, and its bytes. Raises BadManifest."""
     share = _share_in(handle, 0)
     num_bytes = share[1]
@@ -94,7 +94,7 @@ def block_of(handle: Mapping[str, Any]) -> tuple[tuple[object, ...], int]:
     return (str(handle.get("device")), name, offset, num_bytes), num_bytes
 
 
-def _share_in(handle: Mapping[str, Any], rank: int) -> Share:
+def _share_in(handle: JsonMapping, rank: int) -> Share:
     shares = handle.get("shares")
     if not isinstance(shares, list) or rank >= len(shares) or not isinstance(shares[rank], list) or len(shares[rank]) != SHARE:
         found = len(shares) if isinstance(shares, list) else "none"
@@ -102,7 +102,7 @@ def _share_in(handle: Mapping[str, Any], rank: int) -> Share:
     return shares[rank]
 
 
-def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[object, ...]:
+def arguments(handle: JsonMapping, rank: int, device: int | str) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
     storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = _share_in(handle, rank)
     # All in the order of the parameters of ``rebuild_cuda_tensor``; the False is ``requires_grad``.

@@ -15,11 +15,12 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import BadManifest
 
 PAGE = 4096
@@ -84,7 +85,7 @@ class HostMemory:
         self._blocks.append(_Block(flat.data_ptr(), num_bytes, fd, os.fstat(fd).st_ino))
         return flat
 
-    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+    def handle(self, flat: Tensor, ranks: int) -> JsonObject:
         """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is. The same for any ``ranks``."""
         start = flat.data_ptr()
         for block in reversed(self._blocks):  # one that was unmapped may have had the same address
@@ -110,7 +111,7 @@ class HostMemory:
                 unpin(block.address)
 
 
-OpenBlock = Callable[[Mapping[str, Any]], Tensor]
+OpenBlock = Callable[[JsonMapping], Tensor]
 """Opens the whole block of a GPU's memory that a handle is about. Raises BadManifest."""
 
 
@@ -136,7 +137,7 @@ class Mapped:
             block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._shared)
         return block[offset : offset + num_bytes]
 
-    def gpu_part(self, handle: Mapping[str, Any]) -> Tensor:
+    def gpu_part(self, handle: JsonMapping) -> Tensor:
         """Return the bytes of a handle of GPU memory, flat uint8. Raises BadManifest. Blocking."""
         from weightstore.transport import cuda_handles
 
@@ -158,7 +159,7 @@ class Offered:
     """One bucket that was sent as a handle."""
 
     mapped: Mapped
-    handle: Mapping[str, Any]
+    handle: JsonMapping
 
     @property
     def num_bytes(self) -> int:

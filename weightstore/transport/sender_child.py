@@ -5,14 +5,13 @@ python -m weightstore.transport.sender_child DESCRIPTOR PARENT
 
 import logging
 import sys
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgpack
 from torch import Tensor
 
 from bus.system.processes import die_with_parent
+from bus.wire.json_object import JsonMapping
 from weightstore.errors import PeerLost
 from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.handles import Mapped, Offered
@@ -30,7 +29,7 @@ class _Session:
         self._pins = False
         self._verbs = {"host": self._host, "meet": self._meet, "send": self._send}
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, object]:
+    def answer(self, request: JsonMapping) -> dict[str, object]:
         """Run a request and return its answer, in which ``lost`` is the reason of an error."""
         try:
             return self._verbs[request["verb"]](request)
@@ -40,7 +39,7 @@ class _Session:
             _log.exception("%s failed", request.get("verb"))
             return {"lost": f"{type(error).__name__}: {error}"}
 
-    def _host(self, request: Mapping[str, Any]) -> dict[str, object]:
+    def _host(self, request: JsonMapping) -> dict[str, object]:
         if request["gpu"]:
             import torch
 
@@ -52,18 +51,18 @@ class _Session:
         self._group = BroadcastGroup.host(*arguments)
         return {"port": self._group.port}
 
-    def _meet(self, request: Mapping[str, Any]) -> dict[str, object]:
+    def _meet(self, request: JsonMapping) -> dict[str, object]:
         assert self._group is not None
         self._group.meet()
         return {}
 
-    def _send(self, request: Mapping[str, Any]) -> dict[str, object]:
+    def _send(self, request: JsonMapping) -> dict[str, object]:
         assert self._group is not None
         following = None if request["following"] is None else self._tensor(request["following"])
         self._group.send(self._tensor(request["handle"]), request["timeout_s"], following)
         return {}
 
-    def _tensor(self, handle: Mapping[str, Any]) -> Tensor:
+    def _tensor(self, handle: JsonMapping) -> Tensor:
         """Return the bytes of a handle, pinned bucket by bucket: a whole copy at once could take longer than a push may."""
         flat = Offered(self._mapped, handle).tensor()
         if self._pins and not flat.is_cuda and flat.numel() and flat.data_ptr() not in self._pinned:

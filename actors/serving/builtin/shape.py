@@ -4,10 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from actors.errors import UnsupportedModel
-from bus.wire.json_object import JsonMapping
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
@@ -187,7 +186,7 @@ def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
+def _experts(config: JsonMapping) -> Experts:
     every, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
     return Experts(
         count=int(config["num_experts"]),
@@ -198,10 +197,10 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-def _rope(config: Mapping[str, Any], where: str) -> Rope:
-    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+def _rope(config: JsonMapping, where: str) -> Rope:
+    scaling: JsonObject = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
+    theta = float(scaling["rope_theta"] if "rope_theta" in scaling else config.get("rope_theta", 10000.0))
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":

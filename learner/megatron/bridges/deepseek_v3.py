@@ -9,6 +9,7 @@ from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from learner.megatron.bridges.experts import Experts
 from learner.megatron.bridges.glm4_moe import grouped_choice
 from learner.megatron.bridges.latent_attention import LatentAttention
+from learner.megatron.layers.kernels import Arguments
 
 _LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layernorm\.weight")
 
@@ -33,10 +34,10 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
         arguments["mtp_num_layers"] = None
         return super()._build_base_config(**arguments)  # type: ignore[misc]
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Arguments:
         return super()._arguments() | grouped_choice(self.hf_config)
 
-    def _get_gptmodel_args(self) -> dict[str, Any]:
+    def _get_gptmodel_args(self) -> Arguments:
         config = self.hf_config  # attention has the rotary positions itself
         return {
             "vocab_size": config.vocab_size,

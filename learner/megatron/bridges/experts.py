@@ -19,7 +19,7 @@ from bus.wire.routed_experts import sparse_layers
 from learner.errors import ConfigRefused
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
-from learner.megatron.layers.kernels import Wanted
+from learner.megatron.layers.kernels import Arguments, Wanted
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""
@@ -33,7 +33,7 @@ class Experts(LocalLayers):
 
     _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Arguments:
         # The balancing loss is off and the bias fixed unless settings change that: both move the policy beside its objective.
         mixture = self.mixture
         return super()._arguments() | {
@@ -54,7 +54,7 @@ class Experts(LocalLayers):
             raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
         return replace(super()._possible(wanted), fused_activation="never")
 
-    def _kernel_arguments(self) -> dict[str, Any]:
+    def _kernel_arguments(self) -> Arguments:
         """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
         found = super()._kernel_arguments()
         if self.kernels.recompute == "selective":

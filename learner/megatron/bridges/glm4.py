@@ -6,6 +6,7 @@ from mbridge.models.qwen2 import Qwen2Bridge
 
 from learner.megatron.bridges.layers import NormedAttention, NormedMLP
 from learner.megatron.bridges.local_layers import LocalLayers
+from learner.megatron.layers.kernels import Arguments
 
 _LAYER = "model.layers.{layer_number}."
 
@@ -33,5 +34,5 @@ class Glm4(LocalLayers, Qwen2Bridge):
             layer.submodules.mlp.module = NormedMLP
         return spec
 
-    def _get_gptmodel_args(self) -> dict[str, Any]:
+    def _get_gptmodel_args(self) -> Arguments:
         return super()._get_gptmodel_args() | {"rotary_percent": self.hf_config.partial_rotary_factor}

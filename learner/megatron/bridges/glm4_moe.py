@@ -5,9 +5,10 @@ from typing import Any
 from mbridge.models.glm4moe import GLM4MoEBridge
 
 from learner.megatron.bridges.experts import Experts
+from learner.megatron.layers.kernels import Arguments
 
 
-def grouped_choice(hf_config: Any) -> dict[str, Any]:
+def grouped_choice(hf_config: Any) -> Arguments:
     """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which mbridge ignores."""
     if hf_config.n_group == 1:
         return {}
@@ -17,7 +18,7 @@ def grouped_choice(hf_config: Any) -> dict[str, Any]:
 class Glm4MoE(Experts, GLM4MoEBridge):
     """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are there or not."""
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Arguments:
         config = self.hf_config
         return super()._arguments() | {
             "add_qkv_bias": config.attention_bias,
@@ -25,5 +26,5 @@ class Glm4MoE(Experts, GLM4MoEBridge):
             **grouped_choice(config),
         }
 
-    def _get_gptmodel_args(self) -> dict[str, Any]:
+    def _get_gptmodel_args(self) -> Arguments:
         return super()._get_gptmodel_args() | {"rotary_percent": self.hf_config.partial_rotary_factor}

@@ -21,7 +21,7 @@ from learner.errors import ConfigRefused
 from learner.layout.sizes import rope_arguments
 from learner.megatron.bridges.files import ModelFiles
 from learner.megatron.layers.attention import CORE_ATTENTION, PackedRotary
-from learner.megatron.layers.kernels import SDPA, VARLEN, Kernels, Wanted, chosen
+from learner.megatron.layers.kernels import SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from learner.megatron.layers.lora import is_adapter
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.layers.norms import Norm
@@ -59,7 +59,7 @@ class LocalLayers:
         self.kernels: Kernels = chosen(self._possible(wanted), dtype=dtype, head_size=self.config.kv_channels)
         self.set_extra_args(**self._kernel_arguments())  # type: ignore[attr-defined]
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Arguments:
         """Return the fields of Megatron's TransformerConfig that are set for every model of the class."""
         # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
         # masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the embedding's backward pass is a kernel that
@@ -83,7 +83,7 @@ class LocalLayers:
             raise ConfigRefused("learner.attention", want, got)
         return replace(wanted, attention=SDPA)
 
-    def _kernel_arguments(self) -> dict[str, Any]:
+    def _kernel_arguments(self) -> Arguments:
         return self.kernels.arguments()
 
     # ---- the model
@@ -124,7 +124,7 @@ class LocalLayers:
                         setattr(attention, name, Norm)
         return spec
 
-    def _get_gptmodel_args(self) -> dict[str, Any]:
+    def _get_gptmodel_args(self) -> Arguments:
         hf_config = self.hf_config
         return {
             "vocab_size": hf_config.vocab_size,

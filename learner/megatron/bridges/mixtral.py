@@ -1,14 +1,13 @@
 """Mixtral: routed experts in every layer."""
 
-from typing import Any
-
 from mbridge.models.mixtral import MixtralBridge
 
 from learner.megatron.bridges.experts import Experts
+from learner.megatron.layers.kernels import Arguments
 
 
 class Mixtral(Experts, MixtralBridge):
     """Bridge of ``model_type: mixtral``. Its softmax is over the chosen experts; mbridge takes it over all of them."""
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Arguments:
         return super()._arguments() | {"moe_router_pre_softmax": False}

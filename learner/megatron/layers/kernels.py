@@ -9,18 +9,21 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from bus.wire.json_object import JsonMapping
 from learner.errors import ConfigRefused
 from learner.settings.config import LearnerConfig
 from learner.settings.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 
+Arguments = dict[str, Any]
+"""Keyword arguments of Megatron's configuration and model."""
 SDPA, VARLEN = "sdpa", "varlen"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
@@ -62,7 +65,7 @@ class Wanted:
     attention: str = "auto"
     recompute: str = "none"
     fused_activation: str = "auto"
-    megatron: Mapping[str, Any] = field(default_factory=dict)
+    megatron: JsonMapping = field(default_factory=dict)
     """Megatron's own arguments."""
 
     @classmethod
@@ -83,9 +86,9 @@ class Kernels:
     attention: str = SDPA
     recompute: str = "none"
     fused_activation: bool = False
-    megatron: Mapping[str, Any] = field(default_factory=dict)
+    megatron: JsonMapping = field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Arguments:
         """Return the fields of Megatron's TransformerConfig that these kernels and ``learner.megatron`` set."""
         return {**recompute_arguments(self.recompute), "bias_activation_fusion": self.fused_activation, **self.megatron}
 
@@ -141,7 +144,7 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
 
 
-def recompute_arguments(recompute: str) -> dict[str, Any]:
+def recompute_arguments(recompute: str) -> Arguments:
     """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from its input."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
