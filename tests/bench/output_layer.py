@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learner import logprobs
+from learner.megatron import logprobs
 from tests.bench import kept_logits
 
 

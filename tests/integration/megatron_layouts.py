@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from learner import logprobs
 from learner.layout import parallel
+from learner.megatron import logprobs
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer

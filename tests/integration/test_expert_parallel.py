@@ -24,11 +24,8 @@ from tests.integration.expert_ranks import (
 )
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
-
-TIMES = {"train/step_seconds", "train/tokens_per_second"}
-LOOSER = {"train/ppo_kl": 5e-5, "offpolicy/sequence_chi2": 5e-5, "offpolicy/entropy_gap": 5e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
-"""Means of squares, small means of larger numbers, and those by their standard error: all of them magnify the rounding."""
 
 
 class World:
@@ -61,12 +58,6 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
-
-
-def assert_same(ours: dict[str, float], wanted: dict[str, float]) -> None:
-    assert ours.keys() == wanted.keys()
-    for name in ours.keys() - TIMES:
-        assert ours[name] == pytest.approx(wanted[name], rel=LOOSER.get(name, 1e-5), abs=1e-6), name
 
 
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS)

@@ -24,9 +24,8 @@ from tests.integration import critic_ranks
 from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OPTIMIZER, STEPS, VOCAB, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import undocumented
+from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
-
-TIMES = {"train/step_seconds", "train/tokens_per_second"}
 
 
 def same(ours: dict[str, float], wanted: dict[str, float], *, tolerance: float = 1e-5) -> None:

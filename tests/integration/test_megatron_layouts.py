@@ -1,6 +1,5 @@
 """Loss, gradient norm and every metric are the same for every split of a step: one table of layouts, one of algorithms."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from tests.algorithm_cases import CASES
 from tests.integration import megatron_layouts
 from tests.integration.megatron_layouts import VOCAB, Layout
 from tests.learner_steps import run_ranks
+from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 
 WHOLE = "one row"
@@ -19,11 +19,13 @@ DEEP, TIED = "one row, 4 layers", "one row, tied embeddings"
 HALF = "several rows in bfloat16"
 LAYOUTS = {
     WHOLE: Layout(watched=True),
-    "4 micro-batches": Layout(max_tokens=70),
+    "4 micro-batches": Layout(max_tokens=70, every=4),
     "unpacked": Layout(max_tokens=1, every=4),
     "data parallel 2": Layout(data_parallel=2, max_tokens=60),
-    "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000),
+    "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000, every=3),
     "unpacked, every case": Layout(max_tokens=1),
+    "4 micro-batches, every case": Layout(max_tokens=70),
+    "tensor parallel 2, logits in chunks, every case": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000),
     DEEP: Layout(model="deep"),
     "4 layers, several rows": Layout(model="deep", max_tokens=120, every=11),
     TIED: Layout(model="tied", every=11),
@@ -57,9 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4
 """Models by name, and the layout of one rank with which the others are compared."""
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
-SLOW = {"unpacked, every case", *(name for name, layout in LAYOUTS.items() if layout.world == 4)}
-"""Layouts with 24 micro-batches a step instead of the four that every case has anyway, and those of four processes."""
-TIMES = {"train/step_seconds", "train/tokens_per_second"}
+SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name}
+"""Layouts of four processes, and those with every case; "data parallel 2" has every case anyway, in several micro-batches."""
 
 Results = dict[str, dict[str, Any]]
 
@@ -93,9 +94,7 @@ def test_the_same_numbers(trained: Callable[[str], list[Results]], layout: str, 
     wanted = trained(LAYOUTS[layout].reference or OF_ONE[LAYOUTS[layout].model])[0][case]
     for rank in trained(layout):
         for step, other in zip(rank[case]["metrics"], wanted["metrics"], strict=True):
-            assert step.keys() == other.keys()
-            wrong = {name: (step[name], other[name]) for name in step.keys() - TIMES if not _close(name, step[name], other[name])}
-            assert not wrong, json.dumps(wrong, indent=1)
+            assert_same(step, other)
         assert rank[case]["weights"] == pytest.approx(wanted["weights"], rel=1e-5, abs=2e-5)
 
 
@@ -136,16 +135,3 @@ SAME = [
     ["naive", "none"],
 ]
 """Cases that are one algorithm here: one optimizer step per version, ratios within the bounds."""
-
-
-LOOSER = {"offpolicy/entropy_gap": 2e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
-"""A small mean of larger numbers, and that by its standard error: both magnify the rounding, which differs between processors."""
-
-
-NEAR_ONE = {"offpolicy/sequence_chi2": 4e-5}
-"""Absolute: a mean of squared ratios of sequences less 1. The ratios are exponentials of sums over a response, in float32."""
-
-
-def _close(name: str, one: float, other: float) -> bool:
-    """Compare within 1e-5 relative; 1e-6 absolute for differences of nearly equal numbers."""
-    return math.isclose(one, other, rel_tol=LOOSER.get(name, 1e-5), abs_tol=NEAR_ONE.get(name, 1e-6))

@@ -29,9 +29,9 @@ from tests.integration import megatron_lora
 from tests.integration.megatron_lora import DIVIDED, LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 
-TIMES = {"train/step_seconds", "train/tokens_per_second"}
 SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 
 

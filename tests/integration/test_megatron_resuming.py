@@ -7,9 +7,9 @@ import pytest
 
 from tests.integration import megatron_resuming
 from tests.integration.megatron_resuming import LAYOUTS, SKIPPING, VOCAB, Learner, saved
-from tests.integration.test_megatron_layouts import TIMES, _close
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import different
 from tests.tiny_models import write_tiny_model
 
 
@@ -32,8 +32,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_same(ours: dict[str, float], others: dict[str, float], where: str) -> None:
-    assert ours.keys() == others.keys()
-    wrong = {name: (ours[name], others[name]) for name in ours.keys() - TIMES if not _close(name, ours[name], others[name])}
+    wrong = different(ours, others)
     assert not wrong, f"{where}: {wrong}"
 
 

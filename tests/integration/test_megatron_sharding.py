@@ -12,10 +12,10 @@ from tests.integration import megatron_sharding
 from tests.integration.megatron_sharding import CASES, CLIPPED_CASES, RESUMES, STEPS, UNCLIPPED, VOCAB, WAYS, learner, saved, take
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 
 DTYPES = ("float32", "bfloat16")
-TIMES = {"train/step_seconds", "train/tokens_per_second"}
 
 
 class World:

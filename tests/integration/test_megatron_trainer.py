@@ -14,13 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Status
-from learner import logprobs
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
 from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
 from learner.layout import parallel
-from learner.megatron import state
+from learner.megatron import logprobs, state
 from learner.megatron.flops import StepFlops
 from learner.megatron.layers.attention import packed_row
 from learner.megatron.meter import Meter, peak_tflops

@@ -20,10 +20,10 @@ from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 
 VOCAB = 300
-TIMES = ("train/step_seconds", "train/tokens_per_second")
 
 
 @pytest.fixture(scope="module")

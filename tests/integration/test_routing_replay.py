@@ -7,9 +7,9 @@ import pytest
 
 from tests.integration import routing_ranks
 from tests.integration.routing_ranks import ONE, RUNS, USED, VOCAB, train
-from tests.integration.test_expert_parallel import assert_same
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 
 

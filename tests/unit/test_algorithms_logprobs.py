@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import logprobs
+from learner.megatron import logprobs
 from learner.megatron.logprobs import log_probs_and_entropy
 from tests.bench.kept_logits import log_probs_and_entropy as of_kept_logits
 

@@ -18,7 +18,6 @@ from bus.wire.invariants import MIN_LOG_PROB, check_sample
 from bus.wire.messages import SCHEMA, Sample
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
-from learner import logprobs
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.distillation import top_k_divergence
@@ -27,6 +26,7 @@ from learner.data.batch import MicroBatch
 from learner.data.batch_frames import decode, encode
 from learner.data.datasource import DataSource
 from learner.data.senders import invalid_words
+from learner.megatron import logprobs
 from tests import data_kit
 from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
