@@ -66,6 +66,8 @@ async def routing(
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
             door = Door(router, session)
             if wait and urls:
+                while {each["url"] for each in router.engines.overview() if each["serving"]} != set(urls):
+                    await router.engines.refresh()  # otherwise it reads the health checks every second
                 await door.serving(*urls)
             yield door
     finally:
