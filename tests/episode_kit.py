@@ -20,7 +20,7 @@ from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
-from bus.streams.turns import TurnStream
+from bus.streams.episode_turns import TurnStream
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling, Task
 from tests.engine_serving import Served, serving

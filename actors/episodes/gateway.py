@@ -38,7 +38,7 @@ from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
-from bus.streams.turns import Superseded
+from bus.streams.episode_turns import Superseded
 from bus.wire.messages import Timings
 from weightstore.listener import Access, Listener
 

@@ -17,7 +17,7 @@ from actors.rollout_settings import RolloutPrograms
 from actors.router.token_history import ModelText
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
-from bus.streams.turns import TurnStream
+from bus.streams.episode_turns import TurnStream
 
 
 @asynccontextmanager

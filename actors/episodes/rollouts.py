@@ -11,7 +11,7 @@ from actors.episodes.episode import Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
 from actors.episodes.turn_log import RESTART, TurnLog
-from bus.streams.turns import Superseded, TurnStream
+from bus.streams.episode_turns import Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.messages import Partial, Sample, Status, Task, Timings
 

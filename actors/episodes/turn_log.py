@@ -20,7 +20,7 @@ from actors.engines.port import Generation
 from actors.engines.responses import Response
 from actors.episodes.recorder import Output
 from actors.rollout_settings import AGAIN
-from bus.streams.turns import EpisodeLog
+from bus.streams.episode_turns import EpisodeLog
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Timings
 from bus.wire.turn_records import TurnKind, TurnRecord

@@ -37,8 +37,8 @@ from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
+from bus.streams.episode_turns import Superseded
 from bus.streams.tasks import Lease
-from bus.streams.turns import Superseded
 from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task

@@ -31,9 +31,9 @@ from bus.liveness.keys import admin_keys
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Capabilities
-from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
+from weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
-from weightstore.push.turns import AcceleratorLease
+from weightstore.push.accelerator_turns import AcceleratorLease
 from weightstore.store.registry import VersionRegistry
 from weightstore.transport.handles import shared_memory_domain
 

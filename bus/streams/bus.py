@@ -18,11 +18,11 @@ from bus.client.rows import Rows
 from bus.config import BusConfig
 from bus.errors import BusUnavailable
 from bus.streams.dead import DeadLetters
+from bus.streams.episode_turns import TurnStream
 from bus.streams.partials import Partials
 from bus.streams.plans import PlanLog
 from bus.streams.samples import SampleStream
 from bus.streams.tasks import TaskQueue
-from bus.streams.turns import TurnStream
 from bus.wire import subjects
 from bus.wire.subjects import check_run
 

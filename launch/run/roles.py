@@ -209,7 +209,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
     from actors.engines.membership import connected, first_row
     from bus.liveness.waiting import Waiting
-    from weightstore.catchup.joining import fetch_model
+    from weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
     if (model / "config.json").exists():

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from learner.algorithms.advantages import masked_moments, whitened
 from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.gae_vtrace import Bars, gae, terminal_rewards, vtrace
 from learner.algorithms.objective import Tokens
 from learner.algorithms.ratios import log_ratio
-from learner.algorithms.values import Bars, gae, terminal_rewards, vtrace
 
 Estimate = tuple[Tensor, Tensor]
 """(advantages, targets of the value function), float64 [T]; 0 where masked."""

@@ -23,7 +23,7 @@ from learner.data.requeues import Requeues
 from learner.data.rules import DataRules
 from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, urgent
 from learner.data.snapshot import SCHEMA, read_state, refuse_other_identity
-from learner.data.task_admission import Admission, TaskDemand
+from learner.data.staleness_admission import Admission, TaskDemand
 from learner.data.versions import KnownVersions
 from learner.data.waits import Waits, waits_for_groups, waits_for_old
 from learner.errors import ConfigRefused, ReplayMismatch

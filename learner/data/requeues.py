@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from bus.wire.messages import Dead, Requeue
-from learner.data.task_admission import Reissue
+from learner.data.staleness_admission import Reissue
 from learner.errors import ReplayMismatch
 
 

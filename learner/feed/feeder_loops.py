@@ -50,7 +50,7 @@ from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
-from learner.feed.issuing import task_of
+from learner.feed.new_task import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
 from learner.feed.recorded import RecordedResponses
 from learner.feed.recorded_steps import save_step

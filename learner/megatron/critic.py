@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.gae_vtrace import value_clipped, value_loss
 from learner.algorithms.objective import Tokens
-from learner.algorithms.values import value_clipped, value_loss
 from learner.layout.stages import of_last, tensors_of_last
 from learner.megatron.layers.context import gather_parts
 from learner.megatron.layers.kernels import Wanted

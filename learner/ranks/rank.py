@@ -2,7 +2,8 @@
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
-With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines otherwise (``turns.py``).
+With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines otherwise
+(``accelerator_turns.py``).
 
 Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and checkpoints.
 Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
@@ -48,11 +49,11 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.reference import open_reference
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.megatron.tuning import Tuning
+from learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
 from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.saved_models import SavedModels
-from learner.ranks.turns import AllTheTime, TurnByTurn
 from learner.settings.config import LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher

@@ -12,7 +12,7 @@ import pytest
 from actors.engines.responses import GenerationFailed
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
-from bus.streams.turns import Superseded, TurnStream
+from bus.streams.episode_turns import Superseded, TurnStream
 from bus.wire.codec import check_sample
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_fixtures import BusOpener

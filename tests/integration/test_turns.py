@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from bus.errors import BusUnavailable, Refused
-from bus.streams import turns
 from bus.streams.bus import Bus
-from bus.streams.turns import EpisodeLog, Superseded
+from bus.streams.episode_turns import EpisodeLog, Superseded
 from bus.wire import subjects
 from bus.wire.messages import Span
 from bus.wire.turn_records import TurnKind
@@ -126,7 +125,7 @@ async def test_a_record_that_cannot_be_written_leaves_the_episode_unlogged(open_
 
 
 async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "STORE_S", 0.5)
+    monkeypatch.setattr(episode_turns, "STORE_S", 0.5)
     async with open_bus(**WITH, turns_max_bytes=60_000) as bus:
         logs: list[EpisodeLog] = []
         for index in range(4):
@@ -139,7 +138,7 @@ async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(open_
 
 
 async def test_the_log_of_a_run_without_the_stream_is_not_kept(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "STORE_S", 0.3)
+    monkeypatch.setattr(episode_turns, "STORE_S", 0.3)
     async with open_bus() as bus:
         for first in (True, False):
             records, log = await bus.turns.take(1, 0, "a", first=first)

@@ -21,7 +21,8 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
-from weightstore.catchup import joining
+from weightstore.catchup.catch_up import Joiner
+from weightstore.catchup.catch_up import catch_up as catch_up_to_head
 from weightstore.config import Deadlines, WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from weightstore.format.manifest import Manifest
@@ -271,8 +272,8 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: f
     async def run_it() -> Any:
         async with connect(bus_url, run, BusConfig(), name="late", wait_s=10) as bus:
             version = lambda: loader.version  # noqa: E731
-            joiner = joining.Joiner(id="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
-            return await joining.catch_up(bus, joiner, deadline_s=deadline_s)
+            joiner = Joiner(id="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
+            return await catch_up_to_head(bus, joiner, deadline_s=deadline_s)
 
     return asyncio.run(run_it())
 
@@ -333,8 +334,8 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 fresh.set()
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=10) as bus:
-            joiner = joining.Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
-            following = asyncio.create_task(joining.keep_up(bus, joiner, deadline_s=20, stale=stale, grace_s=0.2))
+            joiner = Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
+            following = asyncio.create_task(catch_up.keep_up(bus, joiner, deadline_s=20, stale=stale, grace_s=0.2))
             async with asyncio.timeout(20):
                 await fresh.wait()
             following.cancel()

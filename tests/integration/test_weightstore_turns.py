@@ -6,7 +6,7 @@ from typing import Any, cast
 from bus.client.rows import Rows
 from bus.streams.bus import Bus
 from tests.bus_fixtures import BusOpener
-from weightstore.push.turns import AcceleratorLease
+from weightstore.push.accelerator_turns import AcceleratorLease
 
 
 class HeldRows(Rows):

@@ -9,7 +9,7 @@ import pytest
 from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.prompts import PromptFile
-from learner.feed.issuing import next_prompt
+from learner.feed.new_task import next_prompt
 
 
 def made(**changes: Any) -> Curriculum:

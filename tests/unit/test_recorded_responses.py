@@ -23,10 +23,10 @@ from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.datasource import DataSource
 from learner.data.prompts import PromptFile
 from learner.data.responses import RecordedRow, Recordings, in_conversation
-from learner.data.task_admission import TaskDemand
+from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
 from learner.feed.feeder_rules import FeederRules
-from learner.feed.issuing import task_of
+from learner.feed.new_task import task_of
 from learner.feed.recorded import samples_of
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run

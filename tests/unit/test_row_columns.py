@@ -24,13 +24,13 @@ from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.groups import mismatch
 from learner.data.prompts import PromptFile, prompts_digest, scan_rows
 from learner.data.rules import DataRules
-from learner.data.task_admission import TaskDemand
+from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
 from learner.evaluation.config import EvalConfig
 from learner.evaluation.prompts import EvalPrompts
 from learner.evaluation.rounds import Rounds
 from learner.feed.feeder_rules import FeederRules
-from learner.feed.issuing import task_of
+from learner.feed.new_task import task_of
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
 

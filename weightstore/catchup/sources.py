@@ -1,6 +1,6 @@
 """Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the learner has written.
 
-Each source has one verb, ``load``. ``weightstore.catchup.joining`` calls the sources in order until the engine serves
+Each source has one verb, ``load``. ``weightstore.catchup.catch_up`` calls the sources in order until the engine serves
 the wanted version.
 """
 

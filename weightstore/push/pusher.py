@@ -25,11 +25,11 @@ from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.push.accelerator_turns import AcceleratorLease
 from weightstore.push.eviction import Opener, PushGroups
 from weightstore.push.member import Check, Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
-from weightstore.push.turns import AcceleratorLease
 from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
 from weightstore.transport.handles import Memory

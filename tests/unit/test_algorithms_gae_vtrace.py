@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.advantages import returns_to_go
-from learner.algorithms.values import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
+from learner.algorithms.gae_vtrace import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
 
 

@@ -6,7 +6,7 @@ from bus.wire.messages import Task
 from learner.data.curriculum import Curriculum
 from learner.data.prompts import Drawn, PromptFile, sampler_seed
 from learner.data.rules import DataRules
-from learner.data.task_admission import TaskDemand
+from learner.data.staleness_admission import TaskDemand
 from learner.feed.feeder_rules import FeederRules
 
 
