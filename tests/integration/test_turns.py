@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bus.errors import BusUnavailable, Refused
+from bus.streams import episode_turns
 from bus.streams.bus import Bus
 from bus.streams.episode_turns import EpisodeLog, Superseded
 from bus.wire import subjects
