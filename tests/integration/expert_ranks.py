@@ -92,20 +92,29 @@ ONE = [
 ]
 """Runs of one process."""
 RUNS = [
-    *((family, layout, "plain") for layout in ("EP2", "DP2", "TP2", "PP2") for family in EXPERTS),
-    *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "DP2", "TP2")),
-    *(("qwen3_moe", layout, "overlapped") for layout in ("EP2", "DP2")),
-    *(("qwen3_moe", layout, "plain") for layout in ("TP2 EP2", "CP2", "CP2 EP2")),
+    *((family, "EP2", "plain") for family in EXPERTS),
+    *((family, "TP2", "plain") for family in ("qwen3_moe", "qwen2_moe", "deepseek_v3")),
+    *((family, "PP2", "plain") for family in ("qwen3_moe", "deepseek_v3")),
+    *(("qwen3_moe", layout, "plain") for layout in ("DP2", "TP2 EP2", "CP2", "CP2 EP2")),
+    *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "TP2")),
+    ("qwen3_moe", "EP2", "overlapped"),
     ("deepseek_v3", "CP2", "plain"),
     (DEEP, "PP2 VP2", "plain"),
     *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
-    *(("qwen3_moe", layout, "replayed, full") for layout in ("TP2", "PP2")),
-    ("qwen3_moe", "EP2", "replayed, selective"),
+    ("qwen3_moe", "PP2", "replayed, full"),
     ("glm4_moe", "TP2", "replayed"),
-    *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "PP2", "CP2")),
-    *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2", "PP2")),
+    *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "PP2")),
+    *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2")),
 ]
-"""(model, layout, way)"""
+"""(model, layout, way): every family, layout, kind of optimizer and setting, and the pairs that meet in the code."""
+RARE_RUNS = [
+    *((family, layout, "plain") for layout in ("DP2", "TP2", "PP2") for family in EXPERTS if (family, layout, "plain") not in RUNS),
+    *(("qwen3_moe", "DP2", way) for way in ("distributed", "overlapped")),
+    *(("qwen3_moe", layout, way) for layout, way in (("TP2", "replayed, full"), ("EP2", "replayed, selective"))),
+    *(("qwen3_moe", layout, "balanced") for layout in ("TP2", "CP2")),
+    ("glm4_moe", "PP2", "biased"),
+]
+"""The other pairs."""
 RUNS_OF_FOUR = [("qwen3_moe", layout, way) for layout in OF_FOUR for way in ("plain", "distributed")]
 
 
@@ -115,20 +124,13 @@ def same_run(way: str) -> str:
 
 
 RESUMES = [
-    *(
-        (f"{layout} {way}", other, way_of_other)
-        for layout, way in (("1", "plain"), ("EP2", "plain"), ("EP2", "distributed"))
-        for other, way_of_other in (
-            ("EP2", "plain"),
-            ("EP2", "distributed"),
-            ("DP2", "plain"),
-            ("DP2", "distributed"),
-            ("TP2", "plain"),
-            ("PP2", "plain"),
-        )
-    )
+    ("1 plain", "EP2", "distributed"),
+    ("1 plain", "PP2", "plain"),
+    *(("EP2 plain", other, "plain") for other in ("DP2", "TP2", "PP2")),
+    *((f"EP2 {way}", other, "distributed") for way in ("plain", "distributed") for other in ("EP2", "DP2")),
+    ("EP2 distributed", "TP2", "plain"),
 ]
-"""(layout and optimizer that saved, layout that goes on, its optimizer)"""
+"""(layout and optimizer that saved, layout that goes on, its optimizer). Every pair of layouts: ``every_pair``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str
     if here.rank == 0:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
-    state.save(directory, step=SAVED, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+    if same_run(way) == "plain":  # the others are not resumed
+        state.save(directory, step=SAVED, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
     return {"began": began, "metrics": metrics + take(made, tuple(step for step in STEPS if step > SAVED), here, WAYS[way])}
 
 
@@ -189,15 +192,18 @@ def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str)
     return {"metrics": take(made, tuple(each for each in STEPS if each > step), here, WAYS[way])}
 
 
-def main(model_dirs: dict[str, Path], of_one: Path, out: Path) -> None:
+def main(
+    model_dirs: dict[str, Path], of_one: Path, runs: list[tuple[str, str, str]], resumes: list[tuple[str, str, str]], out: Path
+) -> None:
+    """Train ``runs`` of the layouts of this number of ranks, then go on from checkpoints of them or of one process."""
     results: dict[str, Any] = {}
     for layout, sizes in (LAYOUTS if os.environ["WORLD_SIZE"] == "2" else OF_FOUR).items():
         with joined(**sizes) as here:
-            for family, of, way in (*RUNS, *RUNS_OF_FOUR):
+            for family, of, way in runs:
                 if of == layout:
                     directory = out / f"{family} {layout} {way}"
                     results[directory.name] = unbroken(model_dirs[family], here, directory, way)
-            for source, of, way in RESUMES:
+            for source, of, way in resumes:
                 if of == layout:
                     directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"
                     results[f"{source} > {layout} {way}"] = resumed(model_dirs["qwen3_moe"], here, directory, way)

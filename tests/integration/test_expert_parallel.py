@@ -10,6 +10,7 @@ from tests.integration.expert_ranks import (
     MODELS,
     ONE,
     PAIRED,
+    RARE_RUNS,
     RESUMES,
     RUNS,
     RUNS_OF_FOUR,
@@ -34,20 +35,27 @@ class World:
     def __init__(self, root: Path) -> None:
         self.out, self.of_one = root / "out", root / "of-one"
         self.out.mkdir()
+        self._rare: list[dict[str, Any]] = []
         self._four: list[dict[str, Any]] = []
         self.model_dirs = {
             name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes) for name, (family, changes) in MODELS.items()
         }
         with one_rank() as here:
             self.one = {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in ONE}
-        self.ranks = run_ranks(
-            expert_ranks.main, (self.model_dirs, self.of_one / "qwen3_moe" / "plain"), world=2, out=self.out, timeout_s=400
-        )
+        self.ranks = self._results(2, RUNS, RESUMES)
+
+    def _results(self, world: int, runs: list[tuple[str, str, str]], resumes: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+        args = (self.model_dirs, self.of_one / "qwen3_moe" / "plain", runs, resumes)
+        return run_ranks(expert_ranks.main, args, world=world, out=self.out, timeout_s=400)
+
+    def rare(self) -> list[dict[str, Any]]:
+        """Return the results of two ranks in the rare runs."""
+        self._rare = self._rare or self._results(2, RARE_RUNS, [])
+        return self._rare
 
     def four(self) -> list[dict[str, Any]]:
         """Return the results of the four ranks."""
-        if not self._four:
-            self._four = run_ranks(expert_ranks.main, (self.model_dirs, self.of_one), world=4, out=self.out, timeout_s=400)
+        self._four = self._four or self._results(4, RUNS_OF_FOUR, [])
         return self._four
 
     def last_of_one(self) -> dict[str, float]:
@@ -64,6 +72,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_the_numbers_of_one_process(world: World, family: str, layout: str, way: str) -> None:
     """Loss, gradient norm and all metrics of three steps; the weights that the engines would get are those of the file at the start."""
     _compare(world, world.ranks, family, layout, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "way"), RARE_RUNS)
+def test_the_numbers_of_one_process_in_other_pairs(world: World, family: str, layout: str, way: str) -> None:
+    _compare(world, world.rare(), family, layout, way)
 
 
 @pytest.mark.slow

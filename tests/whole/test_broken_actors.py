@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from bus.streams.bus import Bus
 from bus.streams.samples import headers_of
@@ -48,6 +49,7 @@ async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
         await bus.samples.publish(sample)
 
 
+@pytest.mark.slow
 async def test_broken_actors_do_not_delay_a_run(tmp_path: Path) -> None:
     stored: Counter[str] = Counter()
     with up(tmp_path, "learner.steps=20", "bus.lease_s=600", "staleness.max_reissues=1000") as run:

@@ -68,6 +68,7 @@ def assert_never_both(run: Up, engines: int) -> None:
         assert len(beside) >= run.summary["steps"] - 3, f"engine-{number} had memory in steps of the learner: {len(beside)} of {len(steps)}"
 
 
+@pytest.mark.slow
 def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
     """Two engines, two ranks, and every second step makes no version. The first push, after step 2, waits for both engines."""
     settings = (

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.auditor import judge
@@ -61,6 +63,7 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
         assert verdict.dropped["failed"] > 0
 
 
+@pytest.mark.slow
 async def test_a_dead_task_is_trained_with_the_samples_that_it_has(tmp_path: Path) -> None:
     with up(tmp_path, "actor.reward=tests.poison:some", "bus.max_attempts=2", "learner.min_group_size=2", "learner.steps=3") as run:
         assert await asyncio.to_thread(run.wait) == 0, run.log[-3000:]

@@ -49,6 +49,7 @@ async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: P
     assert Counter(offsets[int(task)] for plan in plans for task in plan.tasks) == Counter(range(ROWS))
 
 
+@pytest.mark.slow
 def test_archived_samples_of_another_run_are_trained_with_topr(tmp_path: Path) -> None:
     """Groups of four with rewards and log-probs, of a run that is over: one step for each eight groups, and no engine."""
     first, rows = tmp_path / "first", tmp_path / "rows.jsonl"
