@@ -297,9 +297,9 @@ async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        ("qwen3", {"tensor_parallel": 2}),
+        pytest.param("qwen3", {"tensor_parallel": 2}, marks=pytest.mark.slow),
         ("qwen3", {"pipeline_parallel": 2}),
-        ("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2}),
+        pytest.param("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2}, marks=pytest.mark.slow),
     ],
     ids=["tensor_parallel", "pipeline_parallel", "expert_parallel"],
 )

@@ -42,6 +42,7 @@ def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
     assert_agreement(run)
 
 
+@pytest.mark.slow
 def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp_path: Path) -> None:
     """The server releases its memory for every step, has it back with every version, and ends no request."""
     settings = ("learner.colocated=true", "learner.steps=8", "learner.checkpoint_every=4", "weights.push_every=2", "weights.min_engines=1")

@@ -39,6 +39,7 @@ def test_a_real_engine_that_dies_in_a_cohort_with_a_built_in_one(python: str, tm
     assert re.search(r"push broke off .* phase=bucket .* engines=2 failed=engine-0\n", log), "they shared a group"
 
 
+@pytest.mark.slow
 def test_a_real_engine_whose_cohort_loses_a_built_in_one(python: str, tmp_path: Path) -> None:
     """SGLang answers no request while it waits for a group, or receives: it must not be taken for the lost one."""
     log = _lose_built_in(python, tmp_path, [Round(phase="joining", how="KILL")])
