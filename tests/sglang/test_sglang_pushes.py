@@ -22,13 +22,16 @@ LENGTH = 900
 SAMPLING = Sampling(max_new_tokens=LENGTH, temperature=1.0)
 
 
-async def pushed_while(push: Any, models: Sequence[Any], made: Callable[[], int], versions: Sequence[int]) -> None:
-    """Push each version once LENGTH / 6 more tokens are made: well within the responses, at any speed of the machine."""
+async def pushed_while(
+    asked: Sequence["asyncio.Future[Any]"], push: Any, models: Sequence[Any], made: Callable[[], int], versions: Sequence[int]
+) -> None:
+    """Push each version once LENGTH / 6 more tokens are made: well within the responses ``asked`` for, at any speed of the machine."""
     for version in versions:
         enough = made() + LENGTH // 6
-        async with asyncio.timeout(60):
-            while made() < enough:  # noqa: ASYNC110 - nothing signals it
-                await asyncio.sleep(0.01)
+        while made() < enough:
+            ended = [one.exception() or one.result() for one in asked if one.done()]
+            assert not ended, f"ended with {made()} tokens, before version {version}: {ended!r:.1000}"
+            await asyncio.sleep(0.01)
         await push.whole(models[version], version)
 
 
@@ -70,7 +73,7 @@ async def test_streams_and_batches_go_on_through_pushes(
     async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         batch = {"input_ids": PROMPTS, "sampling_params": {**params, "n": 2}, "return_logprob": True}
         asked = [asyncio.ensure_future(streamed(served)), asyncio.ensure_future(served.post("/generate", batch))]
-        await pushed_while(push, models, lambda: len(states[-1]["output_ids"]) if states else 0, (1, 2))
+        await pushed_while(asked, push, models, lambda: len(states[-1]["output_ids"]) if states else 0, (1, 2))
         _, (status, answers) = await asyncio.gather(*asked)
     assert status == 200, answers
     assert len(answers) == 4
