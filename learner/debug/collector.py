@@ -45,6 +45,8 @@ class Target:
     anchor: str
     """Log-probs that the importance ratio is against, as in ``AlgorithmConfig.anchor``."""
     role: str = ACTOR
+    routing_layers: Sequence[int] = ()
+    """Layers with experts of the last pipeline stage."""
 
 
 @dataclass(slots=True)
@@ -66,13 +68,21 @@ class Collector:
         self._updates: list[_Update] = []
         self._open = _Update()
 
-    def begin(self, batch: StepBatch, first_pass: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin a step. ``first_pass``: log-probs and entropies of each micro-batch before the first optimizer step."""
-        self._batch, self._updates, self._open = batch, [], _Update()
-        self._record = [_on_host({"log_probs": a_T, "entropy": b_T}) for a_T, b_T in first_pass] if self._target.writes else []
+    def begin(
+        self, batch: StepBatch, first_pass: Sequence[tuple[Tensor, Tensor]], routed: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Begin a step. ``first_pass``: log-probs and entropies of each micro-batch before the first optimizer step.
 
-    def row(self, seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
-        """Take the values of the next micro-batch; they come in the order of the batch."""
+        ``routed``: the fields about the routing of each, if the model has experts.
+        """
+        self._batch, self._updates, self._open = batch, [], _Update()
+        rows = zip(first_pass, routed or [{}] * len(first_pass), strict=True) if self._target.writes else ()
+        self._record = [_on_host({"log_probs": a_T, "entropy": b_T, **more}) for (a_T, b_T), more in rows]
+
+    def row(
+        self, seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, routed: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take the values of the next micro-batch; they come in the order of the batch. ``routed``: as for ``begin``."""
         if not self._target.writes:
             return
         values = {"advantages": seen.advantages_T, "current_log_probs": log_probs_T, "current_entropy": entropy_T}
@@ -86,7 +96,7 @@ class Collector:
         if loss.weights is not None:
             optional["tis_importance_weights"] = loss.weights.weight_T
         values |= {name: value_T for name, value_T in optional.items() if value_T is not None}
-        self._open.rows.append(_on_host(values))
+        self._open.rows.append(_on_host(values | dict(routed or {})))
 
     def logits(self, hidden_TH: Tensor, weight_VH: Tensor, mask_T: Tensor, temperature: float) -> None:
         """Take the logits of the first trainable tokens of the micro-batch whose ``row`` came last."""
@@ -134,6 +144,7 @@ class Collector:
             "role": self._target.role,
             "num_steps": len(updates),
             "parallel_info": dict(self._target.parallel_info),
+            "routing_layers": list(self._target.routing_layers),
             "metrics": dict(metrics),
             "steps": steps,
         }
@@ -181,5 +192,6 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
             "loss_masks": row.loss_mask_T[response].astype(np.uint8),
             "rollout_log_probs": row.rollout_log_probs_T[response],
         }
-        found.append(one | {name: value[response] for name, value in values.items()})
+        whole = slice(start, end)
+        found.append(one | {name: value[whole if name in train_file.BY_TOTAL else response] for name, value in values.items()})
     return found

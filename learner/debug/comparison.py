@@ -1,19 +1,20 @@
 """Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure; knows no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping
+from bus.wire.json_object import JsonMapping, JsonObject
 from learner.debug.module_file import ModuleDump
-from learner.debug.train_file import RECORD, TRAIN, Step, TrainDump
+from learner.debug.train_file import RECORD, ROUTING, TRAIN, Step, TrainDump
 
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative error of a module's output between two implementations that compute the same, by the coarser of their dtypes."""
+DECISIONS = ROUTING[0]
 VALUE_TOLERANCE = 1e-6
 """Largest difference between two values by token that count as equal."""
 IN_ORDER = (
@@ -21,6 +22,7 @@ IN_ORDER = (
         "unconcat_tokens",
         "response_lengths",
         "loss_masks",
+        *ROUTING,
         "rollout_log_probs",
         "old_log_probs",
         "ref_log_probs",
@@ -31,7 +33,7 @@ IN_ORDER = (
     *("advantages", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
 )
 """Fields of a train dump, each after those that it is made of."""
-OF_RECORD = (("current_log_probs", "log_probs"), ("current_entropy", "entropy"))
+OF_RECORD = (*((name, name) for name in ROUTING), ("current_log_probs", "log_probs"), ("current_entropy", "entropy"))
 """Fields of a train dump, and the fields of its record that must be equal to them in the first optimizer step."""
 HINTS = (
     ("attention.qkv", "weights, order or biases of query, key and value, or the norm before them"),
@@ -123,18 +125,41 @@ def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = 
     if ours.step != theirs.step:
         raise ValueError(f"step: want the same in both dumps, got {ours.step} and {theirs.step}")
     limit = VALUE_TOLERANCE if tolerance is None else tolerance
+    ours, theirs, unshared = _of_shared_layers(ours, theirs)
     if {ours.kind, theirs.kind} == {TRAIN, RECORD}:
         train, record = (ours, theirs) if ours.kind == TRAIN else (theirs, ours)
-        return _of_steps([(train.steps[0], record.steps[0])], OF_RECORD, limit)
+        return _of_steps([(train.steps[0], record.steps[0])], OF_RECORD, limit, unshared)
     names = tuple((name, name) for name in (IN_ORDER if ours.kind == TRAIN else (*IN_ORDER, "log_probs", "entropy")))
-    found = _of_steps(list(zip(ours.steps, theirs.steps, strict=False)), names, limit)
+    found = _of_steps(list(zip(ours.steps, theirs.steps, strict=False)), names, limit, unshared)
     notes = [*found.notes]
     if ours.num_steps != theirs.num_steps:
         notes.append(f"optimizer steps: {ours.num_steps} and {theirs.num_steps}; only the first are compared")
     return Comparison(compared=found.compared, differences=[*found.differences, *_of_norms(ours, theirs, limit)], notes=notes)
 
 
-def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float) -> Comparison:
+def _of_shared_layers(ours: TrainDump, theirs: TrainDump) -> tuple[TrainDump, TrainDump, list[str]]:
+    """Return both dumps with the routing of the layers that both have, and a note on the others: pipeline stages have only their own."""
+    shared = [layer for layer in ours.routing_layers if layer in theirs.routing_layers]
+    alone = sorted({*ours.routing_layers, *theirs.routing_layers} - set(shared))
+
+    def reduced(dump: TrainDump) -> TrainDump:
+        """Return the dump with the routing of shared layers alone."""
+        if list(dump.routing_layers) == shared:
+            return dump
+        places = [list(dump.routing_layers).index(layer) for layer in shared]
+        steps = [replace(step, debug_data=_with_layers(step.debug_data, places)) for step in dump.steps]
+        return replace(dump, steps=steps, routing_layers=shared)
+
+    note = f"routing in one dump only: layers {', '.join(map(str, alone))}"
+    return reduced(ours), reduced(theirs), [note] if alone else []
+
+
+def _with_layers(data: JsonMapping, places: Sequence[int]) -> JsonObject:
+    routing = {name: [each[:, places] for each in data[name]] for name in ROUTING if name in data} if places else {}
+    return {name: value for name, value in data.items() if name not in ROUTING} | routing
+
+
+def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float, unshared: Sequence[str]) -> Comparison:
     compared: dict[str, None] = {}
     differences: list[Difference] = []
     alone: dict[str, None] = {}
@@ -148,12 +173,13 @@ def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str
             if left not in ours.debug_data or right not in theirs.debug_data:
                 continue
             compared[left] = None
-            found = _of_field(left, ours, matches, theirs.debug_data[right])
+            of = _of_decisions if left == DECISIONS else _of_field
+            found = of(left, ours, matches, theirs.debug_data[right])
             if not found.largest <= limit:
                 differences.append(found)
     if not shared:
         raise ValueError("sequences: want some in both dumps, got none: compare the files of one step, of all ranks in turn")
-    notes = [f"{shared} sequences compared"] + ([f"in one dump only: {', '.join(alone)}"] if alone else [])
+    notes = [f"{shared} sequences compared", *unshared] + ([f"in one dump only: {', '.join(alone)}"] if alone else [])
     return Comparison(compared=list(compared), differences=differences, notes=notes)
 
 
@@ -164,10 +190,28 @@ def _matches(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int
     return [(int(one), index, there[int(one)]) for index, one in here if int(one) in there]
 
 
+def _of_decisions(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:
+    """Return the difference of the experts: ``largest`` is the number of choices that differ (a token in a layer)."""
+    wrong, choices, place = 0, 0, ""
+    for sequence, index, other in matches:
+        a, b = ours.debug_data[name][index], theirs[other]
+        if a.shape != b.shape:
+            where = f"optimizer step {ours.step_id}, sequence {sequence}: shapes {a.shape} and {b.shape}"
+            return Difference(name=name, largest=np.inf, relative=np.inf, place=where)
+        differs = (a != b).any(-1)
+        if differs.any() and not place:
+            token, layer = (int(each[0]) for each in differs.nonzero())
+            both = f"{a[token, layer].tolist()} and {b[token, layer].tolist()}"
+            place = f"optimizer step {ours.step_id}, sequence {sequence}, token {token}, {layer + 1}. layer with experts: {both}"
+        wrong, choices = wrong + int(differs.sum()), choices + differs.size
+    return Difference(name=name, largest=float(wrong), relative=wrong / max(choices, 1), place=place)
+
+
 def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:
     worst, place, squares, norms = 0.0, "", 0.0, 0.0
     for sequence, index, other in matches:
         a, b = (np.atleast_1d(np.asarray(one, np.float64)) for one in (ours.debug_data[name][index], theirs[other]))
+        a, b = (one.reshape(len(one), -1) for one in (a, b))  # several values of a token, or one
         if a.shape != b.shape:
             where = f"optimizer step {ours.step_id}, sequence {sequence}: {a.size} and {b.size} values"
             return Difference(name=name, largest=np.inf, relative=np.inf, place=where)
@@ -176,8 +220,8 @@ def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], th
         gap = np.nan_to_num(np.abs(a - b), nan=np.inf)
         squares, norms = squares + float(np.square(gap).sum()), norms + float(np.square(b).sum())
         if float(gap.max()) > worst:
-            worst, token = float(gap.max()), int(gap.argmax())
-            place = f"optimizer step {ours.step_id}, sequence {sequence}, token {token}: {a[token]:.6g} and {b[token]:.6g}"
+            worst, at = float(gap.max()), np.unravel_index(gap.argmax(), gap.shape)
+            place = f"optimizer step {ours.step_id}, sequence {sequence}, token {at[0]}: {a[at]:.6g} and {b[at]:.6g}"
     return Difference(name=name, largest=worst, relative=float(np.sqrt(squares / norms)) if norms else float(squares > 0), place=place)
 
 

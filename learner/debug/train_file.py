@@ -1,9 +1,11 @@
 """The training data of one step and rank in a file, and its reader. Knows numpy, no torch.
 
-    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, step, rank, role, parallel_info, metrics, steps}
+    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, step, rank, role, parallel_info, routing_layers, metrics,
+    steps}
     tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or total_lengths
 
-``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs`` in place of the rest.
+``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``, ``entropy`` and the
+routing in place of the rest.
 """
 
 import json
@@ -23,8 +25,10 @@ from learner.errors import DebugFileRefused
 
 Array = NDArray[Any]
 METADATA, TRAIN, RECORD, MODULES = "tidemill", "train", "record", "modules"
-BY_TOTAL = ("unconcat_tokens",)
-"""Fields with a value for each token of a sequence."""
+ROUTING = ("routing_decisions", "routing_scores")
+"""Fields with a value for each layer with experts and each expert of a token, [layers, K]."""
+BY_TOTAL = ("unconcat_tokens", *ROUTING)
+"""Fields with values for each token of a sequence."""
 BY_RESPONSE = (
     *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns", "values"),
     *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "log_probs", "entropy"),
@@ -59,6 +63,8 @@ class TrainDump:
     metrics: Mapping[str, float]
     """Metrics of the whole step over all ranks; empty in a record."""
     steps: Sequence[Step]
+    routing_layers: Sequence[int] = ()
+    """Layers of the fields ``ROUTING``: those with experts of the last pipeline stage."""
 
     @property
     def num_steps(self) -> int:
@@ -111,7 +117,7 @@ def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
         for one in header["steps"]
     ]
     names = ("kind", "step", "rank", "role", "parallel_info", "metrics")
-    return TrainDump(steps=steps, **{name: header[name] for name in names})
+    return TrainDump(steps=steps, routing_layers=header.get("routing_layers", ()), **{name: header[name] for name in names})
 
 
 def _cut(flat: Mapping[str, Array]) -> JsonObject:

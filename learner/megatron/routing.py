@@ -10,6 +10,8 @@ Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,19 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
+from learner.layout.parallel import Parallel
 from learner.megatron.layers.attention import PackedRow
+from learner.megatron.layers.context import gather_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Where one pass has sent the tokens of a row; L = layers with experts of this pipeline stage, in order."""
+
+    experts_TLK: Tensor
+    """int32, in ascending order of the ids."""
+    shares_TLK: Tensor
+    """Weights of these experts in the token's output."""
 
 
 class Routing:
@@ -25,12 +39,14 @@ class Routing:
 
     def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
         """``given``: the rows have their experts already."""
-        routers = [
-            (layer.layer_number - 1, layer.mlp.router)
+        self._all: dict[int, Any] = {
+            layer.layer_number - 1: layer.mlp.router
             for chunk in chunks
             for layer in chunk.decoder.layers
-            if getattr(layer.mlp, "router", None) is not None and layer.mlp.router.router_replay is not None
-        ]
+            if getattr(layer.mlp, "router", None) is not None
+        }
+        routers = [(layer, router) for layer, router in self._all.items() if router.router_replay is not None]
+        self._row: PackedRow | None = None
         self._replays: list[Any] = [router.router_replay for _, router in routers]
         # The layers of a stage are some of the model's.
         sparse = [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
@@ -70,9 +86,51 @@ class Routing:
                 replay.clear_router_replay_action()
                 replay.clear_indices()
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of this stage that have experts."""
+        return tuple(sorted(self._all))
+
+    def observe(self) -> None:
+        """From now on every row keeps where its last pass sent its tokens, for ``routed``. Costs a synchronization per layer."""
+        for layer, router in self._all.items():
+            router.register_forward_hook(partial(self._note, layer))
+
+    def _note(self, layer: int, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        if self._row is not None:  # not in a pass of recomputation, which comes behind that of its row
+            shares_TE, sent_TE = (output.detach() for output in outputs)
+            experts_TK = sent_TE.nonzero()[:, 1].view(-1, router.topk)
+            self._row.routed[layer] = experts_TK.int(), shares_TE.gather(1, experts_TK)
+
+    def routed(self, packed: PackedRow, here: Parallel) -> Routed | None:
+        """Return where the last pass sent the tokens of the whole row, on every rank of it, and forget it; None without experts.
+
+        Collective over the ranks of a row.
+        """
+        if not packed.routed:
+            return None
+        layers = [packed.routed.pop(layer) for layer in self.layers]
+        found = []
+        for values in zip(*layers, strict=True):
+            values_TLK = torch.stack(values, dim=1)
+            # With experts, tensor parallelism is never without sequence parallelism.
+            for size, group in ((here.tp_size, here.tp_group), (here.cp_size, here.cp_group)):
+                values_TLK = gather_parts(values_TLK, group) if size > 1 else values_TLK
+            found.append(values_TLK)
+        return Routed(*found)
+
     @contextmanager
     def row(self, packed: PackedRow) -> Iterator[None]:
         """Record or replay one row's pass through the model, which happens inside the context."""
+        self._row = packed
+        try:
+            with self._recorded_or_replayed(packed):
+                yield
+        finally:
+            self._row = None
+
+    @contextmanager
+    def _recorded_or_replayed(self, packed: PackedRow) -> Iterator[None]:
         if self._mode == "record":
             self._act(RouterReplayAction.RECORD)
             yield

@@ -91,6 +91,8 @@ class Trainer:
         ``critic``: trained with the policy if the algorithm needs one; else None. ``collector``: gets the values of each token.
         """
         self._collector = collector
+        if collector is not None:
+            policy.routing.observe()
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, others.proximal, others.reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
@@ -147,7 +149,8 @@ class Trainer:
         with megatron_device():
             if self._collector is not None:
                 with self._policy.routing.given():
-                    self._collector.begin(batch, self._forward_only(rows, step.temperature))
+                    first_pass = self._forward_only(rows, step.temperature)
+                    self._collector.begin(batch, first_pass, [self._routed(row) for row in rows])
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             minibatches = [
@@ -394,6 +397,11 @@ class Trainer:
             found = gather_parts(found, here.cp_group)
         return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None
 
+    def _routed(self, row: Row) -> dict[str, Tensor]:
+        """Return where the last pass sent the tokens of a row, as fields of a dump. Collective over the ranks of a row."""
+        found = self._policy.routing.routed(row.packed, self._policy.parallel)
+        return {} if found is None else {"routing_decisions": found.experts_TLK, "routing_scores": found.shares_TLK}
+
     def _loss(
         self,
         row: Row,
@@ -410,7 +418,7 @@ class Trainer:
             log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale, listed_TK=listed_TK
         )
         if self._collector is not None:
-            self._collector.row(seen, log_probs_T, entropy_T, loss)
+            self._collector.row(seen, log_probs_T, entropy_T, loss, self._routed(row))
             if self._policy.parallel.cp_size == 1:  # else the hidden states are of a part of the row
                 self._collector.logits(hidden_TH, output_weight(self._policy.chunks[-1]), seen.mask_T, step.temperature)
         sums = diagnostics.token_sums(

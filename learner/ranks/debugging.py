@@ -42,7 +42,14 @@ class RankDebug:
             info = parallel_info(policy.parallel)
             writes = info["tp_rank"] == 0 and info["pp_rank"] == info["pp_size"] - 1
             anchor = str(learner.algorithm.anchor)
-            target = Target(path=config.save_train, rank=policy.parallel.rank, parallel_info=info, writes=writes, anchor=anchor)
+            target = Target(
+                path=config.save_train,
+                rank=policy.parallel.rank,
+                parallel_info=info,
+                writes=writes,
+                anchor=anchor,
+                routing_layers=policy.routing.layers,
+            )
             self.collector = Collector(target)
 
     @contextmanager

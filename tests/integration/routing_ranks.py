@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from bus.wire.routed_experts import RoutedShape
+from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import StepBatch
+from learner.debug.collector import Collector, Target
 from learner.layout import parallel
+from learner.megatron.activations import parallel_info
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy
+from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.integration.expert_ranks import DEEP, LAYOUTS, MODELS, VOCAB, Way, learner
+from tests.integration.expert_ranks import WAYS as EXPERT_WAYS
 from tests.learner_steps import make_batches, make_samples, with_random_experts
 from tests.megatron_world import joined
 
@@ -126,3 +131,42 @@ def main(model_dirs: dict[str, Path], out: Path) -> None:
                 if of == layout:
                     results[f"{family} {layout} {way}"] = train(model_dirs[family], here, way)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+# ---- where the tokens went, in dumps of debug.save_train
+
+DUMPED = ("TP2 EP2", "CP2 EP2", "PP2")
+"""Layouts of two ranks with one replica, so that a file has every sequence."""
+
+
+def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> StepBatch:
+    """Train one step with a dump at ``path``; return this rank's batch."""
+    shape = RoutedShape.of(json.loads((model_dir / "config.json").read_text()))
+    assert shape is not None
+    chosen = WAYS.get(way) or EXPERT_WAYS[way]
+    made, info = learner(model_dir, here, chosen), parallel_info(here)
+    writes = info["tp_rank"] == 0 and info["pp_rank"] == info["pp_size"] - 1
+    layers = made.policy.routing.layers
+    target = Target(path=path, rank=here.rank, parallel_info=info, writes=writes, anchor="old", routing_layers=layers)
+    trainer = Trainer(
+        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(), collector=Collector(target)
+    )
+    samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, groups=6), shape, unknown_share=0.2)
+    batches = make_batches(
+        samples,
+        step=STEP,
+        data_parallel=here.dp_size,
+        max_tokens=90,
+        minibatches=chosen.minibatches,
+        pad_to=here.tp_size * here.cp_size,
+        routed=shape if chosen.mixture.given else None,
+    )
+    trainer.train(batches[here.dp_rank])
+    return batches[here.dp_rank]
+
+
+def dump_in_layouts(model_dir: Path, out: Path) -> None:
+    for layout in DUMPED:
+        with joined(**LAYOUTS[layout]) as here:
+            dumped(model_dir, here, "given", f"{out}/{layout} {{step}} {{rank}}.safetensors")
+    (out / f"rank-{os.environ['RANK']}.json").write_text("{}")

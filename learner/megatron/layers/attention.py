@@ -9,7 +9,7 @@ Shape letters: T = tokens of the row, P = padded positions of all buckets, n = h
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class PackedRow(PackedSeqParams):
     experts: tuple[Tensor, ...] = ()
     """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
     -1 = not known."""
+    routed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Layer -> experts to which the last pass sent this rank's tokens, and their shares, [T, K] each, where routers are observed."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
