@@ -54,7 +54,9 @@ class FeedClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(
+            error, FeedError
+        ):  # the feeder knows its own errors, and those of a refused rank
             self.failed(exit_codes.message(error), exit_codes.of(error))
         self.close()
 

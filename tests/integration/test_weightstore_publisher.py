@@ -21,7 +21,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
-from weightstore.catchup.catch_up import Joiner
+from weightstore.catchup.catch_up import Joiner, keep_up
 from weightstore.catchup.catch_up import catch_up as catch_up_to_head
 from weightstore.config import Deadlines, WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
@@ -335,7 +335,7 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=10) as bus:
             joiner = Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
-            following = asyncio.create_task(catch_up.keep_up(bus, joiner, deadline_s=20, stale=stale, grace_s=0.2))
+            following = asyncio.create_task(keep_up(bus, joiner, deadline_s=20, stale=stale, grace_s=0.2))
             async with asyncio.timeout(20):
                 await fresh.wait()
             following.cancel()

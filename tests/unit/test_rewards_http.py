@@ -259,10 +259,11 @@ async def test_bad_requests_are_refused_with_the_reason(body: bytes) -> None:
             assert json.loads(await response.text())["failed"]
 
 
-async def test_a_reward_that_fails_is_an_answer() -> None:
-    async def broken(request: RewardRequest) -> float:
-        raise KeyError("gold")
+def broken(request: RewardRequest) -> float:
+    raise KeyError("gold")
 
-    async with serving(RewardServer("broken", broken), "127.0.0.1", 0) as url, ClientSession() as session:
+
+async def test_a_reward_that_fails_is_an_answer() -> None:
+    async with serving(RewardServer("broken", load(f"{__name__}:broken")), "127.0.0.1", 0) as url, ClientSession() as session:
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "r"}) as response:
             assert (response.status, await response.json()) == (200, {"failed": "KeyError('gold')"})
