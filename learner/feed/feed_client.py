@@ -54,9 +54,8 @@ class FeedClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(
-            error, FeedError
-        ):  # the feeder knows its own errors, and those of a refused rank
+        # The feeder knows its own errors, and has refused this rank where it sent one.
+        if isinstance(error, Exception) and not isinstance(error, FeederFailed | FeederLost):
             self.failed(exit_codes.message(error), exit_codes.of(error))
         self.close()
 
