@@ -4,6 +4,8 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Plan, Settle
 from launch.run.audit import audit
@@ -15,6 +17,7 @@ READ_EVERY = 60
 """Dropped groups between two readings of the accounting."""
 
 
+@pytest.mark.slow
 async def test_steps_are_full_though_99_of_100_groups_are_dropped(tmp_path: Path) -> None:
     config = tmp_path / "rare.yaml"
     rare = {"use": "tests.child_filters:rare", "options": {"one_of": ONE_OF}, "workers": 1, "timeout_s": 60.0}

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
 
 from bus.wire.messages import Kind, Sample
@@ -33,6 +34,7 @@ def write_run(directory: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 async def test_a_run_replays_what_its_engine_has_chosen(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     shape = RoutedShape.of(json.loads((tmp_path / "model/config.json").read_text()))

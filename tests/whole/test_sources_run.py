@@ -5,6 +5,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
@@ -34,6 +36,7 @@ async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int]]:
     return Counter((task.metadata.get("reward"), task.sampling.max_new_tokens) for task in tasks)
 
 
+@pytest.mark.slow
 def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     """12 rows, half of 8 and a slice of 6: 22 prompts in three steps of 8, 8 and 6."""
     sources = {
