@@ -13,7 +13,7 @@ GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -95,26 +95,32 @@ test-sglang-all: setup $(SGLANG)/.ready
 test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
 	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
 
+# All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+
+# Most modules of these packages are never imported, so nothing is compiled before it is.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+
 $(OPENENV)/.ready: tests/env/requirements-openenv.txt
 	$(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(OPENENV)/bin/python $(INSTALL) -r $<
 	touch $@
 
 $(VERIFIERS)/.ready: tests/env/requirements-verifiers.txt
 	$(PYTHON) -m venv $(VERIFIERS)
-	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VERIFIERS)/bin/python $(INSTALL) -r $<
 	touch $@
 
 $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(PYTHON) -m venv $(GYMS)
-	$(GYMS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(GYMS)/bin/python $(INSTALL) -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements-no-deps.txt
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
+	$(SGLANG)/bin/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(SGLANG)/bin/python $(INSTALL) --no-deps -r tests/sglang/requirements-no-deps.txt
+	$(SGLANG)/bin/python $(INSTALL) -r tests/sglang/requirements.txt
 	touch $@
 
 # On a machine with one GPU (docs/gpu.md). The wheels are for such a machine that has no network.
