@@ -1,6 +1,7 @@
 """Checks of the environment of a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ STORE_SHARE = 0.75
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
 """Checkpoints that ``eval.best`` keeps beside the newest: the best, and those of the version that is evaluated and of the next."""
+MODEL_BYTES = 4
+"""Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
 GPU = Path("/dev/nvidiactl")
@@ -160,16 +163,16 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         want = "a directory that can be made and written to"
         report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
         return
-    free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
+    free = shutil.disk_usage(there).free
     checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0)
-    saved = model.num_trained or parameters if model is not None and config.learner.lora.rank else parameters
-    kept = CHECKPOINT_BYTES * saved * (checkpoints + 1) + 4 * parameters if trains else 0
+    models = _models_kept(config)
+    kept = (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters if trains and model else 0
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
     got = f"{_gb(free)} free on {there}"
     if kept > free:
-        want = f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and the model"
-        cure = "set directory to a larger disk, or lower learner.keep_checkpoints"
+        want = f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and {'the model' if models == 1 else f'{models} models'}"
+        cure = "set directory to a larger disk, or lower learner.keep_checkpoints" + (" or learner.keep_hf" if models > 1 else "")
         report.error("disk", report.at("directory"), want=want, got=got, cure=cure)
     elif stored > STORE_SHARE * free and not (config.root / "bus").exists():  # a stream that exists has its room already
         want = f"<= three quarters of what is free on the disk of the directory, which nats-server takes for its store: {got}"
@@ -181,6 +184,24 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         report.warning("disk", report.at("directory"), want=want, got=got, cure=cure)
     else:
         report.good("disk", f"{got}; checkpoints need {_gb(kept)}, the bus's samples up to {_gb(stored)}")
+
+
+def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
+    """Return the bytes of one checkpoint: the policy's state or that of its adapters, the critic's, and a reference that moves."""
+    learner, parameters = config.learner, model.num_parameters
+    state = model.num_trained or parameters if learner.lora.rank else parameters
+    if learner.algorithm.by_critic:
+        tensors = model.critic_tensors
+        state += parameters if tensors is None else sum(map(math.prod, tensors.values()))
+    moving = parameters if learner.algorithm.needs_reference and learner.algorithm.kl.moves else 0
+    return CHECKPOINT_BYTES * state + MODEL_BYTES * moving
+
+
+def _models_kept(config: RunConfig) -> int:
+    """Return the number of Hugging Face directories at the end of the run: the last one, and those of earlier steps."""
+    every, keep = config.learner.save_hf_every, config.learner.keep_hf
+    made = config.learner.steps // every if every else 0
+    return 1 + (min(made, keep) if keep else made)
 
 
 def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, trains: bool = True) -> None:

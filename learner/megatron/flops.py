@@ -31,18 +31,21 @@ class StepFlops:
     """Operations of attention, per query and key."""
 
     @classmethod
-    def of(cls, values: JsonMapping) -> "StepFlops":
-        """Return the operations for the values of a config.json that the learner can train (``sizes.refusals``)."""
+    def of(cls, values: JsonMapping, *, value_head: bool = False) -> "StepFlops":
+        """Return the operations for the values of a config.json that the learner can train (``sizes.refusals``).
+
+        ``value_head``: the output layer has one row instead of the vocabulary's.
+        """
         hidden, layers = values["hidden_size"], values["num_hidden_layers"]
         projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
         mlps = sum(_experts(values) if sparse else 3 * hidden * values["intermediate_size"] for sparse in sparse_layers(values))
-        weights = layers * projections + mlps + hidden * values["vocab_size"]
+        weights = layers * projections + mlps + hidden * (1 if value_head else values["vocab_size"])
         return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * layers * pair)
 
     @classmethod
-    def read(cls, model_dir: Path) -> "StepFlops":
-        """Return the operations for a Hugging Face directory that the learner can train."""
-        return cls.of(json.loads((model_dir / "config.json").read_text()))
+    def read(cls, model_dir: Path, *, value_head: bool = False) -> "StepFlops":
+        """Return the operations for a Hugging Face directory that the learner can train. ``value_head``: as for ``of``."""
+        return cls.of(json.loads((model_dir / "config.json").read_text()), value_head=value_head)
 
     def step(self, lengths: Iterable[int]) -> int:
         """Return the operations of one pass over sequences of ``lengths`` tokens and back."""

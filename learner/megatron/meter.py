@@ -1,6 +1,7 @@
 """Speed and memory of a rank's step: TFLOP/s, the share of the device's peak (MFU), peak memory.
 
-Only the operations of training are counted (``flops.py``). Recomputation, old and reference log-probs take time and count as none.
+Only the operations of training are counted (``flops.py``). Recomputation, old and reference log-probs and the values before a step take
+time and count as none.
 """
 
 import numpy as np
@@ -15,11 +16,12 @@ PEAK_TFLOPS = (("B200", 2250.0), ("GH200", 989.0), ("H200", 989.0), ("H100 PCIE"
 
 
 class Meter:
-    """Measures the steps of one policy on this rank."""
+    """Measures the steps of one policy, and of its critic if it has one, on this rank."""
 
-    def __init__(self, policy: Policy, flops: StepFlops) -> None:
+    def __init__(self, policy: Policy, flops: StepFlops, critic: StepFlops | None = None, *, warmup_steps: int = 0) -> None:
+        """``warmup_steps``: first steps, in which the critic alone is trained."""
         here = policy.parallel
-        self._flops, self._device = flops, here.device
+        self._flops, self._critic, self._warmup_steps, self._device = flops, critic, warmup_steps, here.device
         self._shared_by = here.tp_size * here.pp_size * here.cp_size
         self._on_cuda = self._device.type == "cuda"
         self._peak = peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
@@ -27,7 +29,9 @@ class Meter:
     def operations(self, batch: StepBatch) -> float:
         """Return this rank's part of the operations of training its rows, padding included; stages are taken to be equal."""
         lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
-        return self._flops.step(lengths) / self._shared_by
+        trained = [self._flops] if self._critic is None or batch.step > self._warmup_steps else []
+        trained += [] if self._critic is None else [self._critic]
+        return sum(flops.step(lengths) for flops in trained) / self._shared_by
 
     def metrics(self, batch: StepBatch, seconds: float) -> dict[str, float]:
         """Return ``train/tflops``; on CUDA the peak of this step's memory, and ``train/mfu`` for a known device in bfloat16."""

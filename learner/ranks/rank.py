@@ -106,6 +106,13 @@ def _take_steps(
             rank.run(start)
 
 
+def _meter(policy: Policy, learner: LearnerConfig, model_dir: Path) -> Meter:
+    of_critic = None
+    if learner.algorithm.by_critic:
+        of_critic = StepFlops.read(Path(learner.critic.path) if learner.critic.path else model_dir, value_head=True)
+    return Meter(policy, StepFlops.read(model_dir), of_critic, warmup_steps=learner.critic.warmup_steps)
+
+
 def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs every parameter
     torch.manual_seed(learner.seed)
@@ -243,7 +250,7 @@ class Rank:
         self._models = SavedModels(policy, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
-        self._clock, self._meter = WaitClock(), Meter(policy, StepFlops.read(places.model_dir))
+        self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
         self._terminated = False
         self._in_wait = False
 

@@ -356,6 +356,9 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_pat
     meter = Meter(policy, StepFlops.read(model))
     assert meter.operations(batch) == 3 * products + attention
     assert meter.metrics(batch, 2.0) == {"train/tflops": pytest.approx(meter.operations(batch) / 2e12)}
+    critic = StepFlops.read(model, value_head=True)
+    alone, both = (Meter(policy, StepFlops.read(model), critic, warmup_steps=batch.step - one).operations(batch) for one in (0, 1))
+    assert 0 < alone < meter.operations(batch) and both == alone + meter.operations(batch)
     assert not undocumented({"train/tflops", "train/mfu", "train/peak_memory_bytes"})
 
 

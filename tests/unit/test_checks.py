@@ -79,6 +79,25 @@ def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.
     assert "for 5 checkpoints" in error
 
 
+def test_all_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State of policy and critic, a reference that moves, in two checkpoints and the one being written; models of earlier steps."""
+    monkeypatch.setattr("launch.checks.machine._gb", str)
+
+    def need(*settings: str) -> int:
+        """Return the bytes of checkpoints and models."""
+        report = checked(tmp_path, "learner.keep_checkpoints=2", "learner.steps=10", *settings)
+        (text,) = [one.text for one in report.findings if one.topic == "disk"]
+        return int(text.partition("checkpoints need ")[2].partition(",")[0])
+
+    plain = need()
+    parameters, rest = divmod(plain, 3 * 16 + 4)
+    assert parameters > 1000 and not rest
+    assert 0.5 * parameters < (need("learner.algorithm.advantage=gae") - plain) / (3 * 16) < parameters, "it has no output layer"
+    assert need("learner.algorithm.kl.coef=0.1", "learner.algorithm.kl.reference_ema=0.9") - plain == 3 * 4 * parameters
+    assert need("learner.save_hf_every=2", "learner.keep_hf=3") - plain == 3 * 4 * parameters
+    assert need("learner.save_hf_every=2", "learner.keep_hf=0") - plain == 5 * 4 * parameters
+
+
 def test_a_stream_that_exists_has_its_room(tmp_path: Path) -> None:
     (tmp_path / "run" / "bus").mkdir(parents=True)
     assert "disk" not in [error.topic for error in checked(tmp_path, f"bus.samples_max_bytes={10**18}").errors]

@@ -32,6 +32,12 @@ def test_the_sums_of_a_row_of_8k_tokens() -> None:
     assert tokens == pytest.approx({"0.6B": 29.29, "1.7B": 84.56, "8B": 371.99}, abs=0.01)
 
 
+def test_a_value_head_has_one_row() -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 100}
+    whole, head = StepFlops.of(values), StepFlops.of(values, value_head=True)
+    assert whole.per_token - head.per_token == 6 * 8 * 99 and whole.per_pair == head.per_pair
+
+
 def test_attention_counts_the_causal_half() -> None:
     flops = StepFlops(per_token=10, per_pair=1)
     assert flops.step([3]) == 30 + (1 + 2 + 3)
