@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,9 @@ from bus.errors import ServerFailed
 from bus.server.nats_server import EmbeddedServer
 
 
-def test_it_is_up_soon_and_keeps_its_port_over_kills(tmp_path: Path) -> None:
+def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, BusConfig())
-    since = time.monotonic()
     url = server.start()
-    assert time.monotonic() - since < 10
     try:
         for _ in range(2):
             server.kill()

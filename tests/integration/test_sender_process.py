@@ -34,6 +34,8 @@ from weightstore.transport.sender_process import SenderProcess
 
 __all__ = ["bus_url"]
 
+FAR_S = 300.0
+"""Seconds that no wait of a test takes on any machine, if it ends as it should."""
 LIMIT_S = 60.0
 
 
@@ -87,7 +89,7 @@ def test_every_receiver_gets_the_bytes_of_the_staging_memory() -> None:
 def test_a_receiver_lost_in_a_broadcast_ends_the_call(how: signal.Signals) -> None:
     memory = HostMemory()
     flat = memory.empty(LARGE)
-    with hosted(2, memory) as sender, child(hang_before_receiving, sender.port, 1, 2) as (pipe, _):
+    with hosted(2, memory, timeout_s=FAR_S) as sender, child(hang_before_receiving, sender.port, 1, 2) as (pipe, _):
         sender.meet()
         flat[:SMALL].copy_(pattern(SMALL))
         sender.send(flat[:SMALL])
@@ -95,7 +97,7 @@ def test_a_receiver_lost_in_a_broadcast_ends_the_call(how: signal.Signals) -> No
         began = time.monotonic()
         with pytest.raises(PeerLost, match="sending 16000000 bytes"):
             sender.send(flat, 1.0)
-        assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
+        assert time.monotonic() - began < FAR_S / 2, "its own second, not the time of the group"
 
 
 @pytest.mark.parametrize(

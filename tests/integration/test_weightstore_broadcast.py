@@ -23,6 +23,8 @@ from weightstore.errors import PeerLost
 from weightstore.push.member import GroupChannel
 from weightstore.transport.broadcast import BroadcastGroup, _translated
 
+FAR_S = 300.0
+"""Seconds that no wait of a test takes on any machine, if it ends as it should."""
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: below and above the size of socket buffers."""
 
@@ -129,7 +131,7 @@ def test_the_store_listens_only_at_its_address() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> None:
-    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", FAR_S)
     with child(hang_before_receiving, group.port, 1, 2) as (pipe, process):
         group.meet()
         group.send(pattern(SMALL))
@@ -137,37 +139,36 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
         began = time.monotonic()
         with pytest.raises(PeerLost, match="sending 16000000 bytes"):
             group.send(pattern(LARGE), 1.0)
-        assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
+        assert time.monotonic() - began < FAR_S / 2, "its own second, not the time of the group"
         assert process.exitcode is None or how == signal.SIGKILL
 
 
 async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
-    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", 20)
+    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", FAR_S)
     with child(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
         channel = GroupChannel(group, [], thread, deadline_s=1.5, address="127.0.0.1")
         await channel.send(pattern(SMALL))
         os.kill(told(pipe), signal.SIGSTOP)
-        began = time.monotonic()
         found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)
         assert all(isinstance(error, PeerLost) for error in found) and "an earlier message was lost" in str(found[-1])
-        assert time.monotonic() - began < 8 * 1.5
+        assert sum("an earlier message was lost" in str(error) for error in found) == 7, "one has waited"
         channel.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> None:
     with child(send_then_wait) as (pipe, process):
-        group = BroadcastGroup.join("127.0.0.1", told(pipe), 1, 2, "pair", "gloo", 20)
+        group = BroadcastGroup.join("127.0.0.1", told(pipe), 1, 2, "pair", "gloo", FAR_S)
         assert torch.equal(group.receive(SMALL), pattern(SMALL))
         assert process.pid is not None
         os.kill(process.pid, how)
         began = time.monotonic()
         with pytest.raises(PeerLost, match="receiving 1000 bytes"):
             group.receive(SMALL, 1.0)
-        assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
+        assert time.monotonic() - began < FAR_S / 2, "its own second, not the time of the group"
 
 
 def test_absent_peers_end_the_wait_with_an_error() -> None:
@@ -179,11 +180,11 @@ def test_absent_peers_end_the_wait_with_an_error() -> None:
     group.close()
     del group
     with pytest.raises(PeerLost, match="Connection refused"):
-        BroadcastGroup.join("127.0.0.1", port, 1, 2, "pair", "gloo", 10)
+        BroadcastGroup.join("127.0.0.1", port, 1, 2, "pair", "gloo", FAR_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(PeerLost, match=r"no answer within 0.5 s"):
             BroadcastGroup.join("127.0.0.1", silent.getsockname()[1], 1, 2, "pair", "gloo", 0.5)
-    assert time.monotonic() - began < 9, "refused at once, not after 10 s"
+    assert time.monotonic() - began < FAR_S / 2, "refused at once"
 
 
 def test_closing_a_group_ends_the_wait_for_its_members_at_once() -> None:

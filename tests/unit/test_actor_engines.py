@@ -91,17 +91,15 @@ async def _back(engines: EnginePool) -> None:
 
 
 async def test_a_success_resets_the_length_of_the_quarantine() -> None:
-    async with running_engines(Scene({"a": ()}), quarantine_s=(0.01, 60.0)) as engines:
-        begin = time.monotonic()
-        for _ in range(14):
+    """Otherwise the last of them would be one of 0.01 * 2 ** 15 s, more than the test has."""
+    async with running_engines(Scene({"a": ()}), quarantine_s=(0.01, 600.0)) as engines:
+        for _ in range(16):
             await fail(engines, GONE)
             assert await chosen(engines) == "a"
-        assert time.monotonic() - begin < 10, "0.01 * 2 ** 13 s otherwise"
 
 
 async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
     async with running_engines(Scene({"a": ()}), quarantine_s=(0.05, 60.0)) as engines:
-        begin = time.monotonic()
 
         async def request() -> None:
             async with engines.acquire(timeout_s=5):
@@ -111,7 +109,6 @@ async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
         results = await asyncio.gather(*(request() for _ in range(20)), return_exceptions=True)
         assert [type(result) for result in results] == [EngineGone] * 20
         assert await chosen(engines) == "a"
-        assert time.monotonic() - begin < 5, "2 ** 19 times the first rest otherwise"
 
 
 async def test_an_engine_that_serves_again_leaves_quarantine_at_once() -> None:
