@@ -56,10 +56,12 @@ class Layout:
     """Record the operations that would raise on CUDA; it costs time."""
     every: int = 1
     """Stride over the cases: 1 = all."""
+    first: int = 0
+    """The first of them."""
 
     @property
     def cases(self) -> list[str]:
-        return list(CASES)[:: self.every]
+        return list(CASES)[self.first :: self.every]
 
     @property
     def world(self) -> int:

@@ -19,12 +19,13 @@ DEEP, TIED = "one row, 4 layers", "one row, tied embeddings"
 HALF = "several rows in bfloat16"
 LAYOUTS = {
     WHOLE: Layout(watched=True),
-    "4 micro-batches": Layout(max_tokens=70, every=4),
+    "4 micro-batches": Layout(max_tokens=70, every=2, first=1),
     "unpacked": Layout(max_tokens=1, every=8),
-    "data parallel 2": Layout(data_parallel=2, max_tokens=60),
+    "data parallel 2": Layout(data_parallel=2, max_tokens=60, every=2),
     "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000, every=5),
     "unpacked, every case": Layout(max_tokens=1),
     "4 micro-batches, every case": Layout(max_tokens=70),
+    "data parallel 2, every case": Layout(data_parallel=2, max_tokens=60),
     "tensor parallel 2, logits in chunks, every case": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000),
     DEEP: Layout(model="deep", every=10),
     "4 layers, several rows": Layout(model="deep", max_tokens=120, every=10),
@@ -60,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name}
-"""Layouts of four processes, and those with every case; "data parallel 2" has every case anyway, in several micro-batches."""
+"""Layouts of four processes, and those with every case. Each case is divided anyway: over two replicas, or into micro-batches."""
 
 Results = dict[str, dict[str, Any]]
 
