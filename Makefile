@@ -6,6 +6,9 @@ CONFIG ?= launch/configs/digits.yaml
 # More words for `tidemill up`: make run ARGS='--set learner.steps=20'
 ARGS   ?=
 
+# Set on some machines; every process of every run would compile all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
