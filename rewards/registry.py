@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from bus.errors import WireError
-from bus.system.foreign import errors_as, repr_of, told
+from bus.system.foreign import described, errors_as, repr_of
 from bus.wire.invariants import check_reward
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
@@ -103,6 +103,11 @@ class Bound:
     def __call__(self, argument: object) -> Any:
         return self.function(argument, **self.options)
 
+    def checked(self, argument: object) -> Any:
+        """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the function."""
+        with errors_as(lambda error: RewardFailed(self.name, repr_of(error), self.contract.word), but=(RewardFailed,)):
+            return self.contract.checked(self.name, self(argument))
+
     @property
     def is_async(self) -> bool:
         """True if a call gives an awaitable."""
@@ -130,8 +135,8 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a class refused its options; an error that is not about them is told with its place."""
-    return str(error) if isinstance(error, TypeError | ValueError) else told(error)
+    """Return the reason for which a class refused its options, with the line of any error that is not about them."""
+    return str(error) if isinstance(error, TypeError | ValueError) else described(error)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -146,7 +151,7 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
     if not colon:
         raise UnknownReward(name, f"want one of {sorted(table)}{_nearest(name, table)}, or an import path package.module:function", word)
     try:
-        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {told(error)}", word), but=(ImportError,)):
+        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {described(error)}", word), but=(ImportError,)):
             module = importlib.import_module(module_name)
     except ImportError as error:
         raise UnknownReward(name, f"cannot import {module_name}: {error}", word) from error

@@ -1,4 +1,4 @@
-"""Equal metrics of two learners that train the same: what rounding changes, and by how much at most."""
+"""Comparison of the metrics of two learners that train the same, with the largest differences that rounding makes."""
 
 import json
 import math

@@ -138,8 +138,10 @@ def reason_of(error: BaseException) -> str:
     """Return the type and text of an error, and the place of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if os.path.abspath(frame.filename) != os.path.abspath(__file__)]
-    # Not str(error), which is the user's code as well.
-    text = traceback.format_exception_only(type(error), error)[-1].strip().removeprefix(f"{type(error).__module__}.")
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
     if own:
         text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
     return text.encode("utf-8", "replace").decode()[:MAX_REASON]

@@ -1,5 +1,6 @@
-"""Code that may raise anything: functions of users, and libraries whose errors are not documented. Their errors become errors of ours."""
+"""The errors of users' functions, and of libraries that do not document theirs, as errors of this project."""
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
+_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+"""Beginnings of the names of files that no user has written."""
 
 
 @contextmanager
@@ -20,16 +23,27 @@ def errors_as(error_of: Callable[[BaseException], Exception], *, but: tuple[type
         raise error_of(error) from error
 
 
-def told(error: BaseException) -> str:
-    """Return type and message of an error, and the file and line of the function that raised it."""
-    # Not str(error), which may be foreign as well.
-    text = traceback.format_exception_only(error)[-1].strip().removeprefix(f"{type(error).__module__}.")
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+def text_of(error: BaseException) -> str:
+    """Return type and message of an error."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except Exception as second:
+        return f"{name}, whose text raises {type(second).__name__}"
+    return f"{name}: {message}" if message else name
+
+
+def described(error: BaseException) -> str:
+    """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it, if there is one."""
+    if isinstance(error, SyntaxError):  # its message names the line
+        return text_of(error)
+    # The first two frames are those of ``errors_as`` and of its block.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if not frame.filename.startswith(_LIBRARIES)]
+    return text_of(error) + (f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else "")
 
 
 def repr_of(error: BaseException) -> str:
-    """Return the repr of an error, or why there is none: it may be foreign, too."""
+    """Return the repr of an error, or the reason why there is none."""
     try:
         return repr(error)
     except BaseException as second:

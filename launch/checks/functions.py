@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from actors.rollout_settings import parse_rollouts
-from bus.system.foreign import errors_as, told
+from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
 from launch.checks.findings import Report
@@ -86,7 +86,7 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
             continue
         module, reason = rollout.module, ""
         try:
-            with errors_as(lambda error: ValueError(told(error))):  # the package above it is the user's, and is imported
+            with errors_as(lambda error: ValueError(described(error))):  # the package above it is the user's, and is imported
                 reason = "" if importlib.util.find_spec(module) else "no such module"
         except ValueError as error:
             reason = str(error)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.system.foreign import errors_as, told
+from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonMapping
 from learner.errors import PromptError
 
@@ -60,4 +60,4 @@ def _called(path: Path) -> Iterator[Any]:
 
 
 def _refused(where: str, want: str, error: BaseException) -> PromptError:
-    return PromptError(where, want, told(error))
+    return PromptError(where, want, described(error))

@@ -211,12 +211,12 @@ def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], th
     worst, place, squares, norms = 0.0, "", 0.0, 0.0
     for sequence, index, other in matches:
         a, b = (np.atleast_1d(np.asarray(one, np.float64)) for one in (ours.debug_data[name][index], theirs[other]))
-        a, b = (one.reshape(len(one), -1) for one in (a, b))  # several values of a token, or one
         if a.shape != b.shape:
             where = f"optimizer step {ours.step_id}, sequence {sequence}: {a.size} and {b.size} values"
             return Difference(name=name, largest=np.inf, relative=np.inf, place=where)
         if not a.size:
             continue
+        a, b = (one.reshape(len(one), -1) for one in (a, b))  # several values of a token, or one
         gap = np.nan_to_num(np.abs(a - b), nan=np.inf)
         squares, norms = squares + float(np.square(gap).sum()), norms + float(np.square(b).sum())
         if float(gap.max()) > worst:

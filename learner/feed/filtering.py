@@ -11,11 +11,10 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bus.client.waiter import Waiter
-from bus.system.foreign import errors_as, repr_of
 from bus.wire.messages import Sample, Task
 from learner.data.datasource import DataSource
 from learner.data.filter_settings import BUILT_IN, FilterConfig
@@ -69,12 +68,11 @@ async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple
 
 
 def _here(config: FilterConfig) -> Judge:
-    bound = bind(config.use, config.options, FILTER)
+    bound = replace(bind(config.use, config.options, FILTER), name=config.name)
 
     async def judge(group: FilterGroup) -> Any:
-        """Call a built-in filter. Its options are the user's, and may be of any type."""
-        with errors_as(lambda error: RewardFailed(config.name, repr_of(error), FILTER.word), but=(RewardFailed,)):
-            return FILTER.checked(config.name, bound(group))
+        """Call a built-in filter."""
+        return bound.checked(group)
 
     return judge
 

@@ -1,1 +1,1 @@
-"""The layout of a model on the ranks: process groups, pipeline stages, and the sizes of what each rank holds."""
+"""The layout of a model on the ranks: process groups, pipeline stages, and the sizes that each layout can divide."""

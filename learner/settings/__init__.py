@@ -1,1 +1,1 @@
-"""Settings of the learner, and what follows from them without a model. Loads no torch."""
+"""Settings of the learner, and their checks that need no model. Loads no torch."""

@@ -25,7 +25,7 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Limits)
 
         async def call(request: GroupRequest) -> Any:
             """Call a built-in reward."""
-            return GROUP.checked(name, bound(request))
+            return bound.checked(request)
 
         yield _of_all(name, call)
         return

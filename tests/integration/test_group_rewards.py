@@ -96,3 +96,13 @@ async def test_options_and_names_are_checked() -> None:
     with pytest.raises(ValueError, match="group reward 'relative': want one of"):
         async with opened_group("relative", {}, Limits()):
             pass
+
+
+async def test_whatever_a_built_in_reward_raises_is_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: GroupRequest) -> list[float]:
+        raise ZeroDivisionError("no samples")
+
+    monkeypatch.setattr("rewards.group.relative_length", broken)
+    async with opened_group("relative_length", {}, Limits()) as score:
+        with pytest.raises(RewardFailed, match=r"ZeroDivisionError\('no samples'\)"):
+            await score(GroupRequest(samples=()))

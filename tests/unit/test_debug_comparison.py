@@ -107,6 +107,12 @@ def test_the_first_field_that_differs_is_named(tmp_path: Path) -> None:
     assert norms.first is not None and norms.first.name == "grad_norm"
 
 
+def test_a_response_without_tokens_is_compared(tmp_path: Path) -> None:
+    columns = {"response_lengths": np.array([3, 0], np.int32)}
+    one, other = (read_train(written(tmp_path / name, columns=columns)) for name in "ab")
+    assert compare_train(one, other).first is None
+
+
 def test_sequences_are_matched_by_their_number(tmp_path: Path) -> None:
     """Another layout has other sequences on a rank: only those that both have are compared."""
     base, other = read_train(written(tmp_path / "a")), read_train(written(tmp_path / "b", ids=(3, 9)))

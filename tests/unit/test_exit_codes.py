@@ -33,6 +33,16 @@ def test_what_a_process_writes_of_its_end_is_what_its_parent_reads(
     assert bool(caplog.records) == (code not in exit_codes.FINAL), "a traceback is for errors of the program"
 
 
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (KeyError("x"), exit_codes.CRASHED), (UnknownReward("x", "y"), exit_codes.CONFIG)])
+def test_the_work_of_a_process_ends_with_its_code(error: Exception | None, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        if error is not None:
+            raise error
+
+    assert exit_codes.run(work, logging.getLogger("test")) == code
+    assert bool(capsys.readouterr().err) is (code != 0)
+
+
 def test_a_message_is_one_line_and_names_the_type_of_a_foreign_error() -> None:
     assert exit_codes.message(KeyError("output_layer.weight")) == "KeyError: 'output_layer.weight'"
     assert exit_codes.message(RuntimeError()) == "RuntimeError"

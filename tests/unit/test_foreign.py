@@ -1,10 +1,13 @@
-"""Errors of foreign code become errors of ours: every kind of them, with the place that raised it."""
+"""Errors of foreign code become errors of ours: every kind of them, with the line of the user's code."""
 
+import importlib
+import re
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
-from bus.system.foreign import errors_as, repr_of, settle, told
+from bus.system.foreign import described, errors_as, repr_of, settle, text_of
 
 
 class Ours(Exception):
@@ -12,7 +15,7 @@ class Ours(Exception):
 
 
 class Rude(Exception):
-    """An error of somebody else, whose text cannot be read."""
+    """An error whose text raises another."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -26,10 +29,36 @@ def raise_(error: BaseException) -> None:
     "error", [KeyError("a"), SystemExit(3), StopIteration(), RecursionError(), Rude()], ids=lambda one: type(one).__name__
 )
 def test_every_error_becomes_one_of_ours(error: BaseException) -> None:
-    with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(told(error))):
+    with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(described(error))):
         raise_(error)
     assert raised.value.__cause__ is error
     assert str(raised.value).startswith(type(error).__name__) and f"({__file__}, line " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("import json\n\njson.loads('x')\n", r"JSONDecodeError: Expecting value.* \(.*/user_module\.py, line 3\)"),
+        ("def f(r)\n    return 1\n", r"SyntaxError: expected ':' \(user_module\.py, line 1\)"),
+        ("error = ValueError('the message')\nerror.add_note('a note')\nraise error\n", r"ValueError: the message \(.*, line 3\)"),
+        ("import sys\nsys.exit('no key')\n", r"SystemExit: no key \(.*/user_module\.py, line 2\)"),
+    ],
+    ids=["in a library", "syntax", "with a note", "exit"],
+)
+def test_an_import_names_the_line_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, wanted: str) -> None:
+    (tmp_path / "user_module.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(described(error))):
+        importlib.import_module("user_module")
+    assert re.fullmatch(wanted, str(raised.value)), str(raised.value)
+
+
+def test_without_a_line_of_the_users_none_is_named() -> None:
+    with (
+        pytest.raises(Ours, match=r"^ModuleNotFoundError: No module named 'no_such_module'$"),
+        errors_as(lambda error: Ours(described(error))),
+    ):
+        importlib.import_module("no_such_module")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("late")], ids=lambda one: type(one).__name__)
@@ -44,7 +73,8 @@ class Unspeakable(Exception):
         raise SystemExit
 
 
-def test_an_error_without_a_repr_has_a_text() -> None:
+def test_an_error_without_a_repr_or_a_text_is_named() -> None:
+    assert text_of(Rude()) == "Rude, whose text raises RuntimeError"
     assert repr_of(KeyError("a")) == "KeyError('a')"
     assert repr_of(Unspeakable()) == "Unspeakable, whose repr raises SystemExit"
 

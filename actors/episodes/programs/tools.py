@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from bus.system.foreign import errors_as
+from bus.system.foreign import errors_as, text_of
 from rewards.code.sandbox import Bounds, run
 
 FAILED = "Error:"
@@ -42,7 +42,7 @@ class Tool:
             return f"{FAILED} want a map of arguments, got {type(arguments).__name__}"
         try:
             async with asyncio.timeout(seconds):
-                with errors_as(lambda error: _ToolFailed(f"{type(error).__name__}: {error}"), but=(TimeoutError,)):
+                with errors_as(lambda error: _ToolFailed(text_of(error)), but=(TimeoutError,)):
                     inspect.signature(self.function).bind(**arguments)
                     if inspect.iscoroutinefunction(self.function):
                         found = await self.function(**arguments)
