@@ -160,6 +160,19 @@ async def test_a_rank_that_fails_before_its_handshake_ends_the_feeder_with_its_r
         assert caught.group_contains(RankFailed, match="rank 1: no such model")
 
 
+async def test_the_error_of_a_rank_ends_the_feeder_with_its_reason() -> None:
+    def fail(url: str) -> None:
+        with FeedClient(url, keys=KEYS, rank=1, dp_rank=0, dp_size=1):
+            raise KeyError("output_layer.weight")
+
+    async with serving() as (server, running):
+        with pytest.raises(KeyError):
+            await asyncio.to_thread(fail, server.url)  # it waits for the handshake, which the feeder makes in this loop
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(running, 20)
+        assert caught.group_contains(RankFailed, match=r"rank 1: KeyError: 'output_layer\.weight'")
+
+
 async def test_a_second_rank_of_the_same_number_is_refused_and_the_first_goes_on() -> None:
     async with serving() as (server, running):
         with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=1, silence_s=20) as first:
