@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forked
+from tests.template import template
 
 pytest_plugins = ["tests.bus_fixtures"]
 
@@ -42,7 +42,12 @@ PROCESSES_LIMIT_S = 400.0
 @pytest.fixture(scope="session")
 def fork_server() -> None:
     """Start the process from which ``tests.forked`` forks: for async tests: the start would block their loop."""
-    forked.start_server()
+    template()
+
+
+def pytest_unconfigure() -> None:
+    if template.cache_info().currsize:
+        template().close()
 
 
 @pytest.hookimpl(tryfirst=True)

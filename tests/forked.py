@@ -1,55 +1,36 @@
-"""Children of tests, forked from a process that has imported torch and Megatron: they start at once, while an import takes seconds.
+"""Programs of tests, forked from the process' template (``tests.template``): functions, and our modules in place of ``python -m``.
 
-pytest -- fork server (one a worker; it imports ``PRELOADED`` and nothing else) -- child, child, ...
-
-Knows nothing of the programs that the children run.
+Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m launch``.
 """
 
 import asyncio
-import multiprocessing
 import os
+import runpy
+import select
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from multiprocessing import connection
-from multiprocessing.context import ForkServerContext
+import weakref
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    "tests.receiver_app",
-    "tests.integration.megatron_rank_process",
-    "tests.integration.megatron_ranks",
-    "launch.cli.commands",
-    "launch.cli.run_commands",
-    "launch.cli.status",
-    "launch.cli.dead_letters",
-    "launch.cli.find_run",
-    "launch.checks.run",
-    "launch.run.up",
-    "launch.samples.archive",
-    "actors.rollout.actor_process",
-]
-"""Modules that the fork server imports when it starts: those of ranks, and of most commands of ``tests.launched``."""
+from bus.system.processes import Child
+from tests.template import INHERITED, ROOT, template
 
-
-def context() -> ForkServerContext:
-    """Return the context of this process' one fork server."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(PRELOADED)
-    return found
-
-
-def start_server() -> None:
-    """Start the fork server and wait until it has imported its modules, for seconds: the first child would wait for it in an event loop."""
-    ready = context().Process(target=int)
-    ready.start()
-    ready.join()
+CHILDLESS = ("actor", "bus", "engine", "feeder", "prepare", "rank", "router")
+"""Commands that start no command of ours."""
+FORKED = ("launch", "tests.chaos.dying")
+"""Modules that are forked where a forked program starts them; others are executed."""
 
 
 class Forked:
-    """A running ``main(*arguments)``; its exit code is the return value of ``main``. It ends with the test process at the latest."""
+    """A running ``main(*arguments)``; its exit code is the return value of ``main``. It ends with this process at the latest."""
 
     def __init__(
         self,
@@ -59,39 +40,53 @@ class Forked:
         output: Path,
         *,
         errors: Path | None = None,
+        descriptors: Sequence[int] = (),
+        cwd: Path = ROOT,
     ) -> None:
-        """``environment``: changes of this process' own. ``errors``: the file of stderr; None = that of stdout."""
+        """``environment``: changes of this process' own. ``errors``: the file of stderr; None = that of stdout.
+
+        ``descriptors``: those of this process that the program inherits, under the same numbers.
+        """
         self.output = output
         """File of stdout."""
-        output.touch()  # a child that fails to start writes nothing
-        self._asking = threading.Lock()
-        """The exit code of the child can be read once: of two threads that ask at the same time, one would get another code."""
-        whole = {**os.environ, **environment}  # of now: the fork server has that of its own start
-        self._process = context().Process(target=_run, args=(main, arguments, whole, output, errors or output), daemon=True)
-        self._process.start()
+        self._reading = threading.Lock()
+        """The exit code of a child can be read once."""
+        self._code: int | None = None
+        streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(file, _APPENDED, 0o644) for file in (output, errors or output))]
+        try:
+            self.pid = _fork(main, arguments, environment, {**dict(enumerate(streams)), **{number: number for number in descriptors}}, cwd)
+        finally:
+            for stream in streams:
+                os.close(stream)
+        self._end = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._end)
 
-    @property
-    def pid(self) -> int:
-        found = self._process.pid
-        assert found is not None
-        return found
+    @classmethod
+    def module(cls, module: str, words: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, **rest: Any) -> "Forked":
+        """Start what ``python -m MODULE WORDS`` is."""
+        return cls(run_module, (module, tuple(words)), environment or {}, output, **rest)
 
     @property
     def returncode(self) -> int | None:
-        with self._asking:
-            return self._process.exitcode
+        """The exit code, a signal's number as a negative one; None while it runs."""
+        with self._reading:
+            if self._code is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if found else None
+            return self._code
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit code, once it has ended; a signal's number is negative. Raises TimeoutError."""
-        if not connection.wait([self._process.sentinel], timeout_s):
-            raise TimeoutError(f"{self._process.name} did not end within {timeout_s} s")
+        """Return the exit code, once it has ended. Raises TimeoutError."""
+        ends = select.poll()
+        ends.register(self._end, select.POLLIN)
+        ends.poll(None if timeout_s is None else timeout_s * 1000)
         code = self.returncode
-        assert code is not None
+        if code is None:
+            raise TimeoutError(f"process {self.pid} did not end within {timeout_s} s")
         return code
 
     async def ended(self) -> int:
-        await asyncio.to_thread(connection.wait, [self._process.sentinel])
-        return self.wait()
+        return await asyncio.to_thread(self.wait)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
@@ -99,13 +94,105 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
 
-def _run(main: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], output: Path, errors: Path) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream, file in ((1, output), (2, errors)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.exit(main(*arguments))
+@contextmanager
+def piped(main: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Connection, Forked]]:
+    """Run ``main(*arguments, CONNECTION)``; yield the other end of the connection. It is killed at the end."""
+    ours, theirs = Pipe()
+    with tempfile.TemporaryDirectory(prefix="tidemill-forked-") as directory, ours:
+        with theirs:
+            descriptor = theirs.fileno()
+            process = Forked(_with_pipe, (main, arguments, descriptor), {}, Path(directory) / "output", descriptors=[descriptor])
+        try:
+            yield ours, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _with_pipe(main: Callable[..., Any], arguments: tuple[Any, ...], descriptor: int) -> None:
+    main(*arguments, Connection(descriptor))
+
+
+class _Process:
+    """A forked child as an ``asyncio.subprocess.Process``."""
+
+    stdin = None
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._end = os.pidfd_open(pid)
+        self._loop.add_reader(self._end, self._on_end)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._end)
+        os.close(self._end)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
+def run_module(module: str, words: Sequence[str]) -> None:
+    """Be ``python -m MODULE WORDS``, whose own children are forked, too."""
+    if INHERITED in os.environ:
+        Child.spawn = _spawn  # type: ignore[method-assign]
+    sys.argv[1:] = words
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+_executed = Child.spawn
+_APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+async def _spawn(child: Child, stdout: int, stderr: int, pass_fds: Sequence[int]) -> Any:
+    """Fork a child that runs a module of ours; start another program as always."""
+    python, option, module, *words = (*child.command, "", "", "")[: max(3, len(child.command))]
+    if (python, option) != (sys.executable, "-m") or module not in FORKED:
+        return await _executed(child, stdout, stderr, pass_fds)
+    nothing, reader = os.open(os.devnull, os.O_RDONLY), None
+    owned = [nothing]
+    try:
+        if stdout == PIPE:
+            readable, stdout = os.pipe()
+            owned.append(stdout)
+            reader = asyncio.StreamReader()
+            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb"))
+        streams = {0: nothing, 1: stdout, 2: stdout if stderr == STDOUT else stderr}
+        pid = _fork(run_module, (module, words), child.environment, {**streams, **{number: number for number in pass_fds}})
+    finally:
+        for number in owned:
+            os.close(number)
+    return _Process(pid, reader)
+
+
+def _fork(
+    main: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    changes: Mapping[str, str],
+    descriptors: Mapping[int, int],
+    cwd: Path | None = None,
+) -> int:
+    """Start ``main(*arguments)`` with this process' environment and ``changes``; ``cwd``: None = this process' own."""
+    words, childless = (f"{main.__module__}.{main.__qualname__}",), True
+    if main is run_module:
+        module, words = arguments
+        childless = module == "launch" and words[:1] and words[0] in CHILDLESS
+        words = ("-m", module, *words)
+    return template().fork(
+        main,
+        arguments,
+        environment={**os.environ, **changes},
+        descriptors=descriptors,
+        directory=str(cwd or Path.cwd()),
+        words=(sys.executable, *words),
+        parents=not childless,
+    )

@@ -9,9 +9,8 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Capabilities, LiveRow
-from tests import forked
+from tests.forked import Forked, piped
 from weightstore.errors import BadManifest
 from weightstore.format.checksums import ChecksumReport, report_checksums
 from weightstore.format.manifest import Bucket, Manifest, TensorSpec, unflatten
@@ -299,25 +298,13 @@ def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> N
 
 
 @contextmanager
-def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, ForkServerProcess]]]:
+def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, Forked]]]:
     """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their state."""
-    context = forked.context()
-    started: dict[str, tuple[Any, ForkServerProcess]] = {}
-    try:
-        for id, behaviour in behaviours.items():
-            ours, theirs = context.Pipe()
-            process = context.Process(target=main, args=(bus_url, run, id, behaviour, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            started[id] = ours, process
-        for id, (ours, _) in started.items():
-            assert ours.poll(START_S), f"receiver {id} did not start"
+    with ExitStack() as stack:
+        started = {id: stack.enter_context(piped(main, bus_url, run, id, behaviour)) for id, behaviour in behaviours.items()}
+        for id, (ours, process) in started.items():
+            assert ours.poll(START_S), f"receiver {id} did not start:\n{process.output.read_text()}"
         yield {id: (ours.recv(), process) for id, (ours, process) in started.items()}
-    finally:
-        for ours, process in started.values():
-            process.kill()
-            process.join()
-            ours.close()
 
 
 def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:

@@ -106,18 +106,22 @@ class Child:
                 file = stack.enter_context(self.log_file.open("ab"))
                 self._log_began = file.tell()
                 output = error = file.fileno()
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command,
-                env={**os.environ, **self.environment},
-                stdin=asyncio.subprocess.PIPE if self._keeper else asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=error,
-                limit=_LINE_BYTES,
-                pass_fds=pass_fds,
-                start_new_session=True,
-                preexec_fn=None if self._keeper else die_with_parent(),
-            )
+            self.process = await self.spawn(output, error, pass_fds)
         self.started_s = time.monotonic()
+
+    async def spawn(self, stdout: int, stderr: int, pass_fds: Sequence[int]) -> asyncio.subprocess.Process:
+        """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork the process instead.)"""
+        return await asyncio.create_subprocess_exec(
+            *self.command,
+            env={**os.environ, **self.environment},
+            stdin=asyncio.subprocess.PIPE if self._keeper else asyncio.subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            limit=_LINE_BYTES,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=None if self._keeper else die_with_parent(),
+        )
 
     async def wait(self) -> int:
         """Return the exit code when it has ended; output that is passed on has then been read to its end."""

@@ -318,7 +318,7 @@ async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(
             assert sorted(await learner.digests()) == list(range(1, 9))
             head = await VersionRegistry(learner.world.bus).head()
             assert head is not None and head.step == 8
-            assert engines["killed"][1].exitcode == -signal.SIGKILL
+            assert engines["killed"][1].returncode == -signal.SIGKILL
             assert psutil.Process(engines["stopped"][1].pid).status() == psutil.STATUS_STOPPED
             told = await asyncio.to_thread(state, engines["good"][0])
             assert told["ended"] == list(range(1, head.version + 1))

@@ -1,24 +1,21 @@
 """Process groups of two and three: bytes, deadlines with dead and silent peers, and a peer built like SGLang's."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forked import piped
 from weightstore.errors import PeerLost
 from weightstore.push.member import GroupChannel
 from weightstore.transport.broadcast import BroadcastGroup, _translated
@@ -80,22 +77,6 @@ def send_then_wait(pipe: Any) -> None:
     pipe.recv()
 
 
-@contextmanager
-def child(target: Callable[..., None], *args: Any) -> Iterator[tuple[Any, ForkServerProcess]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.receiver_app"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(*args, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours, process
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-
-
 def told(pipe: Any) -> Any:
     assert pipe.poll(30), "the child says nothing"
     return pipe.recv()
@@ -103,7 +84,7 @@ def told(pipe: Any) -> Any:
 
 def test_every_receiver_gets_the_bytes_and_no_default_group_is_made() -> None:
     group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", 20)
-    with child(receive_all, group.port, 1, 3) as (one, _), child(receive_all, group.port, 2, 3) as (two, _):
+    with piped(receive_all, group.port, 1, 3) as (one, _), piped(receive_all, group.port, 2, 3) as (two, _):
         group.meet()
         for size in (SMALL, LARGE, SMALL):
             group.send(pattern(size))
@@ -116,7 +97,7 @@ def test_every_receiver_gets_the_bytes_and_no_default_group_is_made() -> None:
 
 def test_sglangs_way_of_making_the_group_meets_ours() -> None:
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
-    with child(receive_like_sglang, group.port, 1, 2) as (pipe, _):
+    with piped(receive_like_sglang, group.port, 1, 2) as (pipe, _):
         group.meet()
         group.send(pattern(LARGE))
         assert told(pipe)
@@ -132,7 +113,7 @@ def test_the_store_listens_only_at_its_address() -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> None:
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", FAR_S)
-    with child(hang_before_receiving, group.port, 1, 2) as (pipe, process):
+    with piped(hang_before_receiving, group.port, 1, 2) as (pipe, process):
         group.meet()
         group.send(pattern(SMALL))
         os.kill(told(pipe), how)
@@ -140,13 +121,13 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
         with pytest.raises(PeerLost, match="sending 16000000 bytes"):
             group.send(pattern(LARGE), 1.0)
         assert time.monotonic() - began < FAR_S / 2, "its own second, not the time of the group"
-        assert process.exitcode is None or how == signal.SIGKILL
+        assert process.returncode is None or how == signal.SIGKILL
 
 
 async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
     group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", FAR_S)
-    with child(hang_before_receiving, group.port, 1, 2) as (pipe, _):
+    with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
         channel = GroupChannel(group, [], thread, deadline_s=1.5, address="127.0.0.1")
@@ -160,7 +141,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> None:
-    with child(send_then_wait) as (pipe, process):
+    with piped(send_then_wait) as (pipe, process):
         group = BroadcastGroup.join("127.0.0.1", told(pipe), 1, 2, "pair", "gloo", FAR_S)
         assert torch.equal(group.receive(SMALL), pattern(SMALL))
         assert process.pid is not None
@@ -191,7 +172,7 @@ def test_closing_a_group_ends_the_wait_for_its_members_at_once() -> None:
     """One member of three never joins: neither the learner's thread nor the member that joined waits for the deadline."""
     began, deadline_s = time.monotonic(), 300.0
     group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", deadline_s)
-    with child(join_in_vain, group.port, 1, 3, deadline_s) as (pipe, _), ThreadPoolExecutor(1) as thread:
+    with piped(join_in_vain, group.port, 1, 3, deadline_s) as (pipe, _), ThreadPoolExecutor(1) as thread:
         meeting = thread.submit(group.meet)
         assert told(pipe) == "joining"
         with pytest.raises(TimeoutError):

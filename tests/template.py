@@ -1,0 +1,260 @@
+"""Processes of tests, forked from a *template*, which has imported torch, Megatron and our programs: a start takes no seconds.
+
+    pytest worker --asks--> template --forks twice--> program (child of the worker) --asks--> its own template --> its children
+
+A forked program is what an executed one would be: a child of the process that asked for it, leader of a session, with the
+environment, directory, command line, standard streams and inherited descriptors that were asked for, and no others. The kernel kills it
+when its parent ends. A program that may start others is forked with a template of its own, before its first thread.
+
+Requests and answers go over a socket pair, one at a time: a pickled ``Request`` with descriptors, then the process id.
+"""
+
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PRELOADED = [
+    "tests.forked",
+    "tests.receiver_app",
+    "tests.integration.megatron_rank_process",
+    "tests.integration.megatron_ranks",
+    "launch.cli.commands",
+    "launch.cli.run_commands",
+    "launch.cli.status",
+    "launch.cli.dead_letters",
+    "launch.cli.find_run",
+    "launch.checks.run",
+    "launch.run.host",
+    "launch.run.up",
+    "launch.samples.archive",
+    "learner.feed.feeder",
+    "learner.ranks.rank",
+    "actors.rollout.actor_process",
+    "actors.serving.builtin.engine",
+    "actors.serving.engine_process",
+]
+"""Modules that the template imports when it starts."""
+INHERITED = "FORKED_WITH_TEMPLATE"
+"""Environment variable of a forked program: descriptor of the socket of its own template."""
+_MAX_BYTES = 1 << 17
+"""Size of the largest request, in bytes: one packet."""
+_MAX_DESCRIPTORS = 16
+_OUT_OF_THE_WAY = 512
+"""Lowest number of a received descriptor, until it has the number that was asked for."""
+_COMMAND_LINE_BYTES = 8192
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A program to be forked."""
+
+    main: Callable[..., Any]
+    """Its return value is the exit code, as with ``sys.exit``."""
+    arguments: tuple[Any, ...]
+    environment: Mapping[str, str]
+    directory: str
+    words: tuple[str, ...]
+    """What ``ps`` shows as its command line."""
+    parents: bool
+    """Whether it may fork programs itself."""
+    asker: int
+    """Process id of the parent."""
+
+
+class Template:
+    """The asking end. Methods may be called from any thread."""
+
+    def __init__(self, asking: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self._asking, self._process, self._lock = asking, process, threading.Lock()
+
+    def close(self) -> None:
+        """End the template, if this process has started it."""
+        self._asking.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def fork(
+        self,
+        main: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        environment: Mapping[str, str],
+        descriptors: Mapping[int, int],
+        directory: str,
+        words: tuple[str, ...],
+        parents: bool,
+    ) -> int:
+        """Start ``main(*arguments)`` and return its process id; the caller waits for it. ``descriptors``: number there -> here."""
+        request = Request(
+            main=main,
+            arguments=arguments,
+            environment=environment,
+            directory=directory,
+            words=words,
+            parents=parents,
+            asker=os.getpid(),
+        )
+        packet = pickle.dumps((tuple(descriptors), pickle.dumps(request)))
+        with self._lock:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program, whose parent ends at once, becomes a child of this process
+            try:
+                socket.send_fds(self._asking, [packet], list(descriptors.values()))
+                answer = self._asking.recv(8)
+            finally:
+                _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        assert answer, "the template has ended"
+        return int.from_bytes(answer, "little")
+
+
+@functools.cache
+def template() -> Template:
+    """Return this process' template; the first call of a process that was not forked itself starts it, and waits for its imports."""
+    if INHERITED in os.environ:
+        return Template(socket.socket(fileno=int(os.environ[INHERITED])))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        # The last argument is room for the command lines of the programs.
+        command = [sys.executable, "-m", "tests.template", str(theirs.fileno()), str(os.getpid()), " " * _COMMAND_LINE_BYTES]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+    assert ours.recv(1), "the template did not start"
+    return Template(ours, process)
+
+
+def _serve(asked: socket.socket, owner: int) -> tuple[Request, tuple[int, ...], list[int]] | None:
+    """Fork what is asked for, until the asker is gone. Returns in each program with what it shall do, and in the template with None."""
+    while True:
+        packet, received, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if not packet:
+            return None
+        between = os.fork()
+        if between:
+            for descriptor in received:
+                os.close(descriptor)
+            os.waitpid(between, 0)
+            continue
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        _end_with(owner)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        numbers, request = pickle.loads(packet)
+        moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for descriptor in received]
+        asked.send(os.getpid().to_bytes(8, "little"))
+        asked.detach()
+        os.closerange(3, _OUT_OF_THE_WAY)
+        for number, descriptor in zip(numbers, moved, strict=True):
+            os.dup2(descriptor, number, inheritable=True)
+            os.close(descriptor)
+        return pickle.loads(request), numbers, moved
+
+
+def _run(request: Request) -> Any:
+    """Be the program: in its environment and directory, under its command line."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.environ.pop(INHERITED, None)
+    if request.parents:
+        _inherit_template()
+    template.cache_clear()
+    _show_as(request.words)
+    os.chdir(request.directory)
+    path = [word for word in request.environment.get("PYTHONPATH", "").split(os.pathsep) if word]
+    sys.path[:] = [request.directory, *path, *(entry for entry in sys.path[1:] if entry not in path)]
+    if request.environment.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    return request.main(*request.arguments)
+
+
+def _inherit_template() -> None:
+    """Fork this program's own template, a child of it, while it has no threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner = os.getpid()
+    if os.fork():
+        theirs.close()
+        os.environ[INHERITED] = str(ours.detach())
+        return
+    ours.close()
+    _show_as(("template",))
+    for stream in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    _be_template(theirs, owner)
+
+
+def _be_template(asked: socket.socket, owner: int) -> None:
+    """Serve, and end the process; in each program that is forked, run it and end the process."""
+    _end_with(owner)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its owner
+    found = _serve(asked, owner)
+    if found is None:
+        os._exit(0)
+    code = _run(found[0])
+    gc.freeze()  # as in ``launch.__main__``
+    sys.exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _show_as(words: tuple[str, ...]) -> None:
+    """Write the command line that ``ps`` and psutil show. Source: Linux, Documentation/filesystems/proc.rst (arg_start, arg_end)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49, counted from 1 with two before the bracket
+    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    with suppress(ValueError):
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _prctl(option: int, value: int) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _main(descriptor: str, owner: str) -> None:
+    _end_with(int(owner))
+    gc.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not there
+        for module in PRELOADED:
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    asked = socket.socket(fileno=int(descriptor))
+    asked.send(b"1")
+    _be_template(asked, int(owner))
+
+
+if __name__ == "__main__":
+    from tests.template import _main as main  # pickled requests name this module by its own name
+
+    main(*sys.argv[1:3])
