@@ -42,10 +42,12 @@ class Forked:
         errors: Path | None = None,
         descriptors: Sequence[int] = (),
         cwd: Path = ROOT,
+        session: bool = True,
     ) -> None:
         """``environment``: changes of this process' own. ``errors``: the file of stderr; None = that of stdout.
 
-        ``descriptors``: those of this process that the program inherits, under the same numbers.
+        ``descriptors``: those of this process that the program inherits, under the same numbers. ``session``: it leads one of its own;
+        otherwise a signal to the group of its parent, which was forked itself, reaches it, too.
         """
         self.output = output
         """File of stdout."""
@@ -54,7 +56,9 @@ class Forked:
         self._code: int | None = None
         streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(file, _APPENDED, 0o644) for file in (output, errors or output))]
         try:
-            self.pid = _fork(main, arguments, environment, {**dict(enumerate(streams)), **{number: number for number in descriptors}}, cwd)
+            self.pid = _fork(
+                main, arguments, environment, {**dict(enumerate(streams)), **{number: number for number in descriptors}}, cwd, session
+            )
         finally:
             for stream in streams:
                 os.close(stream)
@@ -180,6 +184,7 @@ def _fork(
     changes: Mapping[str, str],
     descriptors: Mapping[int, int],
     cwd: Path | None = None,
+    session: bool = True,
 ) -> int:
     """Start ``main(*arguments)`` with this process' environment and ``changes``; ``cwd``: None = this process' own."""
     words, childless = (f"{main.__module__}.{main.__qualname__}",), True
@@ -195,4 +200,5 @@ def _fork(
         directory=str(cwd or Path.cwd()),
         words=(sys.executable, *words),
         parents=not childless,
+        session=session,
     )

@@ -75,8 +75,6 @@ class Request:
     """What ``ps`` shows as its command line."""
     parents: bool
     """Whether it may fork programs itself."""
-    asker: int
-    """Process id of the parent."""
 
 
 class Template:
@@ -101,18 +99,14 @@ class Template:
         directory: str,
         words: tuple[str, ...],
         parents: bool,
+        session: bool,
     ) -> int:
-        """Start ``main(*arguments)`` and return its process id; the caller waits for it. ``descriptors``: number there -> here."""
-        request = Request(
-            main=main,
-            arguments=arguments,
-            environment=environment,
-            directory=directory,
-            words=words,
-            parents=parents,
-            asker=os.getpid(),
-        )
-        packet = pickle.dumps((tuple(descriptors), pickle.dumps(request)))
+        """Start ``main(*arguments)`` and return its process id; the caller waits for it. ``descriptors``: number there -> here.
+
+        ``session``: it leads a session of its own; otherwise it is in that of the template.
+        """
+        request = Request(main=main, arguments=arguments, environment=environment, directory=directory, words=words, parents=parents)
+        packet = pickle.dumps((session, tuple(descriptors), pickle.dumps(request)))
         with self._lock:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program, whose parent ends at once, becomes a child of this process
             try:
@@ -138,8 +132,8 @@ def template() -> Template:
     return Template(ours, process)
 
 
-def _serve(asked: socket.socket, owner: int) -> tuple[Request, tuple[int, ...], list[int]] | None:
-    """Fork what is asked for, until the asker is gone. Returns in each program with what it shall do, and in the template with None."""
+def _serve(asked: socket.socket, owner: int) -> Request | None:
+    """Fork what is asked for, until the owner is gone. Returns in each program with its request, and in the template with None."""
     while True:
         packet, received, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not packet:
@@ -156,11 +150,11 @@ def _serve(asked: socket.socket, owner: int) -> tuple[Request, tuple[int, ...], 
         while os.getppid() == between:
             time.sleep(0.0005)
         _end_with(owner)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
-        numbers, request = pickle.loads(packet)
+        session, numbers, request = pickle.loads(packet)
+        if session:
+            os.setsid()
         moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for descriptor in received]
         asked.send(os.getpid().to_bytes(8, "little"))
         asked.detach()
@@ -168,7 +162,8 @@ def _serve(asked: socket.socket, owner: int) -> tuple[Request, tuple[int, ...], 
         for number, descriptor in zip(numbers, moved, strict=True):
             os.dup2(descriptor, number, inheritable=True)
             os.close(descriptor)
-        return pickle.loads(request), numbers, moved
+        found: Request = pickle.loads(request)
+        return found
 
 
 def _run(request: Request) -> Any:
@@ -208,10 +203,10 @@ def _be_template(asked: socket.socket, owner: int) -> None:
     _end_with(owner)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner
-    found = _serve(asked, owner)
-    if found is None:
+    request = _serve(asked, owner)
+    if request is None:
         os._exit(0)
-    code = _run(found[0])
+    code = _run(request)
     gc.freeze()  # as in ``launch.__main__``
     sys.exit(code)
 

@@ -12,7 +12,6 @@ records that the instant was reached.
 import importlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from typing import Any
 import psutil
 
 from bus.server.ports import KeptPort
-from bus.system.processes import die_with_parent
 from launch.cli.main import main
 from learner.feed.feed_keys import FeedKeys
 from learner.ranks.process import Part, _rank_environment
+from tests.forked import Forked
 
 INSTANTS = {
     "planned": ("feeder", "learner.feed.feeder_loops:Feeder._take", 4),
@@ -99,11 +98,13 @@ def _children(instant: str, how: str, tail: list[str], part: Part) -> int:
     keys = part.keys
     descriptors = {role: keys.pipe() for role in environments}
     children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.dying", role, instant, how, *tail, "--feeder-keys", str(descriptors[role])],
-            pass_fds=(descriptors[role],),
-            env={**os.environ, **extra},
-            preexec_fn=die_with_parent(),
+        Forked.module(
+            "tests.chaos.dying",
+            [role, instant, how, *tail, "--feeder-keys", str(descriptors[role])],
+            Path("/dev/stdout"),
+            extra,
+            descriptors=[descriptors[role]],
+            session=False,
         )
         for role, extra in environments.items()
     ]

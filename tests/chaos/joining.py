@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,9 @@ async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
             try:
                 before, phases = await _head(versions), first.log.count("engine phase=")
                 second = run.start("engine", name="second")
+                second.process.send_signal(signal.SIGSTOP)
+                await new_steps(bus, 3)
+                second.process.send_signal(signal.SIGCONT)
                 row = await serving(bus, second, 0, "joining")
                 after = await _head(versions)
                 meanwhile = list(seen.versions)

@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from bus.streams.bus import Bus, connect
-from bus.system.processes import die_with_parent
+from tests.forked import Forked
 from tests.whole.prepared import put_prepared
-from tests.whole.running import ROOT, SMOKE
+from tests.whole.running import SMOKE
 
 RUN = "smoke"
 PATIENCE_S = 400.0
@@ -28,7 +25,7 @@ class Part:
 
     role: str
     name: str
-    process: subprocess.Popen[bytes]
+    process: Forked
     log_file: Path
 
     @property
@@ -55,7 +52,7 @@ class Part:
         """Return its exit code, once it has ended."""
         try:
             return await asyncio.to_thread(self.process.wait, PATIENCE_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             raise AssertionError(f"{self.name} did not end within {PATIENCE_S:.0f} s:\n{self.log[-3000:]}") from None
 
 
@@ -85,27 +82,17 @@ class Parts:
 
         ``words``: further arguments.
         """
-        how = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
-        command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
-        command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
+        module, *arguments = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
+        arguments += () if role in ("bus", "prepare") else ("--bus", url or self.url)
+        arguments += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):
-            command += ["--set", setting]
-        command += words
+            arguments += ["--set", setting]
+        arguments += words
         name = name or role
         if role in ("actor", "engine") or (role == "learner" and not instant):
-            command += ["--id", name]
+            arguments += ["--id", name]
         log_file = self.directory / f"{name}.log"
-        with log_file.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
+        process = Forked.module(module, arguments, log_file, {"PYTHONUNBUFFERED": "1"})
         part = Part(role, name, process, log_file)
         self.started.append(part)
         return part
@@ -123,7 +110,7 @@ class Parts:
         address = self.root / "bus.url"
         async with asyncio.timeout(PATIENCE_S):
             while not address.exists():
-                assert bus.process.poll() is None, bus.log
+                assert bus.process.returncode is None, bus.log
                 await asyncio.sleep(0.05)
         return address.read_text().strip()
 
@@ -135,13 +122,13 @@ class Parts:
     def end(self) -> None:
         """End the processes, the last started first; the bus gets only SIGTERM, and stops its server itself."""
         for part in reversed(self.started):
-            if part.process.poll() is None:
+            if part.process.returncode is None:
                 with contextlib.suppress(psutil.Error):
                     thaw(part.family())
                 part.process.send_signal(signal.SIGTERM if part.name == "bus" else signal.SIGKILL)
                 try:
                     part.process.wait(60)
-                except subprocess.TimeoutExpired:
+                except TimeoutError:
                     part.kill()
 
 

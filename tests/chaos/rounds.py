@@ -86,7 +86,7 @@ async def _round(run: Parts, bus: Bus, name: str, one: Round, victims: Sequence[
     victim = run.start("engine", *victims, name=name, instant=one.phase, how=one.how)
     async with asyncio.timeout(PATIENCE_S):
         while not (run.directory / f"{name}.died").exists():
-            assert victim.process.poll() is None, f"{one}: {victim.log[-3000:]}"
+            assert victim.process.returncode is None, f"{one}: {victim.log[-3000:]}"
             await asyncio.sleep(0.02)
     await new_steps(bus, 3)
     if one.how.startswith("STOP"):
@@ -98,7 +98,7 @@ async def _round(run: Parts, bus: Bus, name: str, one: Round, victims: Sequence[
     try:
         await _back(bus, victim, head, str(one))
     except AssertionError:
-        if not one.may_end or victim.process.poll() != 1:
+        if not one.may_end or victim.process.returncode != 1:
             raise
         victim = run.start("engine", *victims, name=name)
         await _back(bus, victim, head, f"{one}, started again")
@@ -120,7 +120,7 @@ async def serving(bus: Bus, engine: Part, version: int, what: str) -> LiveRow:
     view = LiveView(bus)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
-            while engine.process.poll() is None:
+            while engine.process.returncode is None:
                 for row in await view.alive("engine"):
                     if row.id == engine.name and row.pid == engine.process.pid and row.phase == "serving" and row.version >= version:
                         return row

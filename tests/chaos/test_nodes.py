@@ -1,6 +1,7 @@
 """A learner on two nodes, as two agents on one machine: after a death the next attempt follows, and the bits are those of one node."""
 
 import asyncio
+import re
 import signal
 from pathlib import Path
 
@@ -56,7 +57,7 @@ async def _killed_and_drained(run: Parts) -> None:
         other = _agent(run, 1, name="node 1 again")
         await _running(bus, killed.epoch)
         await new_steps(bus, 2)
-        assert leader.process.poll() is None
+        assert leader.process.returncode is None
         for agent in (leader, other):
             agent.process.send_signal(signal.SIGTERM)
         for agent in (leader, other):
@@ -72,8 +73,8 @@ def _agent(run: Parts, node: int, name: str = "") -> Part:
 
 
 def _rank(agent: Part, rank: int) -> psutil.Process:
-    """Return the process of a rank."""
-    return next(one for one in agent.family() if "rank" in one.cmdline() and one.environ().get("RANK") == str(rank))
+    """Return the process of a rank, the last that the agent has started."""
+    return psutil.Process(int(re.findall(rf"started child=rank {rank} pid=(\d+)", agent.log)[-1]))
 
 
 async def _running(bus: Bus, after: int) -> Attempt:

@@ -190,7 +190,7 @@ async def _rest_and_judge(run: Parts, bus: Bus, seen: dict[int, str]) -> Verdict
 
 
 def _running(run: Parts, role: str) -> list[Part]:
-    return [part for part in run.started if part.role == role and part.process.poll() is None]
+    return [part for part in run.started if part.role == role and part.process.returncode is None]
 
 
 async def _new_steps(bus: Bus, count: int) -> None:
