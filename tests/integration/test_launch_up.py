@@ -74,8 +74,6 @@ async def test_a_drained_learner_has_not_finished(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
-            loaded = Path(f"/proc/{(await live(bus, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
-            assert "tokenizers" in loaded and "libtorch" not in loaded, "the feeder needs transformers' tokenizers, and no torch"
             os.kill((await live(bus, "learner")).pid, signal.SIGTERM)
         assert await asyncio.to_thread(run.wait) == 0, run.log
     assert "the learner drained at step" in run.log
@@ -94,6 +92,9 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
         only_bus = {name: value for name, value in settings.items() if name != "RUN"}
         with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
             with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
+                async with connect(settings["BUS"], "smoke", name="test", wait_s=UP_LIMIT_S) as found:
+                    loaded = Path(f"/proc/{(await live(found, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
+                assert "tokenizers" in loaded and "libtorch" not in loaded, "the feeder needs transformers' tokenizers, and no torch"
                 assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
                 for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
                     process.terminate()

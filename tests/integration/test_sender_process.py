@@ -19,7 +19,8 @@ import torch
 
 from bus.client.reach import HERE
 from bus.wire.messages import Capabilities, LiveRow
-from tests.integration.test_weightstore_broadcast import LARGE, SMALL, child, hang_before_receiving, pattern, receive_all, told
+from tests.forked import piped
+from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from weightstore.config import Deadlines
@@ -73,7 +74,7 @@ def test_every_receiver_gets_the_bytes_of_the_staging_memory() -> None:
     memory = HostMemory()
     block = memory.empty(LARGE + SMALL)
     small, large = block[LARGE:], block[:LARGE]
-    with hosted(3, memory) as sender, child(receive_all, sender.port, 1, 3) as (one, _), child(receive_all, sender.port, 2, 3) as (two, _):
+    with hosted(3, memory) as sender, piped(receive_all, sender.port, 1, 3) as (one, _), piped(receive_all, sender.port, 2, 3) as (two, _):
         sender.meet()
         for flat, following in ((small, large), (large, small), (small, None)):
             flat.copy_(pattern(flat.numel()))  # filled after the process has mapped it
@@ -89,7 +90,7 @@ def test_every_receiver_gets_the_bytes_of_the_staging_memory() -> None:
 def test_a_receiver_lost_in_a_broadcast_ends_the_call(how: signal.Signals) -> None:
     memory = HostMemory()
     flat = memory.empty(LARGE)
-    with hosted(2, memory, timeout_s=FAR_S) as sender, child(hang_before_receiving, sender.port, 1, 2) as (pipe, _):
+    with hosted(2, memory, timeout_s=FAR_S) as sender, piped(hang_before_receiving, sender.port, 1, 2) as (pipe, _):
         sender.meet()
         flat[:SMALL].copy_(pattern(SMALL))
         sender.send(flat[:SMALL])
@@ -108,7 +109,7 @@ def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(how: signal.Si
     """NCCL's watchdog ends its process by SIGABRT; a call that cannot be interrupted looks as a stopped process does."""
     memory = HostMemory()
     flat = memory.empty(SMALL)
-    with hosted(2, memory, timeout_s=LIMIT_S) as sender, child(receive_all, sender.port, 1, 2):
+    with hosted(2, memory, timeout_s=LIMIT_S) as sender, piped(receive_all, sender.port, 1, 2):
         sender.meet()
         os.kill(sender.pid, how)
         with pytest.raises(PeerLost, match=reason):
