@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from bus.streams.bus import Bus
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
 from bus.wire.parts import Joining, PartsManifest
@@ -169,3 +170,9 @@ class Proxy:
                 else:
                     writer.write(data)
         writer.close()
+
+
+async def until_backlog(bus: Bus, waiting: int, leased: int) -> None:
+    """Wait until the queue has these numbers: the server counts a stored task for its consumers a moment later."""
+    while await bus.tasks.backlog() != (waiting, leased):  # noqa: ASYNC110 - the server sends no event
+        await asyncio.sleep(0.01)

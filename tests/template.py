@@ -9,6 +9,7 @@ when its parent ends. A program that may start others is forked with a template 
 Requests and answers go over a socket pair, one at a time: a pickled ``Request`` with descriptors, then the process id.
 """
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -22,12 +23,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = [
@@ -206,9 +208,26 @@ def _be_template(asked: socket.socket, owner: int) -> None:
     request = _serve(asked, owner)
     if request is None:
         os._exit(0)
-    code = _run(request)
-    gc.freeze()  # as in ``launch.__main__``
-    sys.exit(code)
+    _end(lambda: _run(request))
+
+
+def _end(main: Callable[[], Any]) -> NoReturn:
+    """Run ``main`` and end the process as the interpreter does, but for freeing every object: that would copy all pages of the template."""
+    code: Any = 1
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _end_with(parent: int) -> None:

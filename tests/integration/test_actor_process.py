@@ -24,6 +24,7 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import until_backlog
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
@@ -72,7 +73,7 @@ async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(open
         found = await all_samples(bus)
         assert Counter((s.task, s.index) for s in found) == {(task, index): 1 for task in tasks[:2] for index in range(4)}
         assert {s.status for s in found} <= {Status.COMPLETED, Status.TRUNCATED}
-        assert await bus.tasks.backlog() == (3, 0)
+        await until_backlog(bus, 3, 0)
         assert await bus.rows("live").get("actor.a1") is None
 
 

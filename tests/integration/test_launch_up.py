@@ -92,7 +92,9 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
         only_bus = {name: value for name, value in settings.items() if name != "RUN"}
         with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
             with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
-                async with connect(settings["BUS"], "smoke", name="test", wait_s=UP_LIMIT_S) as found:
+                while not (tmp_path / "run" / "bus.url").exists():  # noqa: ASYNC110 - written when its streams are there
+                    await asyncio.sleep(0.05)
+                async with connect(settings["BUS"], "smoke", name="test") as found:
                     loaded = Path(f"/proc/{(await live(found, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
                 assert "tokenizers" in loaded and "libtorch" not in loaded, "the feeder needs transformers' tokenizers, and no torch"
                 assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
