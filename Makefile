@@ -66,8 +66,8 @@ TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integra
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
-# Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
-BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
+BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(BESIDE)
