@@ -41,13 +41,14 @@ TABLE = {
     "regex": "rewards.regex:regex",
     "remote": "rewards.http.remote:Remote",
     "repetition": "rewards.repetition:repetition",
+    "reward_model": "rewards.http.reward_model:RewardModel",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
-UNBOUNDED = frozenset({"code", "judge", "math_verify", "regex", "remote"})
+UNBOUNDED = frozenset({"code", "judge", "math_verify", "regex", "remote", "reward_model"})
 """Built-in rewards that can take long: an actor runs them in child processes."""
 
-ASKING = frozenset({"judge", "remote"})
+ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code"}
 """Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted with them."""

@@ -90,11 +90,11 @@ async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIt
 
 
 @contextmanager
-def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Iterator[str]:
+def sglang_server(python: str, directory: Path, log: Path, *, dtype: str, **more: Any) -> Iterator[str]:
     """Run a server in a loop and a thread of its own; yield its URL."""
     kept = KeptPort()
     port = kept.number
-    words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING})
+    words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING, **more})
     ready, stop, failed = threading.Event(), threading.Event(), list[str]()
 
     async def run() -> None:

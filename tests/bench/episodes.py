@@ -3,9 +3,10 @@
 python -m tests.bench.episodes [--episodes 32] [--turns 6] [--new-tokens 32] [--rounds 3]
 
 An episode's prompt grows by its answers. ``direct``: the actor's client of engines, no gateway. ``ids``: the gateway's /generate with token
-ids. ``chat``: chat completions, with their history made into token ids again. ``log``: ``ids`` with ``again: replay``, every turn stored
-on a real bus before it is given. All take part in each round, in another order; the ratio is that of the medians. Engine,
-gateway and programs share this process, and the model is tiny: the long turns of a large model do not hide the gateway's share here.
+ids. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus before it is given. ``direct chat``: the same program of chat
+completions asks the engine's own OpenAI API; ``chat``: the gateway's, which makes the history into the token ids of its answers again. All
+take part in each round, in another order; the ratio is that of the medians. Engine, gateway and programs share this process, and the
+model is tiny: the long turns of a large model do not hide the gateway's share here.
 """
 
 import argparse
@@ -59,13 +60,13 @@ def by_ids(turns: int) -> Callable[[Client], Awaitable[float]]:
     return program
 
 
-def by_chat(turns: int) -> Callable[[Client], Awaitable[float]]:
-    """Return a program of chat messages."""
+def by_chat(turns: int, **sampling: Any) -> Callable[[Client], Awaitable[float]]:
+    """Return a program of chat messages. ``sampling``: members of its requests."""
 
     async def program(client: Client) -> float:
         messages = [("user", f"What is three plus {client.task['task']}?")]
         for _ in range(turns):
-            messages += [("assistant", said(await client.chat(*messages))), ("user", "Are you sure?")]
+            messages += [("assistant", said(await client.chat(*messages, **sampling))), ("user", "Are you sure?")]
         return 1.0
 
     return program
@@ -74,7 +75,7 @@ def by_chat(turns: int) -> Callable[[Client], Awaitable[float]]:
 async def measured(args: argparse.Namespace) -> dict[str, list[float]]:
     """Return turns/s by way and round."""
     sampling = Sampling(temperature=1.0, max_new_tokens=args.new_tokens)
-    found: dict[str, list[float]] = {"direct": [], "ids": [], "chat": [], "log": []}
+    found: dict[str, list[float]] = {"direct": [], "ids": [], "log": [], "direct chat": [], "chat": []}
     with tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "model", max_position_embeddings=4096)
         with EmbeddedServer(Path(directory) / "nats", BusConfig()) as server:
@@ -87,6 +88,8 @@ async def measured(args: argparse.Namespace) -> dict[str, list[float]]:
                     return ProgramRollout(scene.gateway, InProcess(scene.session, program), max_calls_in_flight=4, **log)
 
                 ways: dict[str, Callable[[int], Awaitable[Any]]] = {"direct": lambda n: direct(scene, n, args.turns, sampling)}
+                own = by_chat(args.turns, temperature=1.0, max_tokens=args.new_tokens, model="m")
+                ways["direct chat"] = lambda n: own(Client(scene.session, f"{scene.served.engine.url}/v1", "", {"task": n}))
                 for name, made in (
                     ("ids", rollout(by_ids(args.turns))),
                     ("chat", rollout(by_chat(args.turns))),
@@ -109,12 +112,12 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:  # the loop of an actor
         found = runner.run(measured(parser.parse_args()))
-    base = statistics.median(found["direct"])
     for name, speeds in found.items():
-        median = statistics.median(speeds)
+        direct = "direct chat" if "chat" in name else "direct"
+        median, base = statistics.median(speeds), statistics.median(found[direct])
         more_ms = 1000 * (1 / median - 1 / base)
-        ratio, spread = f"{median / base:5.2f} of direct", f"({min(speeds):.1f} .. {max(speeds):.1f})"
-        print(f"{name:8} {median:8.1f} turns/s   {ratio}   {more_ms:+6.2f} ms a turn   {spread}")
+        ratio, spread = f"{median / base:5.2f} of {direct}", f"({min(speeds):.1f} .. {max(speeds):.1f})"
+        print(f"{name:11} {median:8.1f} turns/s   {ratio:19}   {more_ms:+6.2f} ms a turn   {spread}")
     return 0
 
 

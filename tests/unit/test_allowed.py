@@ -55,7 +55,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("setting", ["actor.reward", "actor.reward_parts.a", "actor.group_reward"])
-@pytest.mark.parametrize("name", ["judge", "remote", "code", "mine:f"])
+@pytest.mark.parametrize("name", ["judge", "remote", "reward_model", "code", "mine:f"])
 def test_rewards_that_ask_servers_or_run_programs_are_taken_only_where_they_are_allowed(setting: str, name: str) -> None:
     """Their options name servers, variables of the environment and interpreters: the writer of the row must not choose those."""
     values: dict[str, Any] = {"actor": {"reward_parts": {"a": name}} if "parts" in setting else {setting.partition(".")[2]: name}}
