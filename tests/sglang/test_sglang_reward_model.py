@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rewards.children.limits import Limits
 from rewards.scorers.single import opened
@@ -14,20 +15,24 @@ from tests.tiny_models import tiny_config, write_tiny_tokenizer
 from tests.unit.test_rewards_http import request
 
 
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a random reward model of one output, whose template writes a BOS."""
+def write_reward_model(directory: Path, family: str) -> Path:
+    """Write a random reward model of one output, with a bias of zeros where SGLang has one (docs/rewards.md)."""
     from transformers import AutoModelForSequenceClassification
 
-    directory = write_tiny_tokenizer(tmp_path_factory.mktemp("reward-model"))
+    write_tiny_tokenizer(directory)
     torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(tiny_config("qwen2", num_labels=1)).float().save_pretrained(directory)
+    AutoModelForSequenceClassification.from_config(tiny_config(family, num_labels=1)).float().save_pretrained(directory)
+    if family == "qwen3":
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | {"score.bias": torch.zeros(1)}, file, metadata={"format": "pt"})
     return directory
 
 
-async def test_its_outputs_are_those_of_transformers(python: str, reward_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+async def test_its_outputs_are_those_of_transformers(python: str, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    reward_model = write_reward_model(tmp_path / "model", family)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).float().eval()
     responses = ["four", "five", "a longer answer, of several words.", "", "12" * 20]
