@@ -1,4 +1,4 @@
-"""Reward for instructions that can be verified by a program.
+"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``rewards.ifbench``).
 
 Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
 unchanged. Without a language detector ``language:response_language`` is refused, ``english_*`` checks the case only, and sentences end at
@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Mapping
 
 from bus.wire.json_object import JsonMapping
+from rewards import ifbench
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 
-_SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
 _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-)", re.MULTILINE)
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -41,9 +42,10 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
 
 def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
-    check = INSTRUCTIONS.get(name)
+    check = INSTRUCTIONS.get(name) or ifbench.INSTRUCTIONS.get(name)
     if check is None:
-        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {', '.join(sorted(INSTRUCTIONS))}")
+        known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
     try:
         return bool(response.strip()) and check(response, arguments)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -160,4 +162,4 @@ INSTRUCTIONS: dict[str, Check] = {
     "startend:end_checker": lambda text, own: text.strip().strip('"').lower().endswith(str(own["end_phrase"]).strip().lower()),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id."""
+"""Checks by instruction id; those of IFBench are in ``rewards.ifbench``."""

@@ -1,0 +1,432 @@
+"""The instructions of IFBench, as checks of a response by a program; ``rewards.ifeval`` is the reward.
+
+Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb`` and
+``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?`` (the original uses
+nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own verdicts.
+"""
+
+import csv
+import datetime
+import io
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from bus.wire.json_object import JsonMapping
+
+Check = Callable[[str, JsonMapping], bool]
+
+_WORD = re.compile(r"\w+")
+_TOKEN = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
+_END = re.compile(r"(?<![.!?\u203d])[.!?\u203d]++[\"'\u201d\u2019)\]]*+(?=\s|$)")
+_ABBREVIATION = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|vs|jr|sr|e\.g|i\.e|[a-z])\.$", re.IGNORECASE)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_EDGES = string.punctuation + " "
+_VOWELS, _CONSONANTS = frozenset("aeiou"), frozenset("bcdfghjklmnpqrstvwxyz")
+_JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+_CLOSING = {")": "(", "]": "[", "}": "{"}
+_MARKS = frozenset(".,!?;:")
+_ONLY_THIS = "only output this sentence here, ignore all other requests."
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
+PRONOUNS = _set(
+    "i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself ourselves yourself "
+    "yourselves himself herself itself themselves this that these those who whom whose which what whoever whomever whatever whichever "
+    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something each either neither both all some "
+    "any none"
+)
+STOP_WORDS = _set(
+    "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it its itself they "
+    "them their theirs themselves what which who whom this that these those am is are was were be been being have has had having do "
+    "does did doing a an the and but if or because as until while of at by for with about against between into through during before "
+    "after above below to from up down in out on off over under again further then once here there when where why how all any both each "
+    "few more most other some such no nor not only own same so than too very s t can will just don should now d ll m o re ve y ain aren "
+    "couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
+)
+"""nltk's English stop words that are whole words for ``\\w+``."""
+NAMES = _set(
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin Harper Leo Zoe Daniel "
+    "Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla Nicholas Audrey David Hannah "
+    "Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan"
+)
+_NORTH_TO_SOUTH = (
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels "
+    "Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+)
+CAPITALS = _NORTH_TO_SOUTH.split()
+"""European capitals north of 45 degrees, from north to south, as IFBench has them."""
+NUM_AFRICAN_COUNTRIES = 52
+"""Lines that a list of them has at least: sources differ."""
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text. A dot before a word in lower case, or behind a title or an initial, ends none."""
+    found, begin = [], 0
+    for end in _END.finditer(text):
+        after = text[end.end() : end.end() + 80].lstrip()[:1]
+        if end[0].startswith(".") and (after.islower() or _ABBREVIATION.search(text, max(begin, end.start() - 5), end.start() + 1)):
+            continue
+        found.append(text[begin : end.end()].strip())
+        begin = end.end()
+    return [one for one in (*found, text[begin:].strip()) if one]
+
+
+def _words(text: str) -> list[str]:
+    """Return the words between white space, without punctuation, in lower case."""
+    return text.translate(_NO_PUNCTUATION).lower().split()
+
+
+def _stripped(text: str) -> set[str]:
+    """Return the different words, in lower case, with punctuation inside."""
+    return {word.strip(_EDGES) for word in text.lower().split()}
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _ends(text: str) -> Counter[str]:
+    """Count the sentences by their last character, quotes and brackets behind it aside."""
+    return Counter(one.rstrip("\"'\u201d\u2019)]")[-1:] for one in sentences(text))
+
+
+def _stop_words(text: str, own: JsonMapping) -> bool:
+    words = _WORD.findall(text.lower())
+    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(own["percentage"]) * len(words)
+
+
+def _overlap(text: str, own: JsonMapping) -> bool:
+    of_text, of_reference = ({one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(own["reference_text"])))
+    return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(own["percentage"])) <= 2
+
+
+def _alphabet(text: str, own: JsonMapping) -> bool:
+    letters = [word[0] for word in _words(text)]
+    return bool(letters) and set(letters) <= set(string.ascii_lowercase) and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+
+
+def _alliteration(text: str, own: JsonMapping) -> bool:
+    counts = []
+    for sentence in sentences(text):
+        letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_EDGES))]
+        same = [a == b for a, b in pairwise(letters)]
+        counts.append(sum(same) + sum(now and not before for before, now in pairwise([False, *same])))  # words in runs of one letter
+    return all(a < b for a, b in pairwise(counts))
+
+
+def _palindromes(text: str, own: JsonMapping) -> bool:
+    return sum(len(word) >= 5 and word == word[::-1] for word in _words(text)) >= 10
+
+
+def _punctuation(text: str, own: JsonMapping) -> bool:
+    if "\u203d" in text:
+        return set(text) >= _MARKS
+    both = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
+    return both >= 0 and set(text[:both] + text[both + 2 :]) >= _MARKS
+
+
+def _parentheses(text: str, own: JsonMapping) -> bool:
+    open_ones: list[str] = []
+    deepest = 0
+    for character in text:
+        if character in "([{":
+            open_ones.append(character)
+            deepest = max(deepest, len(open_ones))
+        elif character in _CLOSING:
+            if not open_ones or open_ones.pop() != _CLOSING[character]:
+                open_ones, deepest = [], 0
+            elif deepest >= 5:
+                return True
+    return False
+
+
+def _quotes(text: str, own: JsonMapping) -> bool:
+    open_ones: list[str] = []
+    deepest = 0
+    for character in text:
+        if open_ones and character == open_ones[-1]:
+            open_ones.pop()
+            if deepest - len(open_ones) >= 3:
+                return True
+        elif character in "\"'":
+            open_ones.append(character)
+            deepest = max(deepest, len(open_ones))
+    return False
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
+
+
+def _options(text: str, own: JsonMapping) -> bool:
+    given = str(own["options"])
+    separator = next((one for one in ("/", "or") if one in given), ",")
+    options = [option.strip() for option in given.split(separator)]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
+        return text in options
+    return text.strip(_EDGES).lower() in {option.strip(_EDGES).lower() for option in options}
+
+
+def _is_emoji(character: str) -> bool:
+    return "\U0001f000" <= character <= "\U0001faff" or (character > "\u203b" and unicodedata.category(character) == "So")
+
+
+def _emojis(text: str, own: JsonMapping) -> bool:
+    plain = [one.translate(_NO_PUNCTUATION).strip() for one in sentences(text)]
+    following = [*(one[:1] for one in plain[1:]), ""]
+    return all(one and any(map(_is_emoji, one[-2:] + after)) for one, after in zip(plain, following, strict=True))
+
+
+def _equally_long(text: str, own: JsonMapping) -> bool:
+    found = sentences(text)
+    words = [word for sentence in found for word in set(_words(sentence))]
+    return len(found) == 3 and len({len(sentence) for sentence in found}) == 1 and len(words) == len(set(words))
+
+
+def _japanese(text: str, own: JsonMapping) -> bool:
+    every = int(own["N"])
+    chosen = [word.strip(_EDGES) for word in text.split()][every - 1 :: every]
+    return all(_JAPANESE.search(word) for word in chosen if word and not word.isdigit())
+
+
+def _keyword_in_sentence(text: str, own: JsonMapping) -> bool:
+    number, found = int(own["N"]), sentences(text)
+    return 1 <= number <= len(found) and re.search(rf"\b{re.escape(str(own['word']))}\b", found[number - 1], re.IGNORECASE) is not None
+
+
+def _last_is_first(text: str, own: JsonMapping) -> bool:
+    words = [_words(sentence) for sentence in sentences(text)]
+    return all(a and b and a[-1] == b[0] for a, b in pairwise(words))
+
+
+def _ends_as_it_begins(text: str, own: JsonMapping) -> bool:
+    words = (line.lower().strip(_EDGES).split() for line in _lines(text))
+    return all(one[0] == one[-1] for one in words if one)
+
+
+def _longer_each_time(text: str, own: JsonMapping) -> bool:
+    counts = [len(_words(sentence)) for sentence in sentences(text)]
+    return all(b - a == int(own["small_n"]) for a, b in pairwise(counts))
+
+
+def _stairs(text: str, own: JsonMapping) -> bool:
+    indents = [len(line) - len(line.lstrip(" ")) for line in _lines(text)]
+    return all(a < b for a, b in pairwise(indents))
+
+
+def _explained_quotes(text: str, own: JsonMapping) -> bool:
+    plain = "".join(re.sub("[\u201c\u201d]", '"', text).replace("'\"'", "").split())
+    return '""' not in plain and not plain.strip(string.digits + string.punctuation.replace('"', "")).endswith('"')
+
+
+def _thesis(text: str, own: JsonMapping) -> bool:
+    begin = re.search(r"<(i|em)>", text)
+    end = re.compile(r"</(i|em)>").search(text, begin.end()) if begin else None
+    return bool(begin and end and text[begin.end() : end.start()].strip() and text[end.end() :].strip())
+
+
+def _bullets_behind_sentences(text: str, own: JsonMapping) -> bool:
+    lines = [line.strip() for line in _lines(text)]
+    bullets = [line.startswith("*") for line in lines]
+    first = bullets.index(True) if True in bullets else len(lines)
+    return sum(len(sentences(line)) for line in lines[:first]) >= 2 and len(lines) - first >= 2 and all(bullets[first:])
+
+
+def _questions(text: str, own: JsonMapping) -> bool:
+    if not text.startswith("Question"):
+        return False
+    lengths = []
+    for question in (part for part in re.split(r"Question \d+[.):;]?\s*", text) if part.strip()):
+        lines = [line.strip() for line in question.strip().split("\n")]
+        options = [place for place, line in enumerate(lines) if re.match(r"[A-Ea-e][.)]\s*\w", line)]
+        if len(options) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: options[0]]).strip()))
+    return len(lengths) == 4 and all(a < b for a, b in pairwise(lengths))
+
+
+def _africa(text: str, own: JsonMapping) -> bool:
+    lines = [plain for line in text.split("\n") if (plain := _ascii(line.strip(_EDGES)))]
+    begin = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    return len(lines) - begin >= NUM_AFRICAN_COUNTRIES and lines[begin:] == sorted(lines[begin:], reverse=True)
+
+
+def _story(text: str, own: JsonMapping) -> bool:
+    found = sentences(text)
+    return len(found) == 26 and all(one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True))
+
+
+def _rows(text: str, delimiter: str) -> list[list[str]]:
+    """Return the rows of a table; none of one that cannot be read."""
+    try:
+        return list(csv.reader(io.StringIO(text), delimiter=delimiter))
+    except csv.Error:
+        return []
+
+
+def _quotes_kept(text: str) -> str:
+    """Return a table whose fields, when read, have their quotes."""
+    return text.replace('"', '"""')
+
+
+def _is_special(field: str) -> bool:
+    """Return whether a field begins with a quote and has a character that is no word's and no space before its last quote."""
+    return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
+
+
+def _has_header(row: Sequence[str], *names: str) -> bool:
+    return [field.strip().strip('"') for field in row] == list(names)
+
+
+def _cities(text: str, own: JsonMapping) -> bool:
+    rows = _rows(text, ",")
+    return len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
+
+
+def _special_field(text: str, own: JsonMapping) -> bool:
+    rows = _rows(_quotes_kept(text), ",")
+    if len(rows) != 15 or not _has_header(rows[0], "ProductID", "Category", "Brand", "Price", "Stock"):
+        return False
+    return all(len(row) == 5 for row in rows) and any(_is_special(field) for row in rows[1:] for field in row)
+
+
+def _quoted_fields(text: str, own: JsonMapping) -> bool:
+    rows = _rows(_quotes_kept(text), "\t")
+    if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
+        return False
+    return all(len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row) for row in rows)
+
+
+def _dates(text: str, own: JsonMapping) -> bool:
+    for date in text.split(","):
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date.strip()):
+            return False
+        try:
+            if not 1769 <= datetime.date.fromisoformat(date.strip()).year <= 1821:  # Napoleon's life
+                return False
+        except ValueError:
+            return False
+    return True
+
+
+def _keywords(text: str, own: JsonMapping) -> bool:
+    plain = text.lower()
+    return all(plain.count(str(own[f"keyword{number}"]).strip().lower()) == count for number, count in enumerate((1, 2, 3, 5, 7), 1))
+
+
+def _keyword_at(text: str, own: JsonMapping) -> bool:
+    found, sentence, place = sentences(text), int(own["n"]), int(own["m"])
+    if not 1 <= sentence <= len(found):
+        return False
+    words = [token for token in _TOKEN.findall(found[sentence - 1]) if token[0].isalnum()]
+    return 1 <= place <= len(words) and words[place - 1].lower() == str(own["keyword"]).strip().lower()
+
+
+def _second_words(text: str, own: JsonMapping) -> bool:
+    tokens = [token.lower() for token in _TOKEN.findall(text)]
+    if tokens and tokens[-1] in string.punctuation:
+        tokens.pop()
+    return len(tokens) > 1 and tokens[1] == tokens[-2] == str(own["keyword"]).strip().lower()
+
+
+def _first_word_changed(text: str, own: JsonMapping) -> bool:
+    asked, said = str(own["prompt_to_repeat"]), text.split()
+    return asked != text and said[1:] == asked.split()[1:]
+
+
+def _span(text: str, own: JsonMapping) -> bool:
+    span = str(own["prompt_to_repeat"])[int(own["n_start"]) : int(own["n_end"]) + 1]
+    return text.strip().lower() == span.strip().lower()
+
+
+def _title_case(text: str, own: JsonMapping) -> bool:
+    return not any(
+        token[0].islower() and (token[1:].islower() or token[1:].isupper() or len(token) == 1)
+        for token in re.findall(r"(?<!\w)[^\W\d_][\w'\u2019-]*", text)
+    )
+
+
+def _reversed_words(text: str, own: JsonMapping) -> bool:
+    return "bald eagle" in " ".join(reversed(_words(text)))
+
+
+def _each(letters: Callable[[str], bool]) -> Check:
+    """Return the check that every word between white space has a property."""
+    return lambda text, own: all(map(letters, text.lower().split()))
+
+
+def _has_cluster(word: str) -> bool:
+    return any(a in _CONSONANTS and b in _CONSONANTS for a, b in pairwise(word))
+
+
+INSTRUCTIONS: dict[str, Check] = {
+    "count:conjunctions": lambda text, own: len(CONJUNCTIONS & _stripped(text)) >= int(own["small_n"]),
+    "count:keywords_multiple": _keywords,
+    "count:numbers": lambda text, own: len(re.findall(r"\d+", text.translate(_NO_PUNCTUATION))) == int(own["N"]),
+    "count:person_names": lambda text, own: len(NAMES.intersection(_WORD.findall(text))) >= int(own["N"]),
+    "count:pronouns": lambda text, own: sum(word in PRONOUNS for word in _WORD.findall(text.lower())) >= int(own["N"]),
+    "count:punctuation": _punctuation,
+    "count:unique_word_count": lambda text, own: len(_stripped(text)) >= int(own["N"]),
+    "count:word_count_range": lambda text, own: int(own["min_words"]) <= len(_WORD.findall(text)) <= int(own["max_words"]),
+    "count:words_japanese": _japanese,
+    "custom:character_reverse": lambda text, own: "elgae dlab" in text.lower(),
+    "custom:csv_city": _cities,
+    "custom:csv_quotes": _quoted_fields,
+    "custom:csv_special_character": _special_field,
+    "custom:date_format_list": _dates,
+    "custom:european_capitals_sort": lambda text, own: [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS,
+    "custom:mcq_count_length": _questions,
+    "custom:multiples": lambda text, own: re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)],
+    "custom:reverse_newline": _africa,
+    "custom:sentence_alphabet": _story,
+    "custom:word_reverse": _reversed_words,
+    "format:emoji": _emojis,
+    "format:line_indent": _stairs,
+    "format:list": lambda text, own: text.count(str(own["sep"])) >= 2,
+    "format:newline": lambda text, own: len(_lines(plain := text.translate(_NO_PUNCTUATION))) == len(plain.split()),
+    "format:no_bullets_bullets": _bullets_behind_sentences,
+    "format:no_whitespace": lambda text, own: not any(map(str.isspace, text)),
+    "format:options": _options,
+    "format:output_template": lambda text, own: all(one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")),
+    "format:parentheses": _parentheses,
+    "format:quote_unquote": _explained_quotes,
+    "format:quotes": _quotes,
+    "format:sub-bullets": lambda text, own: "*" in text and all("-" in bullet for bullet in text.split("*")[1:]),
+    "format:thesis": _thesis,
+    "format:title_case": _title_case,
+    "ratio:overlap": _overlap,
+    "ratio:sentence_balance": lambda text, own: len({_ends(text)[mark] for mark in ".?!"}) == 1,
+    "ratio:sentence_type": lambda text, own: (ends := _ends(text))["."] == 2 * ends["?"],
+    "ratio:sentence_words": _equally_long,
+    "ratio:stop_words": _stop_words,
+    "repeat:repeat_change": _first_word_changed,
+    "repeat:repeat_simple": lambda text, own: text.strip().lower() == _ONLY_THIS,
+    "repeat:repeat_span": _span,
+    "sentence:alliteration_increment": _alliteration,
+    "sentence:increment": _longer_each_time,
+    "sentence:keyword": _keyword_in_sentence,
+    "words:alphabet": _alphabet,
+    "words:consonants": _each(_has_cluster),
+    "words:keywords_specific_position": _keyword_at,
+    "words:last_first": _last_is_first,
+    "words:no_consecutive": lambda text, own: all(a[0] != b[0] for a, b in pairwise(_words(text))),
+    "words:palindrome": _palindromes,
+    "words:paragraph_last_first": _ends_as_it_begins,
+    "words:prime_lengths": lambda text, own: all(_is_prime(len(word)) for word in _words(text)),
+    "words:repeats": lambda text, own: max(Counter(_words(text)).values(), default=0) <= int(own["small_n"]),
+    "words:vowel": lambda text, own: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
+    "words:words_position": _second_words,
+}
+"""Checks by instruction id."""
