@@ -68,6 +68,7 @@ test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-
 
 # Four files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+TWO_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(BESIDE)
@@ -89,10 +90,10 @@ test-all: check
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
-	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python
+	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python $(TWO_BESIDE)
 
 test-sglang-all: setup $(SGLANG)/.ready
-	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python
+	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(TWO_BESIDE)
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
 test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
