@@ -68,6 +68,7 @@ test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-
 
 # Four files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+# Two, each with a server of SGLang: a start of one needs both cores.
 TWO_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup

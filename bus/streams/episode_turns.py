@@ -18,6 +18,7 @@ from typing import Any
 
 from bus.client.jetstream import JetStream
 from bus.client.outbox import WRONG_LAST_SEQUENCE
+from bus.client.rows import Rows
 from bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
 from bus.wire import parts, subjects
 from bus.wire.codec import decode_turn_record, encode_turn_record
@@ -35,7 +36,7 @@ _TAKES = 8
 
 
 class Superseded(Exception):
-    """Another actor makes the sample now. This one ends the episode, and neither acks nor naks the task."""
+    """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the task."""
 
 
 @dataclass(slots=True)
@@ -84,11 +85,13 @@ class TurnStream:
         self.run = jet.run
         self.counters = TurnCounters()
         self._stream = subjects.stream(jet.run, subjects.TURNS)
+        self._rows = Rows(jet, "run")
 
     async def take(self, task: int, index: int, attempt: str, *, first: bool) -> tuple[list[TurnRecord], EpisodeLog]:
         """Begin to write the log of a sample; return the records of earlier attempts, and the log.
 
-        ``first``: no actor had the task before, so there should be none. Raises Superseded when others take it all the time.
+        ``first``: no actor had the task before, so there should be none. Raises Superseded when others take it all the time, and for a task
+        that is settled: a server that was killed can deliver one again, also as if for the first time, and its records are removed.
         """
         records: list[TurnRecord] = []
         for _ in range(_TAKES):
@@ -106,9 +109,20 @@ class TurnStream:
             except Superseded:
                 first = False
                 continue
+            if not records and await self._settled(task):
+                break
             return records, log
         self.counters.superseded += 1
         raise Superseded
+
+    async def _settled(self, task: int) -> bool:
+        """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are removed (``trim``)."""
+        try:
+            row, _ = await self._rows.read(subjects.FLOOR_KEY)
+        except BusError as error:
+            _log.warning("task floor not read task=%d error=%s", task, error)
+            return False
+        return row is not None and row["floor"] >= task
 
     async def store(self, record: TurnRecord, message_id: str, last: int) -> int | None:
         """Store a record behind sequence ``last`` of its subject; return its sequence, None when it is not stored. Raises Superseded."""
@@ -148,7 +162,10 @@ class TurnStream:
             except Refused as error:
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
-                message = await self._jet.last(self._stream, subject)
+                try:
+                    message = await self._jet.last(self._stream, subject)
+                except NotFound:  # removed, because the task is settled
+                    raise Superseded from None
                 if message.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]:
                     return message.seq  # stored by a try that got no answer
                 raise Superseded from None
@@ -181,7 +198,7 @@ class TurnStream:
         return record
 
     async def trim(self, below: int) -> None:
-        """Remove the logs of tasks with ids < ``below``. Raises BusUnavailable."""
+        """Remove the logs of tasks with ids < ``below``, which the task floor says are settled. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
         await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

@@ -232,7 +232,7 @@ class TaskQueue:
         deliveries, seq = numbers.deliveries, numbers.seq
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await self._refresh()
+                await self._refresh(0.0 if deliveries > 1 else _REFRESH_EVERY_S)  # the first one may have settled it a moment ago
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
             _log.info("task floor not read reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
@@ -256,16 +256,18 @@ class TaskQueue:
         await self.dead.store(dead)
         await self.jet.connection.try_send(message.reply, ACK)
 
-    async def _refresh(self) -> None:
-        """Refresh the floor and the fences, when they are old."""
+    async def _refresh(self, within_s: float) -> None:
+        """Refresh the floor and the fences, unless they have been read within so many seconds."""
+        asked_s = time.monotonic()
         async with self._refreshing:  # or a second caller would use the old values
-            if time.monotonic() - self._refreshed_s < _REFRESH_EVERY_S:
+            if self._refreshed_s >= asked_s - within_s:
                 return
+            began_s = time.monotonic()
             row, _ = await self._rows.read(subjects.FLOOR_KEY)
             if row is not None:
                 self._floor = row["floor"]
             await self._fences.refresh()
-            self._refreshed_s = time.monotonic()
+            self._refreshed_s = began_s
 
 
 def _decode(message: Message | Delivered) -> Task | Fence:

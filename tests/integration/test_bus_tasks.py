@@ -40,6 +40,18 @@ async def test_a_task_is_leased_once_and_acked(open_bus: BusOpener) -> None:
         assert await bus.tasks.backlog() == (0, 0)
 
 
+async def test_a_task_that_comes_again_is_passed_over_as_soon_as_it_is_settled(open_bus: BusOpener) -> None:
+    """The floor that an actor has read may be old; for a task that others have had it is read again."""
+    async with open_bus() as bus:
+        first, second = await issue(bus, 2)
+        held = await lease(bus)
+        await bus.tasks.raise_floor(first)
+        await held.nak()
+        assert (await lease(bus)).task.id == second
+        assert await bus.tasks.lease(0.3) is None
+        await until_backlog(bus, 0, 1)
+
+
 async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener) -> None:
     """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
     heard: asyncio.Queue[int] = asyncio.Queue()

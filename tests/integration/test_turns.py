@@ -87,6 +87,30 @@ async def test_an_actor_that_thinks_it_is_the_first_reads_what_there_is(open_bus
         await again.append(TurnKind.TURN, **turn(1))
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_the_episode_of_a_settled_task_is_not_begun_again(open_bus: BusOpener, first: bool) -> None:
+    """A server that was killed may deliver a task again whose ack it had, as if for the first time; its log is gone by then."""
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True)
+        await log.append(TurnKind.TURN, **turn(0))
+        await bus.tasks.raise_floor(1)
+        await bus.turns.trim(2)
+        with pytest.raises(Superseded):
+            await bus.turns.take(1, 0, "b", first=first)
+        records, log = await bus.turns.take(2, 0, "a", first=first)
+        assert records == [] and log.kept, "the next task is not settled"
+
+
+async def test_whose_log_is_removed_has_no_answer_to_give(open_bus: BusOpener) -> None:
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True)
+        await log.append(TurnKind.TURN, **turn(0))
+        await bus.turns.trim(2)
+        with pytest.raises(Superseded):
+            await log.append(TurnKind.TURN, **turn(1))
+        assert bus.turns.counters.unlogged == 0
+
+
 async def test_a_record_whose_answer_was_lost_is_found_as_its_own(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the server has forgotten its message id: then it names another last sequence than the record does."""
     async with open_bus(**WITH) as bus:
