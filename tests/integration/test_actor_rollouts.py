@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 from collections import Counter
 from pathlib import Path
@@ -97,9 +98,13 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
         for _ in range(2):
             while not (tmp_path / "up").exists():  # noqa: ASYNC110 - the program makes it
                 await asyncio.sleep(0.01)
-            (tmp_path / "up").unlink()
             (child,) = [pid for pid in children_of({os.getpid()}) if "child_program" in command(pid)]
+            ended = select.poll()
+            ended.register(handle := os.pidfd_open(child), select.POLLIN)
             os.kill(child, signal.SIGKILL)
+            ended.poll()
+            os.close(handle)
+            (tmp_path / "up").unlink()  # by now its other episode makes it no more, and the next child has not begun
         while (dead := await bus.dead.of(task)) is None:  # noqa: ASYNC110 - written by the actor
             await asyncio.sleep(0.02)
         assert "SIGKILL" in dead.reason
