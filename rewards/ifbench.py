@@ -277,7 +277,7 @@ def _rows(text: str, delimiter: str) -> list[list[str]]:
 
 
 def _quotes_kept(text: str) -> str:
-    """Return a table whose fields, when read, have their quotes."""
+    """Return a table of which ``csv`` reads the quotes of fields, too."""
     return text.replace('"', '"""')
 
 

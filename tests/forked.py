@@ -67,7 +67,7 @@ class Forked:
 
     @classmethod
     def module(cls, module: str, words: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, **rest: Any) -> "Forked":
-        """Start what ``python -m MODULE WORDS`` is."""
+        """Fork ``python -m MODULE WORDS``."""
         return cls(run_module, (module, tuple(words)), environment or {}, output, **rest)
 
     @property
@@ -146,7 +146,7 @@ class _Process:
 
 
 def run_module(module: str, words: Sequence[str]) -> None:
-    """Be ``python -m MODULE WORDS``, whose own children are forked, too."""
+    """Run ``python -m MODULE WORDS`` in this process; its own children are forked, too."""
     if INHERITED in os.environ:
         Child.spawn = _spawn  # type: ignore[method-assign]
     sys.argv[1:] = words

@@ -74,9 +74,9 @@ class Request:
     environment: Mapping[str, str]
     directory: str
     words: tuple[str, ...]
-    """What ``ps`` shows as its command line."""
+    """The command line that ``ps`` shows."""
     parents: bool
-    """Whether it may fork programs itself."""
+    """True if it may fork programs itself."""
 
 
 class Template:
@@ -110,7 +110,7 @@ class Template:
         request = Request(main=main, arguments=arguments, environment=environment, directory=directory, words=words, parents=parents)
         packet = pickle.dumps((session, tuple(descriptors), pickle.dumps(request)))
         with self._lock:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program, whose parent ends at once, becomes a child of this process
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the parent of the program ends at once; its next one is this process
             try:
                 socket.send_fds(self._asking, [packet], list(descriptors.values()))
                 answer = self._asking.recv(8)
@@ -135,7 +135,7 @@ def template() -> Template:
 
 
 def _serve(asked: socket.socket, owner: int) -> Request | None:
-    """Fork what is asked for, until the owner is gone. Returns in each program with its request, and in the template with None."""
+    """Fork the requested programs until the owner has ended. Returns the request in each program, and None in the template."""
     while True:
         packet, received, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not packet:
