@@ -13,7 +13,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from bus.wire.json_object import JsonMapping
 
@@ -63,6 +63,8 @@ _NORTH_TO_SOUTH = (
 )
 CAPITALS = _NORTH_TO_SOUTH.split()
 """European capitals north of 45 degrees, from north to south, as IFBench has them."""
+_MAX_ROWS = 16
+"""One more than any table has that is asked for."""
 NUM_AFRICAN_COUNTRIES = 52
 """Lines that a list of them has at least: sources differ."""
 
@@ -269,9 +271,9 @@ def _story(text: str, own: JsonMapping) -> bool:
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
-    """Return the rows of a table; none of one that cannot be read."""
+    """Return the rows of a table, the first ``_MAX_ROWS`` of a long one; none of one that cannot be read."""
     try:
-        return list(csv.reader(io.StringIO(text), delimiter=delimiter))
+        return list(islice(csv.reader(io.StringIO(text), delimiter=delimiter), _MAX_ROWS))
     except csv.Error:
         return []
 

@@ -145,13 +145,10 @@ def test_no_response_makes_a_check_raise(text: str) -> None:
 @pytest.mark.parametrize(
     "piece", [". ", ".", "?!", "a ", "a", '"', "'", "(", "([{)]}", "*", "Question 1", "A.\n", "<i>", "1,", '"&,', "\n", "J. ", "Ab. "]
 )
-def test_time_grows_with_the_length(piece: str) -> None:
-    """Sixteen times the length takes sixteen times as long, not 256 times."""
+def test_time_is_bounded_for_a_response_that_repeats(piece: str) -> None:
+    """A check that takes time by the square of the length would take minutes of this processor; all of them take a second."""
+    text = (piece * (1 << 18))[: 1 << 18] + "x"
+    begin = time.process_time()
     for name, own, _, _ in CASES:
-        took = []
-        for length in (1 << 13, 1 << 17):
-            text = (piece * length)[:length] + "x"
-            begin = time.process_time()
-            follows(name, own, text)
-            took.append(time.process_time() - begin)
-        assert took[1] < 100 * max(took[0], 0.005), f"{name}: {took}"
+        follows(name, own, text)
+    assert time.process_time() - begin < 60
