@@ -27,9 +27,8 @@ class Text:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             return None
-        with errors_as(
-            lambda error: ValueError(f"{path}: {error}")
-        ):  # the library raises plain Exception, and the files may have any content
+        # The library raises plain Exception, and the files may have any content.
+        with errors_as(lambda error: ValueError(f"{path}: {error}")):
             tokenizer = Tokenizer.from_file(str(path))
             config_path = model_dir / "tokenizer_config.json"
             config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}

@@ -100,28 +100,31 @@ class TurnStream:
                 try:
                     records, last = await asyncio.wait_for(self._read(task, index), READ_S)
                 except (BusError, TimeoutError) as error:
-                    _log.warning("log of an episode not read task=%d index=%d error=%s", task, index, error)
-                    self.counters.unlogged += 1
-                    return [], EpisodeLog(self, task, index, attempt, None)
+                    return [], self._not_read(task, index, attempt, error)
             log = EpisodeLog(self, task, index, attempt, last)
             try:
                 await log.append(TurnKind.TAKE)
             except Superseded:
                 first = False
                 continue
-            if not records and await self._settled(task):
-                break
+            try:
+                if not records and await asyncio.wait_for(self._settled(task), READ_S):
+                    break
+            except (BusError, TimeoutError) as error:
+                return [], self._not_read(task, index, attempt, error)
             return records, log
         self.counters.superseded += 1
         raise Superseded
 
+    def _not_read(self, task: int, index: int, attempt: str, error: Exception) -> EpisodeLog:
+        """Return the log of an episode that goes on without one."""
+        _log.warning("log of an episode not read task=%d index=%d error=%s", task, index, error)
+        self.counters.unlogged += 1
+        return EpisodeLog(self, task, index, attempt, None)
+
     async def _settled(self, task: int) -> bool:
         """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are removed (``trim``)."""
-        try:
-            row, _ = await self._rows.read(subjects.FLOOR_KEY)
-        except BusError as error:
-            _log.warning("task floor not read task=%d error=%s", task, error)
-            return False
+        row, _ = await self._rows.read(subjects.FLOOR_KEY)
         return row is not None and row["floor"] >= task
 
     async def store(self, record: TurnRecord, message_id: str, last: int) -> int | None:
@@ -198,7 +201,7 @@ class TurnStream:
         return record
 
     async def trim(self, below: int) -> None:
-        """Remove the logs of tasks with ids < ``below``, which the task floor says are settled. Raises BusUnavailable."""
+        """Remove the logs of tasks with ids < ``below``, which are settled: not above the task floor. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
         await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

@@ -89,7 +89,7 @@ async def test_an_actor_that_thinks_it_is_the_first_reads_what_there_is(open_bus
 
 @pytest.mark.parametrize("first", [True, False])
 async def test_the_episode_of_a_settled_task_is_not_begun_again(open_bus: BusOpener, first: bool) -> None:
-    """A server that was killed may deliver a task again whose ack it had, as if for the first time; its log is gone by then."""
+    """A killed server may deliver an acknowledged task again, as if for the first time; the task's log is removed by then."""
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True)
         await log.append(TurnKind.TURN, **turn(0))
@@ -99,6 +99,18 @@ async def test_the_episode_of_a_settled_task_is_not_begun_again(open_bus: BusOpe
             await bus.turns.take(1, 0, "b", first=first)
         records, log = await bus.turns.take(2, 0, "a", first=first)
         assert records == [] and log.kept, "the next task is not settled"
+
+
+async def test_without_the_floor_the_episode_goes_on_unlogged(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records may have been removed: it may be told other answers, and the actor says so."""
+    async with open_bus(**WITH) as bus:
+
+        async def fails(key: str) -> Any:
+            raise BusUnavailable(key, "no answer")
+
+        monkeypatch.setattr(bus.turns._rows, "read", fails)
+        records, log = await bus.turns.take(1, 0, "a", first=True)
+        assert records == [] and not log.kept and bus.turns.counters.unlogged == 1
 
 
 async def test_whose_log_is_removed_has_no_answer_to_give(open_bus: BusOpener) -> None:

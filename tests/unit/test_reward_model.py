@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.http.reward_model import RewardModel
@@ -25,6 +27,18 @@ async def test_the_conversation_is_sent_as_the_models_own_tokens(tmp_path: Path)
     texts = [tiny_tokenizer().decode(body["input_ids"], skip_special_tokens=False) for body in asked]
     assert texts[0] == "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
     assert texts[1] == "<|im_start|>system\ns<|im_end|>\n" + texts[0]
+
+
+async def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Path) -> None:
+    """A template of Llama's kind has written the token already."""
+    write_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    begin = tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    async with answering(lambda number, asked: outputs(1)) as (url, asked), asking(RewardModel(url, model=str(tmp_path))) as reward:
+        await reward(request("four"))
+    assert asked[0]["input_ids"][:2] == [begin, tokenizer.encode("user", add_special_tokens=False).ids[0]]
 
 
 async def test_without_a_model_the_text_is_sent() -> None:
