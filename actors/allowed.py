@@ -31,6 +31,8 @@ for those with options that name servers, variables or programs."""
 ROLLOUTS = {"use": "code", "python": "a program"}
 """Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""
 _OWN = {"actor": ActorConfig(), "engine": EngineConfig()}
+_REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
+"""Settings of the section ``actor`` that scorers load, and actors only where the run has no scorers."""
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
@@ -43,7 +45,7 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor | engine) in ``row`` that fit none of the patterns in ``allowed``."""
+    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in ``allowed``."""
     refused = {
         f"{path}={text}": what
         for path, what, text in _guarded(row, role)
@@ -70,10 +72,12 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
                 text = given if isinstance(given, str) else json.dumps(given, sort_keys=True, default=str)
                 yield f"rollouts.{name}.options.{option}", "code", text
     for path, what in GUARDED.items():
-        if not path.startswith(f"{role}."):
+        section, _, setting = path.partition(".")
+        loads = role in _loading_rewards(row) if setting in _REWARDS else role == section
+        if section not in _OWN or not loads:
             continue
-        own: object = _OWN[role]
-        value: object = row.get(role)
+        own: object = _OWN[section]
+        value: object = row.get(section)
         for name in path.split(".")[1:]:
             own = getattr(own, name)
             value = value.get(name) if isinstance(value, Mapping) else value
@@ -82,6 +86,13 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         for place, entry in named.items():
             if not _harmless(place, entry, own):
                 yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
+
+
+def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the roles whose processes may load the rewards of a run. Actors do so unless the run has scorers, without any doubt."""
+    actor = row.get("actor")
+    scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
+    return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")
 
 
 def _harmless(path: str, value: object, own: object) -> bool:

@@ -107,6 +107,22 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScorersConfig:
+    """Processes ``tidemill scorer``, which compute the rewards of a run instead of its actors (docs/rewards.md)."""
+
+    enabled: bool = False
+    """True = actors send their samples to scorers, which they find on the bus, and load no reward themselves."""
+    host: str = "127.0.0.1"
+    """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus, 0.0.0.0 = all."""
+    advertise: str = ""
+    """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ValueError(f"enabled: want true or false, got {self.enabled!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The rollout loop."""
 
@@ -130,6 +146,8 @@ class ActorConfig:
     """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
     reward_memory_mb: int = 4096
     """Private memory of each of these processes; 0 = no limit."""
+    scorers: ScorersConfig = field(default_factory=ScorersConfig)
+    """Processes of their own for the rewards."""
     teachers: JsonObject = field(default_factory=dict)
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
     its samples (docs/distillation.md)."""

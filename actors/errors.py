@@ -14,11 +14,15 @@ class ActorRefused(Exception):
         return f"actor {self.actor}: refused by the learner: {self.invalid} invalid samples in a row, the last one: {self.reason}"
 
 
+class ServerFault(Exception):
+    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/pool.py``), and another may do it."""
+
+
 class EngineError(Exception):
     """Something went wrong between an actor and an engine, or inside an engine."""
 
 
-class EngineUnavailable(EngineError):
+class EngineUnavailable(EngineError, ServerFault):
     """The engine cannot be reached, does not serve, is full, or did not answer within the deadline. Another one may serve the request."""
 
     def __init__(self, engine: str, reason: str) -> None:
@@ -37,7 +41,7 @@ class VersionUnavailable(EngineUnavailable):
     """The engine did not serve the requested minimum version in time."""
 
 
-class EngineFailed(EngineError):
+class EngineFailed(EngineError, ServerFault):
     """The engine accepted the request and could not complete it (its own fault, HTTP 500), or its answer cannot be parsed."""
 
     def __init__(self, engine: str, reason: str) -> None:
@@ -46,6 +50,21 @@ class EngineFailed(EngineError):
 
     def __str__(self) -> str:
         return f"engine {self.engine}: failed: {self.reason}"
+
+
+class ScorerUnavailable(ServerFault):
+    """A scorer cannot be reached, is full, or refuses this process: the request was not scored."""
+
+    def __init__(self, scorer: str, reason: str) -> None:
+        super().__init__(scorer, reason)
+        self.scorer, self.reason = scorer, reason
+
+    def __str__(self) -> str:
+        return f"scorer {self.scorer}: {self.reason}"
+
+
+class ScorerLost(ScorerUnavailable):
+    """A scorer ended, froze, or answered what is no answer, while it worked on the request."""
 
 
 class BadRequest(EngineError, ValueError):

@@ -2,13 +2,17 @@
 
 import asyncio
 import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 from actors.config import ActorConfig
 from actors.engines.membership import section
 from actors.rollout.actor_process import run_actor
+from actors.scoring.scorer_process import run_scorer
 from bus.config import BusConfig
 from launch.run.process import run
+from rewards.group import GroupRequest
 from rewards.port import RewardRequest
 
 _calls = itertools.count(1)
@@ -21,11 +25,33 @@ async def answers_twice(request: RewardRequest) -> float:
     return 1.0
 
 
+def opened(request: RewardRequest, *, gate: str) -> float:
+    """Return 0.5 once the file ``gate`` exists."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    return 0.5
+
+
+def ranked(request: GroupRequest, *, step: float = 1.0) -> list[float]:
+    """Return the place of each sample in its group, times ``step``."""
+    return [place * step for place, _ in enumerate(request.samples)]
+
+
 def main(told: dict[str, Any]) -> int:
     """Run the actor until it is drained; ``told`` has url, run, id, drain_s, actor, bus (the last two may be None)."""
     config = None if told["actor"] is None else section(told, "actor", ActorConfig)
     bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
     return run(
         lambda draining: run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]),
+        drain_s=told["drain_s"],
+    )
+
+
+def scorer(told: dict[str, Any]) -> int:
+    """Run a scorer until it is drained; ``told`` as for ``main``."""
+    config = None if told["actor"] is None else section(told, "actor", ActorConfig)
+    bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
+    return run(
+        lambda draining: run_scorer(told["url"], told["run"], config, bus_config, draining, told["id"]),
         drain_s=told["drain_s"],
     )

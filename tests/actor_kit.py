@@ -151,7 +151,7 @@ async def paused(built: BuiltinEngine) -> AsyncIterator[HttpEngine]:
 
 
 class ActorProcess:
-    """A real actor process."""
+    """A real process of an actor or scorer."""
 
     def __init__(self, process: Forked) -> None:
         self._process = process
@@ -166,15 +166,25 @@ class ActorProcess:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
     async def exit_code(self) -> int:
         return await self._process.ended()
 
 
 @asynccontextmanager
 async def actor_process(
-    url: str, run: str, config: ActorConfig | None, *, id: str, drain_s: float = 30.0, **bus_settings: Any
+    url: str,
+    run: str,
+    config: ActorConfig | None,
+    *,
+    id: str,
+    drain_s: float = 30.0,
+    program: Callable[[dict[str, Any]], int] = actor_child.main,
+    **bus_settings: Any,
 ) -> AsyncIterator[ActorProcess]:
-    """Start an actor; it is killed at the end if it is still there."""
+    """Start an actor, or another ``program``; it is killed at the end if it is still there."""
     told = {
         "url": url,
         "run": run,
@@ -184,7 +194,7 @@ async def actor_process(
         "bus": None if config is None else bus_settings,
     }
     with tempfile.TemporaryDirectory(prefix="tidemill-actor-") as directory:
-        process = await asyncio.to_thread(Forked, actor_child.main, (told,), {}, Path(directory) / "log")
+        process = await asyncio.to_thread(Forked, program, (told,), {}, Path(directory) / "log")
         try:
             yield ActorProcess(process)
         finally:

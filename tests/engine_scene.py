@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.pool import EnginePool, EngineStatus
+from actors.engines.pool import EnginePool
 from actors.engines.port import EngineInfo, Generation
+from actors.engines.server_pool import ServerStatus
 from bus.errors import BusError
 from bus.wire.messages import Sampling, Span
 
@@ -99,11 +100,11 @@ class Scene:
         """``engines``: id -> its answers; all of them serve version 3."""
         self._answers = engines
         self.clients: dict[str, ScriptedEngine] = {}
-        self.view = {id: EngineStatus(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
+        self.view = {id: ServerStatus(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
         self.blind: BusError | None = None
         self._reads = asyncio.Event()
 
-    async def discover(self) -> list[EngineStatus]:
+    async def discover(self) -> list[ServerStatus]:
         self._reads.set()
         if self.blind is not None:
             raise self.blind

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.activity import Activity
-from actors.engines.pool import EnginePool, NoEngine
+from actors.engines.pool import EnginePool
 from actors.engines.port import Engine, Generation
+from actors.engines.server_pool import NoServer
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from bus.errors import WireError
 from bus.wire.messages import Sampling, Timings
@@ -148,7 +149,7 @@ class Responses:
                 if (response := await self._try(prompt, tries, accept, waiting)) is not None:
                     return response
                 continue
-            except NoEngine as error:
+            except NoServer as error:
                 raise tries.interrupted(str(error)) from error
             except (EngineFailed, EngineGone) as error:
                 tries.broken += 1

@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-GROUP_GRACE_S = 5.0
-"""Seconds beyond its limit in which the result of a reward of groups must come; its processes end calls by themselves."""
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 FAILURES_IN_A_ROW = 8
@@ -92,6 +90,8 @@ class Scorers:
     """Reward of whole groups; None = samples alone have one."""
     teachers: Teachers | None = None
     """Models that score the tokens of training samples; None = samples need none."""
+    waits_for: Callable[[], str] = str
+    """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
 
 
 class Actor:
@@ -112,6 +112,7 @@ class Actor:
         self.id = id
         self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
+        self._scorer_waits_for = scorers.waits_for
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0
@@ -138,7 +139,7 @@ class Actor:
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
-        waits_for = self._responses.waits_for() if self._in_flight else ""
+        waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self._in_flight else ""
         if self._in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
         if not self._in_flight and not self._draining and self._failed_in_a_row > FAILURES_IN_A_ROW:
@@ -354,8 +355,7 @@ class Actor:
         request = GroupRequest(samples=tuple(_request_of(task, sample) for sample in samples), rewards=rewards)
         try:
             with self._activity:
-                async with asyncio.timeout(self._config.reward_timeout_s + GROUP_GRACE_S):
-                    found = await self._group_score(request)
+                found = await self._group_score(request)
         except TimeoutError:
             reason = f"no result within {self._config.reward_timeout_s:g} s"
         except RewardFailed as error:

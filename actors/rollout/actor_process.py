@@ -10,29 +10,27 @@ from actors.config import ActorConfig, GatewayConfig
 from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
+from actors.engines.pool import EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.engines.responses import Responses
+from actors.engines.server_pool import BusDiscovery
 from actors.engines.witness import failing
 from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor, Scorers
 from actors.rollout.single_turn import SingleTurn
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.scoring.opened import open_rewards
+from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from actors.teachers.teachers import Teachers
 from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
 from bus.config import BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.system.coroutines import beside
 from bus.wire.json_object import JsonMapping
 from bus.wire.subjects import refused
-from rewards.children.limits import Limits
-from rewards.part_settings import read_parts
-from rewards.port import Scorer
-from rewards.scorers.groups import GroupScorer, opened_group
-from rewards.scorers.parts import opened_parts
-from rewards.scorers.single import opened
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -123,7 +121,7 @@ async def _work(
     engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     async with AsyncExitStack() as stack:
-        scorers = await _open_scorers(stack, config)
+        scorers = await _open_scorers(stack, config, bus)
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
         if programs is not None and programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
@@ -133,21 +131,23 @@ async def _work(
         await _act(bus, id, actor, activity, engines, draining)
 
 
-async def _open_scorers(stack: AsyncExitStack, config: ActorConfig) -> Scorers:
-    """Open the rewards and teachers of the run. ``stack`` closes them."""
-    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
-    score: Scorer | None = None
-    if config.reward_parts:
-        score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
-    elif config.reward or not config.group_reward:
-        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
-    group_score: GroupScorer | None = None
-    if config.group_reward:
-        group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) -> Scorers:
+    """Open the rewards and teachers of the run, or the pool of its scorers. ``stack`` closes them."""
     teachers = Teachers(config) if config.teachers else None
     if teachers is not None:
         stack.push_async_callback(teachers.close)
-    return Scorers(score=score, group_score=group_score, teachers=teachers)
+    if not config.scorers.enabled:
+        score, group_score = await open_rewards(stack, config)
+        return Scorers(score=score, group_score=group_score, teachers=teachers)
+    pool = ScorerPool.on_bus(LiveView(bus), api_keys(bus))
+    await stack.enter_async_context(beside(pool.run()))
+    remote = RemoteScoring(pool)
+    return Scorers(
+        score=remote.score if config.reward or config.reward_parts or not config.group_reward else None,
+        group_score=remote.group_score if config.group_reward else None,
+        teachers=teachers,
+        waits_for=pool.waits_for,
+    )
 
 
 async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, draining: asyncio.Event) -> None:

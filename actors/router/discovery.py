@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from actors.engines.pool import BusDiscovery, EngineStatus
+from actors.engines.server_pool import BusDiscovery, ServerStatus
 from actors.errors import EngineError, EngineUnavailable
 from actors.router.config import RouterConfig
 from bus.errors import BusError
@@ -38,7 +38,7 @@ class _Health:
 
 
 class WorkerDiscovery:
-    """An EngineDiscovery (``actors.engines.pool``). ``check_for_ever`` must be running."""
+    """A Discovery (``actors.engines.server_pool``). ``check_for_ever`` must be running."""
 
     def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
         self._config, self._ask = config, ask
@@ -46,7 +46,7 @@ class WorkerDiscovery:
         self._removed: dict[str, str] = {}
         """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may disappear and return."""
         self._on_bus = BusDiscovery(view) if view is not None else None
-        self._rows: dict[str, EngineStatus] = {}
+        self._rows: dict[str, ServerStatus] = {}
         """Last known rows by URL."""
         self._health: dict[str, _Health] = {}
         self._wake: Callable[[], None] = lambda: None
@@ -71,7 +71,7 @@ class WorkerDiscovery:
         """Return the URLs of all known engines."""
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
-    async def discover(self) -> list[EngineStatus]:
+    async def discover(self) -> list[ServerStatus]:
         """Return the engines on the bus and those added by hand, without those removed, each with the result of its last health checks.
 
         Raises no BusError: without the bus the last known rows are used.
@@ -130,13 +130,13 @@ class WorkerDiscovery:
     def _serves(self, health: _Health) -> bool:
         return health.version >= 0 and health.failures < self._config.health_failures and not health.reason
 
-    def _status(self, url: str) -> EngineStatus:
+    def _status(self, url: str) -> ServerStatus:
         row, health = self._rows.get(url), self._health.get(url, _Health())
         remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
             version = max(health.version, 0)
-            return EngineStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet")
+            return ServerStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet")
         well = health.failures < self._config.health_failures and not health.reason
-        return EngineStatus(
+        return ServerStatus(
             url=url, id=row.id, serving=row.serving and well, version=row.version, remark=row.remark if not row.serving else remark
         )

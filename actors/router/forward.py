@@ -20,8 +20,9 @@ import aiohttp
 from yarl import URL
 
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool, NoEngine
+from actors.engines.pool import EnginePool
 from actors.engines.port import Engine
+from actors.engines.server_pool import NoServer
 from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from actors.http_api import NONCE_HEADER
 from actors.router.config import RouterConfig
@@ -115,7 +116,7 @@ class Forwarder:
         for left in range(self._config.retries, -1, -1):
             try:
                 return await self._attempt(request, deadline, avoid)
-            except NoEngine as error:
+            except NoServer as error:
                 return refusal(503, str(error), "no_available_workers")
             except RequestTimeout as error:
                 return refusal(504, str(error), "timeout")
@@ -126,7 +127,7 @@ class Forwarder:
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: Request, deadline: float, avoid: str) -> Answer:
-        """Forward the request once. Raises EngineUnavailable with the engine's id, NoEngine, RequestTimeout."""
+        """Forward the request once. Raises EngineUnavailable with the engine's id, NoServer, RequestTimeout."""
         config = self._config
         wait_s = min(config.wait_s, deadline - time.monotonic())
         min_version = request.field("min_version")

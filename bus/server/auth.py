@@ -25,7 +25,7 @@ ACCOUNT = "TIDEMILL"
 """Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
 NO_ACCOUNT = "$G"
 """The account of a server without users."""
-POOLS = ("actor", "engine", "host")
+POOLS = ("actor", "engine", "scorer", "host")
 """Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
@@ -110,15 +110,19 @@ class _Rights:
         ]
         for consumer in subjects.queues(self._rollouts).values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
-        return [*publish, *self._member("actor")], self._subscriptions(live=("engine",), weights=(">",)), []
+        return [*publish, *self._member("actor")], self._subscriptions(live=("engine", "scorer"), weights=(">",)), []
 
     def engine(self) -> _Lists:
         """Reads the versions of the weights, and requests snapshots of them."""
         publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
         return publish, self._subscriptions(live=(), weights=("head", "snapshot")), []
 
+    def scorer(self) -> _Lists:
+        """Computes rewards for actors, which call it: it needs the run's configuration and api key alone."""
+        return list(self._member("scorer")), self._subscriptions(live=(), weights=()), []
+
     def host(self) -> _Lists:
-        """Runs the actors and engines of its machine: reads the desired numbers of processes."""
+        """Runs the actors, engines and scorers of its machine: reads the desired numbers of processes."""
         return list(self._member("host")), self._subscriptions(live=(), weights=()), []
 
     def router(self) -> _Lists:

@@ -434,7 +434,7 @@ class LiveRow:
     """Liveness row of a process, written with every heartbeat."""
 
     role: str
-    """bus | engine | actor | feeder | learner | host | router | up."""
+    """bus | engine | actor | scorer | feeder | learner | host | router | up."""
     id: str
     host: str
     pid: int

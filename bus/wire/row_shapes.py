@@ -242,7 +242,7 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         "turn": Shape({"whose": TEXT}, {"epoch": NATURAL}),
     },
     "keys": {"admin": Shape({"key": TEXT}, {})},
-    "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE})},
+    "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE, "scorer": WHOLE})},
 }
 """Shapes by bucket and key; ``*`` stands for any end."""
 

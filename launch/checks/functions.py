@@ -40,23 +40,27 @@ CONTRACTS = {
 def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bool, call: bool) -> None:
     """Load the reward with its options, and score ``row`` if the reward is built in or ``call`` is set.
 
-    ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
+    ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a warning: it may be
+    on their machines.
     """
     if config.samples_nothing:
         report.good("reward", "none needed: all samples are recorded responses")
         return
+    if config.actor.scorers.enabled and not config.up.scorers:
+        want, cure = "scorers", "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers"
+        report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
     named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
     if config.actor.reward_parts:
         at = "actor.reward_parts"
         named = [(part.reward, dict(part.options), at, f"{at}.{part.name}.options") for part in read_parts(config.actor.reward_parts)]
     if config.actor.group_reward:
-        _check_group(report, config)
+        _check_group(report, config, here=here)
         named = named if config.actor.reward or config.actor.reward_parts else []
     for name, options, setting, options_setting in named:
         _check_one(report, name, options, row, settings=(setting, options_setting), here=here, call=call)
 
 
-def _check_group(report: Report, config: RunConfig) -> None:
+def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
     name = config.actor.group_reward
     try:
         bind(name, config.actor.group_reward_options, GROUP)
@@ -64,8 +68,9 @@ def _check_group(report: Report, config: RunConfig) -> None:
         where = report.at(f"actor.group_reward_options.{error.option}")
         report.error("reward", where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
     except UnknownReward as error:
+        severity = report.error if here or ":" not in name else report.warning
         want = "a reward of groups that can be loaded"
-        report.error("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
+        severity("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
     else:
         report.good("reward", f"{name} loaded, not called")
 

@@ -23,7 +23,7 @@ class Purpose:
     trains: bool = True
     """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
-    """True if it starts ``up.actors`` and ``up.engines`` on this machine: their reward and program must be here."""
+    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must be here."""
     uses_bus: bool = False
     """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False
@@ -46,8 +46,9 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     first = data or held_out
     starts_workers = purpose.starts_workers and not config.debug.trains_only
     actors_here = starts_workers and config.up.actors > 0
+    rewards_here = starts_workers and config.up.scorers > 0 if config.actor.scorers.enabled else actors_here
     check_debug(report, config)
-    check_reward(report, config, None if first is None else first.first, here=actors_here, call=purpose.call_reward)
+    check_reward(report, config, None if first is None else first.first, here=rewards_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
     check_renderer(report, config, model, here=actors_here)
     check_teachers(report, config, model, None if data is None else data.first, reach=purpose.starts_workers)

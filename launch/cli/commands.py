@@ -166,6 +166,11 @@ def actor(args: argparse.Namespace) -> int:
     return _worker(args, "actor")
 
 
+def scorer(args: argparse.Namespace) -> int:
+    """Run a scorer until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached within --wait."""
+    return _worker(args, "scorer")
+
+
 def _worker(args: argparse.Namespace, role: str) -> int:
     if args.print_config and not args.config:
         raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
@@ -174,7 +179,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         wanted = unprinted_config(args)
         if wanted is None:
             return 0
-    require(role)
+    require("actor" if role == "scorer" else role)
     from bus.errors import BusUnavailable
     from launch.run import process, roles
 
@@ -183,12 +188,13 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     address = bus_address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    work = roles.run_engine if role == "engine" else roles.run_actor
+    work = {"engine": roles.run_engine, "actor": roles.run_actor, "scorer": roles.run_scorer}[role]
     own = roles.LocalSettings(
         allowed=allowed(args.allow, os.environ, replaced=changed),
         changed=changed,
         host=getattr(args, "host", ""),
         advertise=getattr(args, "advertise", ""),
+        port=getattr(args, "port", 0),
     )
     unreachable: list[BusUnavailable] = []
 
@@ -336,7 +342,7 @@ def host(args: argparse.Namespace) -> int:
         restarts=args.restarts,
         users=None if args.users is None else users_in(args.users),
         allowed=allowed(args.allow, os.environ),
-        engine_words=reached_at(args),
+        server_words=reached_at(args),
         learner=_learner_node(args),
     )
     process.set_up_logging("host", name)

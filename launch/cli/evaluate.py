@@ -56,6 +56,8 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         f"eval.max_open_tasks={OPEN_TASKS}",
         "learner.colocated=false",
         "engine.colocated=false",
+        "actor.scorers.enabled=false",
+        "up.scorers=0",
         'bus.url=""',
         "bus.cluster=1",
         "bus.auth=false",

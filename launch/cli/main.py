@@ -165,15 +165,18 @@ def _add_processes(commands: "Commands") -> None:
     learner.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     _from_checkpoint(learner)
 
-    for name, help_ in (("engine", "an inference engine"), ("actor", "a rollout worker")):
+    workers = (("engine", "an inference engine"), ("actor", "a rollout worker"), ("scorer", "computes the rewards of a run's actors"))
+    for name, help_ in workers:
         worker = commands.add_parser(name, help=f"{help_}; needs nothing but the bus")
         _on_bus(worker)
         worker.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
         worker.add_argument("--id", default="", help="its name on the bus")
         worker.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
         _allowing(worker)
-        if name == "engine":
+        if name != "actor":
             _reached_at(worker)
+        if name == "scorer":
+            worker.add_argument("--port", type=int, default=0, help="port to listen on (default 0 = any free port)")
         _configured(worker, required=False)
 
 
@@ -224,7 +227,7 @@ def _add_teacher(commands: "Commands") -> None:
 
 
 def _add_hosts(commands: "Commands") -> None:
-    host = commands.add_parser("host", help="run the engines and actors of this machine, in the numbers set by `tidemill scale`")
+    host = commands.add_parser("host", help="run the engines, scorers and actors of this machine, in the numbers set by `tidemill scale`")
     _on_bus(host)
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
@@ -242,16 +245,16 @@ def _add_hosts(commands: "Commands") -> None:
         "--restarts", type=int, default=5, metavar="N", help="failures of a process in five minutes after which it stays down"
     )
     _allowing(host)
-    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="numbers for this host; default: its share of the total")
+    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="for this host; default: its share of the total")
 
     scale = commands.add_parser(
-        "scale", help="set the numbers of engines and actors; without numbers: show the desired and the running ones"
+        "scale", help="set the numbers of engines, scorers and actors; without numbers: show the desired and the running ones"
     )
     _looking(scale)
     where = scale.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
-    scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
+    scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together")
 
 
 def _add_dead(commands: "Commands") -> None:

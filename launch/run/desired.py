@@ -1,4 +1,4 @@
-"""Desired numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
+"""Desired numbers of engines, scorers and actors: the rows of the bucket ``wanted``, and the share of each host.
 
 A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
 together. For each role the first row that names it counts, in this order; a total is shared evenly among the live hosts.
@@ -11,7 +11,7 @@ from bus.client.rows import Row, Value
 from bus.streams.bus import Bus
 from bus.wire.subjects import token
 
-ROLES = ("engine", "actor")
+ROLES = ("engine", "scorer", "actor")
 """Roles in the order in which their processes are started."""
 ALL = "all"
 MOST = 10_000
@@ -88,12 +88,12 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:
-    """Return numbers by role (``actor``, ``engine``) from words such as ``actors=8``. Raises ValueError for any other word."""
+    """Return numbers by role (``actor``, ``engine``, ``scorer``) from words such as ``actors=8``. Raises ValueError for any other word."""
     counts: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")
         role = name.removesuffix("s")
         if not equals or role not in ROLES or not number.isdecimal() or int(number) > MOST:
-            raise ValueError(f"want actors=N and/or engines=N with N from 0 to {MOST}, got {word!r}")
+            raise ValueError(f"want actors=N, engines=N or scorers=N with N from 0 to {MOST}, got {word!r}")
         counts[role] = int(number)
     return counts

@@ -1,4 +1,4 @@
-"""Engines and actors of one machine, in the desired numbers, kept by the supervisor.
+"""Engines, scorers and actors of one machine, in the desired numbers, kept by the supervisor.
 
 Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row with their numbers; waits for a change, and
 reads every second besides; unblocked by the bus or the next second. Without the bus it leaves everything as it is.
@@ -42,7 +42,7 @@ class HostExists(ValueError):
 
 
 class Host:
-    """Keeps the engines and actors of one machine in the desired numbers."""
+    """Keeps the engines, scorers and actors of one machine in the desired numbers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Host:
                 await waiter.wait(LOOK_EVERY_S)
             if drain:
                 heartbeat.update(phase="draining")
-                for roles in (("actor", "learner"), ("engine",)):  # engines last: actors need them to finish
+                for roles in (("actor", "learner"), ("engine", "scorer")):  # engines last: actors need them to finish
                     await self.settled()
                     names = [name for role in roles for name in self._supervisor.names(role)]
                     await self._supervisor.end(names, within_s=self._drain_s)
@@ -127,7 +127,7 @@ class Host:
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            if name not in slots["engine"] + slots["actor"] or (name in given_up and revision != self._revision):
+            if not any(name in each for each in slots.values()) or (name in given_up and revision != self._revision):
                 self._drain(name)
         self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
@@ -194,7 +194,7 @@ class Host:
 
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
-    """Return the files with credentials of engines and actors by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
+    """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
     found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
     if not any(found.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")

@@ -101,6 +101,8 @@ class LocalSettings:
     host: str = ""
     """Address to listen on; empty = that of the configuration of this machine."""
     advertise: str = ""
+    port: int = 0
+    """Port of a scorer; 0 = any free one."""
 
 
 @contextmanager
@@ -247,6 +249,33 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 
+async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+    """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
+    from actors.engines.membership import default_id
+    from actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from bus.client.reach import AUTO
+    from rewards.children.limits import become_undumpable
+
+    become_undumpable()  # as actors do
+    run = run or await found_run(bus_url, "scorer", draining)
+    if not run:
+        return
+    id = id or default_id()
+    here = config is not None
+    if config is None and own.changed:
+        config = await config_on_bus(run, bus_url, "scorer", id, draining, own)
+        if config is None:
+            return
+    host, advertise = (own.host or AUTO), own.advertise
+    if config is not None:  # from the bus, the addresses are those of another machine, but for what is changed here
+        given = config.actor.scorers
+        host = own.host or (given.host if here or "actor.scorers.host" in own.changed else AUTO)
+        advertise = own.advertise or (given.advertise if here or "actor.scorers.advertise" in own.changed else "")
+    place = ScorerPlace(host=host, advertise=advertise, port=own.port)
+    actor, bus = (None, None) if config is None else (config.actor, config.bus)
+    await run_scorer(bus_url, run, actor, bus, draining, id, place=place, allowed=tuple(own.allowed))
+
+
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
     from actors.router import process
@@ -262,12 +291,12 @@ async def run_reward_server(
     name: str, options: Mapping[str, object], limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str
 ) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
-    from launch.run.reward_server import RewardServer, serving
+    from actors.scoring.server import RewardServer, serving
     from rewards.children.limits import become_undumpable
     from rewards.scorers.single import opened
 
     become_undumpable()
-    async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port) as url:
+    async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port, insecure=True) as url:
         print(f"reward {name} at {url}/score", flush=True)
         await draining.wait()
 
@@ -302,19 +331,19 @@ class Machine:
     restarts: int
     users: Mapping[str, Sequence[Path]] | None
     allowed: Sequence[str]
-    engine_words: Sequence[str]
-    """Arguments passed on to its engines."""
+    server_words: Sequence[str]
+    """Arguments passed on to its engines and scorers."""
     learner: "HostLearner | None" = None
     """The learner's node of this machine."""
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m launch`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(self.engine_words if role == "engine" else ())]
+        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(() if role == "actor" else self.server_words)]
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
+    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
 
     Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
     """

@@ -1,4 +1,4 @@
-"""``tidemill scale``: sets the desired numbers of engines and actors, and shows the share of each host."""
+"""``tidemill scale``: sets the desired numbers of engines, scorers and actors, and shows the share of each host."""
 
 import argparse
 

@@ -329,12 +329,13 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         alone = self._config.debug.trains_only
-        counts = {"engine": 0 if alone else self._config.up.engines, "actor": 0 if alone else self._config.up.actors}
+        wanted = self._config.up
+        counts = {"engine": wanted.engines, "actor": wanted.actors, "scorer": wanted.scorers}
+        counts = dict.fromkeys(counts, 0) if alone else counts
         there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
-        if there is None:
-            await desired.change(bus, desired.ALL, counts)
-        elif there != counts:
-            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there.items())))
+        _, now = await desired.change(bus, desired.ALL, counts | (there or {}))  # a row may be of a release without scorers
+        if now != counts:
+            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
         """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors, and GaveUp."""
@@ -342,12 +343,13 @@ class Up:
         return any(work.done() for work in works)
 
     async def _drain(self) -> None:
-        """Drain actors and learner first, then the engines that they need to finish."""
+        """Drain actors and learner first, then the engines and scorers that they need to finish."""
         within_s = self._config.up.drain_s
         if self._host is not None:
             await self._host.settled()
         await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
-        await self._supervisor.end(self._supervisor.names("engine") + self._supervisor.names("teacher"), within_s=within_s)
+        servers = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
+        await self._supervisor.end(servers, within_s=within_s)
 
     async def _audit(self, bus: Bus, seconds: float) -> None:
         assert self._watch is not None

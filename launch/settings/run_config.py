@@ -69,6 +69,8 @@ class UpConfig:
     """Engines that ``tidemill up`` starts on this machine."""
     actors: int = 1
     """Actors that ``tidemill up`` starts on this machine."""
+    scorers: int = 0
+    """Scorers that ``tidemill up`` starts on this machine, for ``actor.scorers.enabled``."""
     restarts: int = 5
     """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
     restart_window_s: float = 300.0
@@ -81,8 +83,8 @@ class UpConfig:
     """The run fails when the mean reward of its last ten steps is below this."""
 
     def __post_init__(self) -> None:
-        if self.engines < 0 or self.actors < 0 or self.restarts < 0:
-            raise ValueError("engines, actors, restarts: want >= 0")
+        if self.engines < 0 or self.actors < 0 or self.scorers < 0 or self.restarts < 0:
+            raise ValueError("engines, actors, scorers, restarts: want >= 0")
         if self.view not in ("live", "plain", "auto"):
             raise ValueError(f"view: want live, plain or auto, got {self.view!r}")
 
@@ -239,9 +241,11 @@ def _refuse_contradictions(config: RunConfig) -> None:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
         raise ValueError(f"learner.algorithm.{bad}") from None
-    processes = max(config.up.actors, config.up.engines)
+    processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
-        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
+        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got {config.bus.auth_users}")
+    if config.up.scorers and not config.actor.scorers.enabled:
+        raise ValueError(f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}")
 
 
 def _refuse_sharing(config: RunConfig) -> None:

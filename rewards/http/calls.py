@@ -83,7 +83,7 @@ class Calls:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
-            content = await _bounded(response)
+            content = await bounded_content(response)
             if response.status in AGAIN:
                 raise ValueError(f"status {response.status}: {content[:200]!r}")
             if response.status >= 300:
@@ -100,7 +100,8 @@ class _Refused(Exception):
     """An answer that refuses the call itself as wrong."""
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+async def bounded_content(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer. Raises ValueError for more than ``MAX_ANSWER_BYTES``."""
     content = bytearray()
     async for piece in response.content.iter_any():
         content += piece

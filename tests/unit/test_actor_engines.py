@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines.pool import EnginePool, NoEngine
+from actors.engines.pool import EnginePool
+from actors.engines.server_pool import NoServer
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
 from bus.errors import BusUnavailable
 from tests.engine_scene import Scene, running_engines
@@ -43,7 +44,7 @@ async def test_engines_that_do_not_serve_or_are_too_old_are_passed_over() -> Non
     async with running_engines(scene) as engines:
         scene.view["a"] = replace(scene.view["a"], serving=False, remark="stale")
         scene.view["b"] = replace(scene.view["b"], version=2)
-        with pytest.raises(NoEngine, match=r"version 9 or newer \(a: stale, b: version 2, c: version 3\)"):
+        with pytest.raises(NoServer, match=r"version 9 or newer \(a: stale, b: version 2, c: version 3\)"):
             async with engines.acquire(min_version=9, timeout_s=0.3):
                 pass
         assert [await chosen(engines, min_version=3) for _ in range(3)] == ["c", "c", "c"]
@@ -143,7 +144,7 @@ async def test_giving_up_ends_all_waits_now_and_later() -> None:
         await scene.seen()
         engines.give_up()
         for wait in (waiting, chosen(engines)):
-            with pytest.raises(NoEngine, match="none known"):
+            with pytest.raises(NoServer, match="none known"):
                 await wait
         scene.view = Scene({"a": ()}).view
         await scene.seen()
@@ -173,7 +174,7 @@ async def test_an_engine_that_disappears_is_closed_after_its_last_request() -> N
         await scene.seen()
         assert scene.clients["a"].closed
         engines.give_up()
-        with pytest.raises(NoEngine):
+        with pytest.raises(NoServer):
             await waiting
 
 

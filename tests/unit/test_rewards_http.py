@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
+from actors.scoring.server import RewardServer, request_in, serving
 from bus.wire.messages import Status
-from launch.run.reward_server import RewardServer, request_in, serving
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.http import calls

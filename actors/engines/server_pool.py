@@ -1,0 +1,334 @@
+"""Choice of the server for a request, of engines or of scorers: one that serves, and has the fewest requests in flight.
+
+Knows the addresses of the servers (live rows on the bus, or given URLs) and their failures, not the content of requests.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from actors.errors import EngineError, ServerFault, VersionUnavailable
+from bus.client.waiter import Waiter
+from bus.errors import BusError
+from bus.liveness.heartbeats import LiveView
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Seconds between two reads of the servers' states."""
+POLL_WAITING_S = 0.1
+"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is notified."""
+ANSWER_S = 5.0
+"""Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
+QUARANTINE_S = (0.5, 10.0)
+"""Seconds without requests after the first failure in a row, doubled with each further one; and their bound."""
+
+
+GONE = "gone"
+"""Remark of a server that is known no longer."""
+
+
+class NoServer(EngineError):
+    """No suitable engine was found in time; the request was not made."""
+
+    def __init__(self, wanted: str, waited_s: float) -> None:
+        super().__init__(wanted, waited_s)
+        self.wanted, self.waited_s = wanted, waited_s
+
+    def __str__(self) -> str:
+        return f"waited {self.waited_s:.1f} s for {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """Observed state of an engine or scorer."""
+
+    url: str
+    id: str
+    serving: bool
+    version: int
+    remark: str = ""
+    """Reason for which it does not serve; else empty."""
+    process: str = ""
+    """Identity of the process that is now at this URL; empty = unknown."""
+    nonce: str = ""
+    """Nonce of its live row; empty = unknown."""
+
+
+class Discovery(Protocol):
+    """Discovery of servers."""
+
+    async def discover(self) -> list[ServerStatus]:
+        """Return all servers, serving or not. Raises only BusError."""
+        ...
+
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """While entered, ``wake`` is called when a server has changed. Some changes may be missed."""
+        ...
+
+    async def close(self) -> None:
+        """Close the clients."""
+        ...
+
+
+class BusDiscovery:
+    """Discovers servers of a role by their live rows on the bus."""
+
+    def __init__(self, view: LiveView, role: str = "engine") -> None:
+        self._view, self._role = view, role
+
+    async def discover(self) -> list[ServerStatus]:
+        """Return the servers with a live row that has an address; a row's phase is the remark."""
+        return [
+            ServerStatus(
+                url=row.address,
+                id=row.id,
+                serving=row.phase == "serving",
+                version=row.version,
+                remark=row.phase,
+                process=f"{row.host} {row.id} {row.pid}",
+                nonce=row.nonce,
+            )
+            for row in await self._view.alive(self._role)
+            if row.address
+        ]
+
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Call ``wake`` when a live row of the role changes."""
+        return self._view.on_change(self._role, wake)
+
+    async def close(self) -> None:
+        pass
+
+
+class Closing(Protocol):
+    """A client of a server."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+Client = TypeVar("Client", bound=Closing)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pooled(Generic[Client]):
+    """State of one server in a pool."""
+
+    client: Client
+    status: ServerStatus
+    in_flight: int = 0
+    failures: int = 0
+    """Number of failures in a row."""
+    error: str = ""
+    """The last of them."""
+    quarantined_until: float = 0.0
+    chosen: int = 0
+    """Number of the pool's choice that last selected it."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is known no longer."""
+
+    def remark(self, min_version: int) -> str:
+        """Return why the server is not chosen for a request of ``min_version``, given that it is not."""
+        if not self.status.serving:
+            return self.status.remark or "not serving"
+        if self.status.version < min_version:
+            return f"version {self.status.version}"
+        return f"quarantined after {self.failures} failures"
+
+
+class ServerPool(Generic[Client]):
+    """The known servers. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as long each time.
+
+    ``run`` reads the servers' states; it must be running while requests are made.
+    """
+
+    noun = "server"
+    """Kind of server in messages."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        client: Callable[[str], Client],
+        *,
+        quarantine_s: tuple[float, float] = QUARANTINE_S,
+        in_turn: bool = False,
+    ) -> None:
+        """``client(url)`` returns a client; it is closed when its server is gone, and by ``run`` at the end.
+
+        ``in_turn``: of equally busy servers choose the one chosen longest ago, else the first by id.
+        """
+        self._discovery, self._client, self._quarantine_s, self._in_turn = discovery, client, quarantine_s, in_turn
+        self._entries: dict[str, Pooled[Client]] = {}
+        self._changed = Waiter()
+        self._tickets, self._choices = itertools.count(), itertools.count(1)
+        self._waiting: dict[int, tuple[int, float]] = {}
+        """Ticket -> (requested version, monotonic time of the request)."""
+        self._refresh_now = Waiter()
+        self._reads = 0
+        self._closing = False
+
+    async def run(self) -> None:
+        """Background loop: read the servers' states, more often while a request waits."""
+        try:
+            async with AsyncExitStack() as stack:
+                await self._watch(stack)
+                while True:
+                    try:
+                        await self._update(await self._discovery.discover())
+                    except BusError as error:  # the last known states are still the best guess
+                        logger.debug("%s discovery failed error=%s", self.noun, error)
+                    self._reads += 1
+                    self._changed.wake()
+                    await self._refresh_now.wait(POLL_WAITING_S if self._waiting else POLL_S)
+        finally:
+            await self._discovery.close()
+            for entry in self._entries.values():
+                await entry.client.close()
+
+    async def _watch(self, stack: AsyncExitStack) -> None:
+        """Read the states at once when a server changes while a request waits for one."""
+
+        def wake() -> None:
+            """Start a read of the states, if a request waits."""
+            if self._waiting:
+                self._refresh_now.wake()
+
+        try:
+            await stack.enter_async_context(self._discovery.watch(wake))
+        except BusError as error:
+            logger.warning("cannot subscribe to changes of %ss, polling only error=%s", self.noun, error)
+
+    @asynccontextmanager
+    async def acquire(
+        self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
+    ) -> AsyncIterator[tuple[str, Client]]:
+        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no other, ``prefer`` if
+        possible, else the one with the fewest requests.
+
+        A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
+        Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
+        """
+        entry = await self._wait(min_version, timeout_s, avoid, prefer)
+        entry.in_flight += 1
+        entry.chosen = next(self._choices)
+        try:
+            yield entry.status.id, entry.client
+        except ServerFault as error:
+            if not isinstance(error, VersionUnavailable):
+                self._quarantine(entry, error)
+            raise
+        else:
+            entry.failures = 0
+        finally:
+            entry.in_flight -= 1
+            self._changed.wake()
+
+    async def gone(self, id: str) -> None:
+        """Return when no server of this id is known any longer: it has removed its live row, or written none for seconds."""
+        for entry in [entry for entry in self._entries.values() if entry.status.id == id]:
+            await entry.gone.wait()
+
+    async def refresh(self) -> None:
+        """Read the servers' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
+        async with asyncio.timeout(ANSWER_S):
+            for _ in range(2):  # the first may have begun before this call
+                seen = self._reads
+                self._refresh_now.wake()
+                while self._reads == seen:
+                    await self._changed.wait()
+
+    def give_up(self) -> None:
+        """From now on ``acquire`` raises NoServer instead of waiting."""
+        self._closing = True
+        self._changed.wake()
+
+    def waits_for(self) -> str:
+        """Return a description of the wait for a server and its duration; empty when no request waits."""
+        if not self._waiting:
+            return ""
+        min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
+        return f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
+
+    async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
+        begin = time.monotonic()
+        ticket = next(self._tickets)
+        try:
+            while (entry := self._best(min_version, avoid, prefer)) is None:
+                left_s = begin + timeout_s - time.monotonic()
+                if self._closing or left_s <= 0:
+                    raise NoServer(self._describe(min_version), time.monotonic() - begin)
+                if ticket not in self._waiting:
+                    self._waiting[ticket] = (min_version, begin)
+                    self._refresh_now.wake()
+                await self._changed.wait(min(left_s, self._next_return_s()))
+            return entry
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
+        now = time.monotonic()
+        able = [
+            entry
+            for entry in self._entries.values()
+            if entry.status.serving and entry.status.version >= min_version and entry.quarantined_until <= now
+        ]
+
+        def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
+            """Return the sort key of a server, the best one first."""
+            id = entry.status.id
+            return id == avoid, id != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, id
+
+        return min(able, key=rank, default=None)
+
+    def _next_return_s(self) -> float:
+        """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""
+        now = time.monotonic()
+        ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
+        return min(ends, default=POLL_S) + 0.001  # a little later, so that the quarantine is over when the waiter looks again
+
+    def _describe(self, min_version: int) -> str:
+        known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
+        return f"{self._wanted(min_version)} ({known or 'none known'})"
+
+    def _wanted(self, min_version: int) -> str:
+        """Return the server that a request waits for, in words."""
+        return f"a {self.noun}"
+
+    def _quarantine(self, entry: Pooled[Client], error: ServerFault) -> None:
+        now = time.monotonic()
+        if entry.quarantined_until > now:  # one death fails many requests, and counts once
+            return
+        first_s, longest_s = self._quarantine_s
+        pause_s = min(first_s * 2**entry.failures, longest_s)
+        entry.failures += 1
+        entry.error = str(error)
+        entry.quarantined_until = now + pause_s
+        logger.warning("%s quarantined id=%s pause_s=%.1f failures=%d error=%s", self.noun, entry.status.id, pause_s, entry.failures, error)
+
+    async def _update(self, statuses: Sequence[ServerStatus]) -> None:
+        """Apply the observed states. A server that serves again after it did not leaves quarantine."""
+        seen = {status.url: status for status in statuses}
+        # A server with requests in flight stays, as they use its client.
+        gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
+        for entry in [self._entries.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
+            await entry.client.close()
+        for url, entry in self._entries.items():
+            status = seen.get(url) or replace(entry.status, serving=False, remark=GONE)
+            if status.serving and not entry.status.serving:
+                entry.failures, entry.quarantined_until = 0, 0.0
+            entry.status = status
+            if status.remark == GONE:
+                entry.gone.set()
+            else:
+                entry.gone.clear()
+        for url, status in seen.items():
+            if url not in self._entries:
+                self._entries[url] = Pooled(client=self._client(url), status=status)
+        self._changed.wake()

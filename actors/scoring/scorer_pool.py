@@ -1,0 +1,145 @@
+"""Rewards asked of scorers: the choice of one, and another when it ends or freezes. Knows no reward.
+
+::
+
+    actor --> scorer with the fewest calls --> reward, or the reason for which there is none
+                |
+                +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit of time
+                +-- lost while it worked: another one is asked, MOST_LOST times at most
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from actors.engines.server_pool import BusDiscovery, ServerPool
+from actors.errors import ScorerLost, ScorerUnavailable
+from actors.scoring.server import SCORE, SCORE_GROUP
+from bus.liveness.heartbeats import LiveView
+from bus.liveness.keys import RunKeys
+from bus.system.coroutines import first_of
+from rewards.contract import Contract
+from rewards.errors import RewardFailed
+from rewards.group import GROUP, GroupRequest
+from rewards.http.calls import bounded_content
+from rewards.port import RewardRequest
+from rewards.registry import REWARD
+
+ROLE = "scorer"
+"""Role of the scorers' live rows."""
+MOST_LOST = 8
+"""Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends them."""
+CONNECT_S = 5.0
+"""Deadline of a connection. A call has none: a scorer bounds the reward itself, and one that is gone ends it."""
+_REFUSED = (400, 413, 422)
+"""Statuses that refuse the request itself."""
+_SHOWN = 200
+"""Length at which an answer is cut off in messages."""
+
+
+class ScorerClient:
+    """Calls of one scorer. The session is made at the first call."""
+
+    def __init__(self, url: str, keys: RunKeys) -> None:
+        self._url, self._keys = url, keys
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, path: str, body: bytes) -> Any:
+        """Return the answer's JSON, and its reason as RewardFailed. Raises ScorerUnavailable, ScorerLost."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        headers = {"Content-Type": "application/json", **await self._keys.headers()}
+        try:
+            async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:
+                status, content = response.status, await bounded_content(response)
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            raise ScorerUnavailable(self._url, str(error) or type(error).__name__) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ScorerLost(self._url, str(error) or type(error).__name__) from None
+        shown = f"status {status}: {content[:_SHOWN]!r}"
+        if status in _REFUSED:
+            raise RewardFailed("scorers", f"refused by the scorer at {self._url}: {shown}")
+        if status == 500:
+            raise ScorerLost(self._url, shown)
+        if status != 200:
+            raise ScorerUnavailable(self._url, shown)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ScorerLost(self._url, f"want JSON, got {content[:_SHOWN]!r}: {error}") from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class ScorerPool(ServerPool[ScorerClient]):
+    """The scorers of a run."""
+
+    noun = "scorer"
+
+    def _wanted(self, min_version: int) -> str:
+        return "a scorer (tidemill scorer, or up.scorers) that serves"
+
+    @classmethod
+    def on_bus(cls, view: LiveView, keys: RunKeys) -> "ScorerPool":
+        """Return the pool of those with a live row."""
+        return cls(BusDiscovery(view, ROLE), lambda url: ScorerClient(url, keys), in_turn=True)
+
+
+class RemoteScoring:
+    """The rewards of a run as its actor calls them (``rewards.port.Scorer``, ``rewards.scorers.groups.GroupScorer``)."""
+
+    def __init__(self, pool: ScorerPool) -> None:
+        self._pool = pool
+
+    async def score(self, request: RewardRequest) -> float | dict[str, float]:
+        """Return the reward of a sample, however long there is no scorer. Raises RewardFailed."""
+        found: float | dict[str, float] = await self._asked(REWARD, SCORE, "reward", request)
+        return found
+
+    async def group_score(self, request: GroupRequest) -> list[float | dict[str, float]]:
+        """Return the reward of each sample of a group. Raises RewardFailed."""
+        found: list[float | dict[str, float]] = await self._asked(GROUP, SCORE_GROUP, "rewards", request)
+        if len(found) != len(request.samples):
+            raise RewardFailed("scorers", f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
+        return found
+
+    async def _asked(self, contract: Contract, path: str, word: str, request: object) -> Any:
+        try:
+            body = contract.encode(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardFailed("scorers", f"want values that JSON has in label, prompt and metadata: {error}", contract.word) from None
+        lost, avoid = 0, ""
+        while True:
+            try:
+                async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (id, client):
+                    avoid = id
+                    return _read(id, contract, word, await self._call(id, client, path, body))
+            except ScorerLost as error:
+                lost += 1
+                if lost >= MOST_LOST:
+                    raise RewardFailed("scorers", f"{lost} scorers were lost while they worked on it, the last: {error}") from None
+            except ScorerUnavailable:  # the pool leaves it alone for a while
+                continue
+
+    async def _call(self, id: str, client: ScorerClient, path: str, body: bytes) -> Any:
+        """Call a scorer until it answers or is gone."""
+        calling, _ = await first_of(client.post(path, body), self._pool.gone(id))
+        if calling.cancelled():
+            raise ScorerLost(id, "it has ended, or written no live row for seconds")
+        return calling.result()
+
+
+def _read(id: str, contract: Contract, word: str, answer: Any) -> Any:
+    """Return the reward in an answer of a scorer. Raises RewardFailed, ScorerLost."""
+    if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
+        raise RewardFailed("scorers", answer["failed"], contract.word)
+    if not isinstance(answer, Mapping) or word not in answer:
+        raise ScorerLost(id, f"want a map with {word} or failed, got {answer!r}"[: 2 * _SHOWN])
+    return contract.checked("scorers", answer[word])

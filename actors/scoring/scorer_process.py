@@ -1,0 +1,90 @@
+"""The body of a scorer process: load the rewards of a run, serve them to its actors, drain. Needs only the URL of the bus.
+
+Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Keeps no state: what it
+scores when it dies is scored by another scorer. Waits for requests, and while it drains for the end of those that it has.
+"""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from actors.config import ActorConfig
+from actors.engines.membership import config_of_run, connected, default_id, first_row, section
+from actors.errors import BadRow
+from actors.scoring.opened import open_rewards
+from actors.scoring.scorer_pool import ROLE
+from actors.scoring.server import RewardServer, serving
+from bus.client.reach import LOOPBACK, reach, route_to
+from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.liveness.keys import api_keys
+from bus.system.coroutines import first_of
+from weightstore.listener import Access
+
+log = logging.getLogger(__name__)
+
+UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerPlace:
+    """Where a scorer listens, and where actors reach it."""
+
+    host: str = LOOPBACK
+    """Address, or auto = that of the interface that leads to the bus."""
+    advertise: str = ""
+    """Host, or host:port, if not ``host``."""
+    port: int = 0
+    """0 = any free port."""
+
+
+async def run_scorer(
+    bus_url: str,
+    run: str,
+    actor_config: ActorConfig | None,
+    bus_config: BusConfig | None,
+    draining: asyncio.Event,
+    scorer_id: str | None = None,
+    *,
+    place: ScorerPlace | None = None,
+    allowed: tuple[str, ...] = (),
+) -> None:
+    """Serve the rewards of ``run`` until ``draining`` is set and the accepted requests are answered.
+
+    A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``.
+    Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config within five minutes, BadRow (also for
+    a run whose actors ask no scorer), NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ValueError for an address that cannot be
+    advertised, OSError for one that cannot be taken.
+    """
+    id, place = scorer_id or default_id(), place or ScorerPlace()
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"scorer {id}", draining=draining)
+        if bus is None:
+            return
+        if actor_config is None:
+            found = await config_of_run(bus, draining, role=ROLE, id=id, allowed=allowed)
+            if found is None:
+                return
+            actor_config = section(found, "actor", ActorConfig)
+        if not actor_config.scorers.enabled:
+            raise BadRow(f"actor.scorers.enabled: want true for a scorer, got false: run {run} has its actors compute rewards")
+        at = reach(place.host, place.advertise, await asyncio.to_thread(route_to, bus_url), name="actor.scorers.host")
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row(ROLE, id)))
+        score, group_score = await open_rewards(stack, actor_config)
+        name = actor_config.reward or ", ".join(actor_config.reward_parts) or actor_config.group_reward
+        server = RewardServer(name, score, group_score, access=Access(api_keys(bus)))
+        url = await stack.enter_async_context(serving(server, at.bind, place.port, advertise=at.advertised))
+        log.info("serving reward=%s url=%s", name, url)
+        heartbeat.update(phase="serving", address=url)
+        await first_of(_update_heartbeat(heartbeat, server), draining.wait())
+        heartbeat.update(phase="draining", waits_for=f"{server.running} requests")
+        await server.drain()
+
+
+async def _update_heartbeat(heartbeat: HeartbeatPublisher, server: RewardServer) -> None:
+    while True:
+        counts = {name: float(server.counts[name]) for name in ("scored", "failed", "refused", "busy")}
+        heartbeat.update(load={**counts, "in_flight": float(server.running)})
+        await asyncio.sleep(UPDATE_EVERY_S)

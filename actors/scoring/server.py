@@ -1,0 +1,154 @@
+"""A server that hosts rewards, those of ``tidemill scorer`` and of ``tidemill reward-server``.
+
+    POST /score        a request as JSON                                   {"reward": ...} or {"failed": reason}
+    POST /score_group  {"samples": [request, ...], "rewards": [...]}       {"rewards": [...]} or {"failed": reason}
+    GET /health        counts of requests by outcome
+
+Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the same limits.
+"""
+
+import hmac
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from bus.client.waiter import Waiter
+from bus.wire.messages import Status
+from rewards.errors import RewardFailed
+from rewards.group import GroupRequest
+from rewards.port import RewardRequest, Scorer
+from rewards.registry import checked
+from rewards.request_json import to_request
+from rewards.scorers.groups import GroupScorer
+from weightstore.listener import Access, Listener
+
+SCORE, SCORE_GROUP = "/score", "/score_group"
+MAX_REQUEST_BYTES = 64 << 20
+"""Size of the largest request that is read."""
+MAX_WAITING = 4096
+"""Calls at a time; a further one is answered by 503, which clients repeat later."""
+NO_RESULT = "no result in time"
+
+
+class RewardServer:
+    """The requests of one reward, or of a reward of groups, or of both; and their counts."""
+
+    def __init__(
+        self, name: str, score: Scorer | None, group_score: GroupScorer | None = None, *, token: str = "", access: Access | None = None
+    ) -> None:
+        """``token``: bearer token that requests must have; empty = none. ``access``: the key of a run that they must have."""
+        self._name, self._token, self._access = name, token, access or Access(None)
+        self._score, self._group_score = score, group_score
+        self.counts: Counter[str] = Counter()
+        """Requests by outcome: scored, failed, refused, busy."""
+        self.running = 0
+        """Calls of the reward at this moment."""
+        self._draining = False
+        self._changed = Waiter()
+
+    def listener(self) -> Listener:
+        """Return its routes as a listener."""
+        routes = {f"POST {SCORE}": self._answer_one, f"POST {SCORE_GROUP}": self._answer_group, "GET /health": self._health}
+        return Listener(routes, self._access, max_body_bytes=MAX_REQUEST_BYTES)
+
+    async def drain(self) -> None:
+        """Refuse further requests, and return when no call is running."""
+        self._draining = True
+        while self.running:
+            await self._changed.wait()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"reward": self._name, "running": self.running, **self.counts})
+
+    async def _answer_one(self, http: web.Request) -> web.Response:
+        return await self._answer(http, "reward", self._score, request_in)
+
+    async def _answer_group(self, http: web.Request) -> web.Response:
+        return await self._answer(http, "rewards", self._group_score, group_in)
+
+    async def _answer(
+        self, http: web.Request, word: str, score: Callable[[Any], Awaitable[object]] | None, read: Callable[[Any], object]
+    ) -> web.Response:
+        if self._token and not hmac.compare_digest(http.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode()):
+            return self._reply(401, "refused", "want the header Authorization: Bearer with the server's token")
+        if score is None:
+            return self._reply(404, "refused", f"this server has no reward for {http.path}")
+        try:
+            request = read(json.loads(await http.read()))
+        except (ValueError, RecursionError) as error:
+            return self._reply(400, "refused", str(error)[:1000])
+        if self._draining or self.running >= MAX_WAITING:
+            return self._reply(503, "busy", "it drains" if self._draining else f"{self.running} calls are running")
+        self.running += 1
+        try:
+            reward = await score(request)
+        except TimeoutError:
+            return self._reply(200, "failed", NO_RESULT)
+        except RewardFailed as error:
+            return self._reply(200, "failed", error.reason[:1000])
+        finally:
+            self.running -= 1
+            self._changed.wake()
+        self.counts["scored"] += 1
+        return web.json_response({word: reward})
+
+    def _reply(self, status: int, outcome: str, reason: str) -> web.Response:
+        self.counts[outcome] += 1
+        return web.json_response({"failed": reason}, status=status)
+
+
+def request_in(found: Any) -> RewardRequest:
+    """Return the request in decoded JSON; only ``prompt`` and ``response`` must be there. Raises ValueError naming the field."""
+    if not isinstance(found, dict):
+        raise ValueError(f"want a map, got {type(found).__name__}")
+    wanted: dict[str, tuple[Any, str, Any]] = {
+        "prompt": ((str, list), "text or messages", None),
+        "response": (str, "text", None),
+        "status": (str, "text", Status.COMPLETED.value),
+        "tokens": (str, "base64", ""),
+        "metadata": (dict, "a map", {}),
+        "response_length": (int, "a whole number", 0),
+    }
+    values = {"label": found.get("label")}
+    for name, (kind, words, default) in wanted.items():
+        value = found.get(name, default)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name}: want {words}, got {value!r}"[:300])
+        values[name] = value
+    try:
+        return to_request(values)
+    except ValueError as error:  # of the status, or base64
+        raise ValueError(f"status or tokens: {error}") from None
+
+
+def group_in(found: Any) -> GroupRequest:
+    """Return the request for a group in decoded JSON. Raises ValueError naming the field."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"want a map, got {type(found).__name__}")
+    samples, rewards = found.get("samples"), found.get("rewards", [])
+    if not isinstance(samples, list) or not samples:
+        raise ValueError(f"samples: want a list of requests, got {samples!r}"[:300])
+    if not isinstance(rewards, list) or len(rewards) not in (0, len(samples)):
+        raise ValueError(f"rewards: want a list, empty or one for each of {len(samples)} samples, got {rewards!r}"[:300])
+    try:
+        given = tuple(checked(f"rewards[{place}]", reward) for place, reward in enumerate(rewards))
+    except RewardFailed as error:
+        raise ValueError(str(error)) from None
+    return GroupRequest(samples=tuple(map(request_in, samples)), rewards=given)
+
+
+@asynccontextmanager
+async def serving(server: RewardServer, host: str, port: int, *, advertise: str = "", insecure: bool = False) -> AsyncIterator[str]:
+    """Serve while entered; yields the URL. ``insecure``: other machines may ask without a key of a run.
+
+    Raises OSError for an address that cannot be taken.
+    """
+    listener = server.listener()
+    try:
+        yield await listener.start(host, port, advertise=advertise, insecure=insecure)
+    finally:
+        await listener.close()
