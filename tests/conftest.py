@@ -32,8 +32,8 @@ BLOCKED_S = 20.0
 """Callbacks between two looks at the sockets that take longer than this fail the test; time in which the thread had no core is not counted.
 Generous: a first import of transformers' models, which a test may do in a callback, takes 10 s of a busy core."""
 
-LIMIT_S = {"unit": 120.0, "contract": 120.0}
-"""Seconds that an async test in one of these folders may take."""
+LIMIT_S = {"unit": 120.0}
+"""Seconds that an async test in this folder may take."""
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""

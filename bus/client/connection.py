@@ -28,7 +28,9 @@ _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
 _LOG_EVERY_S = 5.0
 """Interval of the log lines about one outage."""
-_CLOSE_S = 1.0
+_FLUSH_S, _CLOSE_S = 1.0, 1.0
+"""Deadlines at a close: for messages that are not sent yet, and for the close itself."""
+_NEVER_S = 1e6
 _FORBIDDEN_S = 10.0
 """Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
@@ -250,16 +252,20 @@ class Connection:
     async def close(self) -> None:
         """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever."""
         self._closing = True
+        flushing: asyncio.Task[None] | None = None
         if self.connected and not self.nc.is_closed:
-            try:
-                await self.nc.flush(timeout=1)
-            except FOREIGN as error:
-                _log.warning("bus: closing with messages unsent error=%r", error)
+            # Cancelled only after the close: the library fails at the answer to a flush that has been given up, and stops reading.
+            flushing = asyncio.create_task(self.nc.flush(timeout=_NEVER_S), name="flush")
+            await asyncio.wait({flushing}, timeout=_FLUSH_S)
+            if not flushing.done():
+                _log.warning("bus: closing with messages unsent, no answer for %g s", _FLUSH_S)
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self.nc.close()
         except FOREIGN as error:  # the library tries to send pending messages over a connection that is gone
             _log.info("bus: closed while disconnected error=%r", error)
+        if flushing is not None:
+            await ended(flushing)
 
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""

@@ -1,6 +1,8 @@
 """Connecting and staying connected."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from nats.aio.client import Client
 
+from bus.client.connection import Connection
 from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
@@ -53,6 +56,28 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
         nats_server.start()
         await bus.wait_connected(10)
         assert (await bus.samples.info()).messages == 0
+
+
+async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library fails at an answer whose request was given up: it stops reading, and the close leaves tasks behind."""
+    monkeypatch.setattr("bus.client.connection._FLUSH_S", 0.1)
+    with EmbeddedServer(tmp_path, BusConfig()) as server:
+        connection = Connection()
+        await connection.open(server.url, "late", 10)
+        client = connection.nc
+        (reading,) = [task for task in asyncio.all_tasks() if "_read_loop" in repr(task)]
+        close = client.close
+
+        async def closed_after_the_answer() -> None:
+            os.kill(server.pid, signal.SIGCONT)
+            while client._pongs and not reading.done():  # noqa: ASYNC110 - the library sends no event
+                await asyncio.sleep(0.005)
+            assert not reading.done()
+            await close()
+
+        monkeypatch.setattr(client, "close", closed_after_the_answer)
+        os.kill(server.pid, signal.SIGSTOP)
+        await connection.close()
 
 
 async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
