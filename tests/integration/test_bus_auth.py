@@ -80,6 +80,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         as_user("learner") as learner,
         as_user("actor-0") as actor,
         as_user("engine-1") as engine,
+        as_user("scorer-0") as scorer,
         as_user("host-0") as host,
         as_user("router") as router,
         as_user("viewer") as viewer,
@@ -94,11 +95,16 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         async with (
             HeartbeatPublisher(actor, row("actor", "actor-0")),
             HeartbeatPublisher(engine, row("engine", "engine-1")),
+            HeartbeatPublisher(scorer, row("scorer", "scorer-0")),
             HeartbeatPublisher(host, row("host", "host-0")),
             HeartbeatPublisher(router, row("router", "router")),
         ):
-            async with LiveView(actor).on_change("engine", lambda: None), LiveView(router).on_change("engine", lambda: None):
-                while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - no event for other roles
+            async with (
+                LiveView(actor).on_change("engine", lambda: None),
+                LiveView(actor).on_change("scorer", lambda: None),
+                LiveView(router).on_change("engine", lambda: None),
+            ):
+                while len(await LiveView(router).alive()) < 5:  # noqa: ASYNC110 - no event for other roles
                     await asyncio.sleep(0.02)
             watching = engine.rows("weights").watch("head")
             assert await take(watching, 1) == [({"version": 0, "step": 0, "epoch": 1}, 1)]
@@ -145,6 +151,9 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
     "the weights": ("engine-0", lambda bus: bus.rows("weights").put("head", {"version": 9})),
     "a purge": ("actor-0", lambda bus: bus.samples._jet.purge("TM_r_SAMPLES", 2)),
     "a read of all samples": ("actor-0", _api("STREAM.MSG.GET.TM_r_SAMPLES")),
+    "a scorer's row": ("actor-0", lambda bus: bus.rows("live").put("scorer.actor-0", {})),
+    "a lease by a scorer": ("scorer-0", lambda bus: bus.tasks.lease(60)),
+    "a sample of a scorer": ("scorer-0", lambda bus: bus.samples.publish(make_sample(RUN, actor="scorer-0"))),
     "a lease": ("engine-0", lambda bus: bus.tasks.lease(60)),
     "a row of a role that it has not": ("router", lambda bus: bus.rows("live").put("engine.router", {})),
     "a task for it": ("router", lambda bus: bus.tasks.lease(60)),

@@ -74,7 +74,7 @@ def test_a_bus_is_not_opened_to_other_machines_by_mistake(settings: dict[str, ob
 
 
 def test_every_process_of_a_run_has_a_user() -> None:
-    with pytest.raises(ValueError, match="want a user for each of 5 actors or engines, got 4"):
+    with pytest.raises(ValueError, match="want a user for each of 5 actors, engines or scorers, got 4"):
         load((), ["run=r", "up.actors=5", "bus.auth=true", "bus.auth_users=4"])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actors.allowed import GUARDED, checked, refuse_foreign
-from actors.config import ActorConfig, EngineConfig, GatewayConfig, SglangConfig
+from actors.config import ActorConfig, EngineConfig, GatewayConfig, ScorersConfig, SglangConfig
 from actors.errors import NotAllowed
 from launch.run.access import allowed
 from launch.settings.config_loader import changes, from_map, load, to_map
@@ -21,6 +21,9 @@ OPEN = {
     "actor.gateway.host": "an address it listens at, where every request needs the key of an episode",
     "actor.gateway.advertise": "the address that its programs are given",
     "actor.gateway.renderer": "a name of a table of the library",
+    "actor.scorers": "its parts, each by itself",
+    "actor.scorers.host": "an address that scorers of the run's own machine listen at",
+    "actor.scorers.advertise": "the address that their actors are given",
     "actor.gateway.renderer_options": "switches and texts of its prompts, checked by the library",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",
@@ -36,7 +39,13 @@ OPEN = {
 
 
 def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> None:
-    kinds = {"actor": ActorConfig, "actor.gateway": GatewayConfig, "engine": EngineConfig, "engine.sglang": SglangConfig}
+    kinds = {
+        "actor": ActorConfig,
+        "actor.gateway": GatewayConfig,
+        "actor.scorers": ScorersConfig,
+        "engine": EngineConfig,
+        "engine.sglang": SglangConfig,
+    }
     numbers = (int, float, bool)
     found = {f"{path}.{field.name}" for path, kind in kinds.items() for field in dataclasses.fields(kind) if field.type not in numbers}
     assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()
@@ -121,6 +130,20 @@ def test_an_import_path_is_code() -> None:
     with pytest.raises(NotAllowed, match=r"^run r: actor\.reward=os:system names code; .* --allow actor\.reward=os:system \(or"):
         refuse_foreign(values, "actor", ("actor.reward=myreward:*",), where="run r")
     refuse_foreign(values, "actor", ("actor.reward=os:*",), where="run r")
+
+
+@pytest.mark.parametrize("scorers", [{"enabled": True}, {"enabled": 1}, {"enabled": "yes"}, {"enabled": False}, {}, [], None])
+def test_who_may_load_a_reward_must_allow_it(scorers: object) -> None:
+    """With scorers, actors load none. A value that is neither true nor false lets nobody load it unasked."""
+    values = {"actor": {"reward": "mine:f", "scorers": scorers}}
+    with pytest.raises(NotAllowed, match=r"actor\.reward=mine:f names code"):
+        refuse_foreign(values, "scorer", (), where="the row")
+    refuse_foreign(values, "scorer", ("actor.reward=mine:*",), where="the row")
+    if scorers == {"enabled": True} and scorers["enabled"] is True:
+        refuse_foreign(values, "actor", (), where="the row")
+    else:
+        with pytest.raises(NotAllowed):
+            refuse_foreign(values, "actor", (), where="the row")
 
 
 @pytest.mark.parametrize("pattern", ["actor.reward", "actor.retries=3", "engine.sglang.pythonx=*", ""])

@@ -1,0 +1,205 @@
+"""An actor's calls of scorers: which one is asked, and every answer that is none."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from actors.engines.server_pool import ServerStatus
+from actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
+from actors.scoring.server import RewardServer, serving
+from bus.liveness.keys import Keys, RunKeys
+from bus.wire.messages import Status
+from rewards.errors import RewardFailed
+from rewards.group import GroupRequest
+from rewards.port import RewardRequest
+from rewards.registry import load
+from weightstore.listener import Access
+
+KEYS = RunKeys.fixed(Keys.of("admin"))
+REQUEST = RewardRequest(prompt="p", response="4", label="4", status=Status.COMPLETED)
+
+
+class Known:
+    """Scorers at given URLs; a test changes ``statuses``."""
+
+    def __init__(self, *urls: str) -> None:
+        self.statuses = [ServerStatus(url=url, id=f"s{place}", serving=True, version=-1) for place, url in enumerate(urls)]
+
+    async def discover(self) -> list[ServerStatus]:
+        return list(self.statuses)
+
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def scoring(known: Known) -> AsyncIterator[RemoteScoring]:
+    pool = ScorerPool(known, lambda url: ScorerClient(url, KEYS), quarantine_s=(0.01, 0.02), in_turn=True)
+    running = asyncio.create_task(pool.run())
+    try:
+        yield RemoteScoring(pool)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@asynccontextmanager
+async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Serve the answers in turn, the last one for ever: (status, body), or None = the connection is closed. Yields URL and requests."""
+    left, asked = list(answers), []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.read())
+        given = left.pop(0) if len(left) > 1 else left[0]
+        if given is None:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        return web.Response(status=given[0], body=given[1])
+
+    app = web.Application()
+    app.router.add_post("/{any:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+RIGHT = (200, b'{"reward": 1.0}')
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *[(status, b"x") for status in (301, 401, 403, 404, 429, 500, 502, 503)],
+        *[(200, body) for body in (b"", b"{", b"[]", b"3", b"{}", b'{"failed": 3}', b"[" * 100_000, b"\xff", b" " * (5 << 20))],
+        None,
+    ],
+    ids=repr,
+)
+async def test_an_answer_that_is_none_is_asked_for_again(first: Any) -> None:
+    async with answering(first, RIGHT) as (url, asked), scoring(Known(url)) as remote:
+        assert await remote.score(REQUEST) == 1.0
+    assert len(asked) == 2
+    assert json.loads(asked[0])["response"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((400, b"no prompt"), "refused by the scorer at http.*status 400: b'no prompt'"),
+        ((413, b"too large"), "status 413"),
+        ((200, b'{"failed": "KeyError"}'), "KeyError"),
+        ((200, b'{"reward": 1e39}'), r"want .*got 1e\+39"),
+        ((200, b'{"reward": NaN}'), "want .*got nan"),
+        ((200, b'{"reward": "x"}'), "want a number, got 'x'"),
+        ((200, b'{"reward": {"a": null}}'), "want a number, got None"),
+    ],
+)
+async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(answer: tuple[int, bytes], words: str) -> None:
+    async with answering(answer) as (url, asked), scoring(Known(url)) as remote:
+        with pytest.raises(RewardFailed, match=words):
+            await remote.score(REQUEST)
+    assert len(asked) == 1
+
+
+async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
+    async with answering(None) as (url, asked), scoring(Known(url)) as remote:
+        with pytest.raises(RewardFailed, match=rf"{MOST_LOST} scorers were lost while they worked on it, the last: scorer http"):
+            await remote.score(REQUEST)
+    assert len(asked) == MOST_LOST
+
+
+async def test_a_scorer_that_is_not_there_is_not_counted_as_lost() -> None:
+    async with answering(RIGHT) as (url, asked):
+        known = Known("http://127.0.0.1:9")
+        async with scoring(known) as remote:
+            waiting = asyncio.create_task(remote.score(REQUEST))
+            pool = remote._pool
+            while pool._entries == {} or max(entry.failures for entry in pool._entries.values()) <= MOST_LOST:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert not waiting.done()
+            known.statuses = Known(url).statuses
+            assert await waiting == 1.0
+    assert len(asked) == 1
+
+
+async def test_groups_are_checked_too() -> None:
+    group = GroupRequest(samples=(REQUEST, REQUEST), rewards=(0.0, 1.0))
+    answers = (200, b'{"rewards": [1.0]}'), (200, b'{"rewards": [1.0, {"score": 2.0}]}')
+    async with answering(*answers) as (url, asked), scoring(Known(url)) as remote:
+        with pytest.raises(RewardFailed, match="want 2 rewards, one for each sample, got 1"):
+            await remote.group_score(group)
+        assert await remote.group_score(group) == [1.0, {"score": 2.0}]
+    sent = json.loads(asked[0])
+    assert (len(sent["samples"]), sent["rewards"]) == (2, [0.0, 1.0])
+
+
+async def test_the_least_busy_scorer_is_asked() -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: RewardRequest) -> float:
+        await gate.wait()
+        return 1.0
+
+    servers = [RewardServer("slow", slow) for _ in range(3)]
+    async with serving(servers[0], "127.0.0.1", 0) as a, serving(servers[1], "127.0.0.1", 0) as b, serving(servers[2], "127.0.0.1", 0) as c:
+        async with scoring(Known(a, b, c)) as remote:
+            calls = [asyncio.create_task(remote.score(REQUEST)) for _ in range(9)]
+            while sum(server.running for server in servers) < 9:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert [server.running for server in servers] == [3, 3, 3]
+            gate.set()
+            assert await asyncio.gather(*calls) == [1.0] * 9
+
+
+async def test_a_value_that_json_lacks_fails_the_sample() -> None:
+    async with scoring(Known("http://127.0.0.1:9")) as remote:
+        with pytest.raises(RewardFailed, match="want values that JSON has in label, prompt and metadata"):
+            await remote.score(RewardRequest(prompt="p", response="r", label={1, 2}, status=Status.COMPLETED))
+
+
+async def test_a_scorer_that_others_reach_wants_the_key_of_the_run() -> None:
+    """A listener on all addresses answers those alone that present it; the client of the actors does."""
+    server = RewardServer("exact", load("exact"), access=Access(KEYS))
+    async with serving(server, "0.0.0.0", 0, advertise="127.0.0.1") as url, ClientSession() as session:
+        async with session.post(f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}) as response:
+            assert response.status == 401
+        async with scoring(Known(url)) as remote:
+            assert await remote.score(REQUEST) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/score_group", {"samples": []}, 400),
+        ("/score_group", {"samples": {}}, 400),
+        ("/score_group", [], 400),
+        ("/score_group", {"samples": [{"prompt": "p"}]}, 400),
+        ("/score_group", {"samples": [{"prompt": "p", "response": "r"}], "rewards": [1.0, 2.0]}, 400),
+        ("/score_group", {"samples": [{"prompt": "p", "response": "r"}], "rewards": ["x"]}, 400),
+        ("/score_group", {"samples": [{"prompt": "p", "response": "r"}], "rewards": [1e39]}, 400),
+        ("/score_group", {"samples": [{"prompt": "p", "response": "r"}]}, 200),
+        ("/score", {"prompt": "p", "response": "r"}, 404),
+    ],
+)
+async def test_requests_for_groups_are_checked(path: str, body: Any, status: int) -> None:
+    async def ranked(request: GroupRequest) -> list[float | dict[str, float]]:
+        return [0.0 for _ in request.samples]
+
+    async with serving(RewardServer("ranked", None, ranked), "127.0.0.1", 0) as url, ClientSession() as session:
+        async with session.post(f"{url}{path}", json=body) as response:
+            assert response.status == status
+            found = await response.json()
+    assert found == {"rewards": [0.0]} if status == 200 else found["failed"]
