@@ -37,8 +37,7 @@ def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tu
     """Freeze weights and add adapters, before the chunks are wrapped for data parallelism. Returns the adapters. Raises ConfigRefused."""
     adapters = None
     if tuning.lora.rank:
-        [module] = chunks  # the settings refuse adapters with virtual stages
-        adapters = Adapters(module, bridge, parallel, tuning.lora, seed=tuning.seed)
+        adapters = Adapters(chunks, bridge, parallel, tuning.lora, seed=tuning.seed)
     elif tuning.freeze:
         _freeze(chunks, bridge, parallel, tuning.freeze)
     for chunk in chunks:

@@ -346,10 +346,6 @@ class LearnerConfig:
 
     def _refuse_with_adapters(self) -> None:
         """Refuse the settings that a model with trained adapters alone does not support."""
-        if self.virtual_pipeline > 1:
-            raise ValueError(f"virtual_pipeline: want 1 with lora.rank > 0, got {self.virtual_pipeline}")
-        if self.expert_parallel > 1:
-            raise ValueError(f"expert_parallel: want 1 with lora.rank > 0, whose adapters are not divided, got {self.expert_parallel}")
         if self.moe_bias_update_rate:
             raise ValueError(
                 "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights of the model, got "

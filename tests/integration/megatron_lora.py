@@ -83,15 +83,15 @@ def take(ours: Learner, step: int, here: Parallel, *, max_tokens: int = 60) -> d
     return ours.trainer.train(batches[here.dp_rank])
 
 
-def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None = None) -> dict[str, object]:
-    """Train all steps, or those behind the checkpoint. Returns metrics and the exported adapters' norms."""
-    ours, steps = learner(model_dir, here, way), STEPS
+def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None = None, *, lora: LoraConfig = LORA) -> dict[str, object]:
+    """Train all steps, or those behind the checkpoint. Returns metrics, and norms of the exported adapters and weights."""
+    ours, steps = learner(model_dir, here, way, lora=lora), STEPS
     if checkpoint is not None:
         assert state.load(checkpoint, policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)[0] == STEPS[0]
         steps = STEPS[1:]
     metrics = [take(ours, step, here) for step in steps]
     assert ours.policy.adapters is not None
-    norms = {name: float(tensor.norm()) for name, tensor in ours.policy.export_adapters()}
+    norms = {name: float(tensor.norm()) for name, tensor in (*ours.policy.export_adapters(), *ours.policy.export())}
     return {"metrics": metrics, "norms": norms, "base": ours.policy.adapters.facts()["base"]}
 
 
@@ -102,6 +102,41 @@ DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "cp2": ({"tensor_parallel_size": 1, "context_parallel_size": 2}, ("plain",)),
 }
 """Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
+
+
+ATTENTION = LoraConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+"""Adapters of a mixture of experts, which are all outside of the experts."""
+OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "ep2": ({"expert_parallel_size": 2}, ("plain", "distributed", "recompute full")),
+    "tp2 sp ep2": ({"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2}, ("plain",)),
+    "cp2 ep2": ({"context_parallel_size": 2, "expert_parallel_size": 2}, ("plain",)),
+    "pp2 vp2": ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, ("plain", "recompute full")),
+}
+"""Layouts of a mixture of experts on two ranks."""
+
+
+SAVED = ("ep2", "pp2 vp2")
+"""Layouts of which one rank takes over a checkpoint."""
+
+
+def saved(model_dir: Path, here: Parallel, checkpoint: Path, *, lora: LoraConfig = LORA) -> None:
+    """Train the first step, and save."""
+    ours = learner(model_dir, here, lora=lora)
+    take(ours, STEPS[0], here)
+    ours.proximal.refresh()
+    checkpoint.mkdir(exist_ok=True)
+    state.save(checkpoint, step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)
+
+
+def experts(mixture_dir: Path, checkpoint: Path, out: Path) -> None:
+    results: dict[str, object] = {}
+    for layout, (sizes, ways) in OF_EXPERTS.items():
+        with joined(**sizes) as here:
+            results |= {f"{layout} {name}": trained(mixture_dir, here, WAYS[name], lora=ATTENTION) for name in ways}
+            results[f"{layout} plain, resumed"] = trained(mixture_dir, here, WAYS["plain"], checkpoint, lora=ATTENTION)
+            if layout in SAVED:
+                saved(mixture_dir, here, out / layout, lora=ATTENTION)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:

@@ -1,8 +1,8 @@
 """LoRA: adapters train the same numbers in every layout, change no weight of the model, and are PEFT's tensors in a file."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,21 @@ from learner.megatron.tuning import Tuning
 from learner.settings.config import LearnerConfig
 from learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 from tests.integration import megatron_lora
-from tests.integration.megatron_lora import DIVIDED, LORA, OPTIMIZER, STEPS, VOCAB, WAYS, learner, take, trained
+from tests.integration.megatron_lora import (
+    ATTENTION,
+    DIVIDED,
+    LORA,
+    OF_EXPERTS,
+    OPTIMIZER,
+    SAVED,
+    STEPS,
+    VOCAB,
+    WAYS,
+    learner,
+    saved,
+    take,
+    trained,
+)
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
@@ -153,19 +167,40 @@ def test_the_reference_is_the_model_without_adapters(here: Any, model_dir: Path,
     assert (seen, policy.digest()) == ([base, foreign, base], digest)
 
 
-@pytest.fixture(scope="module")
-def world(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the results of one rank, and those of each of two ranks."""
-    out, checkpoint = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("checkpoint")
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Results of training."""
+
+    one: Mapping[str, Any]
+    """Of one rank."""
+    ranks: list[dict[str, Any]]
+    """Of each of two ranks."""
+    model_dir: Path
+    out: Path
+    """With the checkpoints of two ranks."""
+
+
+def in_layouts(body: Callable[[Path, Path, Path], None], model_dir: Path, lora: LoraConfig, places: pytest.TempPathFactory) -> World:
+    """Train on one rank, and in the layouts of ``body`` from the beginning and from a checkpoint of one rank."""
+    out, checkpoint = places.mktemp("out"), places.mktemp("checkpoint")
     with one_rank() as joined:
-        ours = learner(model_dir, joined)
-        take(ours, STEPS[0], joined)
-        ours.proximal.refresh()
-        state.save(checkpoint, step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)
-        one = trained(model_dir, joined, WAYS["plain"])
-        resumed = trained(model_dir, joined, WAYS["plain"], checkpoint)
-    ranks = run_ranks(megatron_lora.main, (model_dir, checkpoint), world=2, out=out)
-    return {"plain": one, "resumed": resumed}, ranks
+        saved(model_dir, joined, checkpoint, lora=lora)
+        one = trained(model_dir, joined, WAYS["plain"], lora=lora)
+        resumed = trained(model_dir, joined, WAYS["plain"], checkpoint, lora=lora)
+    ranks = run_ranks(body, (model_dir, checkpoint), world=2, out=out)
+    return World(one={"plain": one, "resumed": resumed}, ranks=ranks, model_dir=model_dir, out=out)
+
+
+@pytest.fixture(scope="module")
+def world(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return in_layouts(megatron_lora.main, model_dir, LORA, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def world_of_experts(tmp_path_factory: pytest.TempPathFactory) -> World:
+    changes = {"num_hidden_layers": 4, "decoder_sparse_step": 2}
+    model_dir = write_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab_size=VOCAB, **changes)
+    return in_layouts(megatron_lora.experts, model_dir, ATTENTION, tmp_path_factory)
 
 
 LAYOUTS = (
@@ -176,15 +211,33 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_what_one_rank_does(world: Any, layout: str) -> None:
+def test_every_layout_trains_what_one_rank_does(world: World, layout: str) -> None:
     """Also from a checkpoint of one rank, in another layout and with another optimizer; and its base is known by the same digest."""
-    one, ranks = world
-    wanted = one["resumed" if layout.endswith("resumed") else "plain"]
-    for rank in ranks:
-        for step, other in zip(rank[layout]["metrics"], wanted["metrics"], strict=True):
-            close(step, other, 2e-5)
-        assert rank[layout]["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
-        assert rank[layout]["base"] == wanted["base"]
+    compared(world, layout)
+
+
+@pytest.mark.parametrize("layout", [f"{layout} {name}" for layout, (_, ways) in OF_EXPERTS.items() for name in (*ways, "plain, resumed")])
+def test_every_layout_of_a_mixture_trains_what_one_rank_does(world_of_experts: World, layout: str) -> None:
+    """Experts spread over ranks, and virtual stages."""
+    compared(world_of_experts, layout)
+
+
+@pytest.mark.parametrize("layout", SAVED)
+def test_one_rank_goes_on_from_spread_experts_and_virtual_stages(world_of_experts: World, here: Any, layout: str) -> None:
+    world = world_of_experts
+    same(trained(world.model_dir, here, WAYS["plain"], world.out / layout, lora=ATTENTION), world.one["resumed"])
+
+
+def compared(world: World, layout: str) -> None:
+    for rank in world.ranks:
+        same(rank[layout], world.one["resumed" if layout.endswith("resumed") else "plain"])
+
+
+def same(ours: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for step, other in zip(ours["metrics"], wanted["metrics"], strict=True):
+        close(step, other, 2e-5)
+    assert ours["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+    assert ours["base"] == wanted["base"]
 
 
 def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, model_dir: Path, tmp_path: Path) -> None:

@@ -75,8 +75,6 @@ def test_names_are_searched_by_patterns() -> None:
         ({"optimizer": {"name": "sgd"}, "distributed_optimizer": True}, "distributed_optimizer: want false with optimizer.name: sgd"),
         ({"optimizer": {"name": "adam"}, "offload_optimizer": True}, "offload_optimizer: want false with optimizer.name: adam"),
         ({"optimizer": {"freeze": ("x",)}, "lora": {"rank": 2}}, "optimizer.freeze: want none with lora.rank > 0"),
-        ({"lora": {"rank": 2}, "pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual_pipeline: want 1 with lora.rank > 0, got 2"),
-        ({"lora": {"rank": 2}, "data_parallel": 2, "expert_parallel": 2}, "expert_parallel: want 1 with lora.rank > 0"),
         ({"lora": {"rank": 2}, "moe_bias_update_rate": 0.1}, "moe_bias_update_rate: want 0 with lora.rank > 0, which"),
         ({"lora": {"rank": 2, "targets": ("lm_head",)}}, "targets: want names of q_proj, k_proj, "),
         ({"lora": {"rank": 2, "targets": ("q_proj", "q_proj")}}, "targets: want at least one name, each once"),

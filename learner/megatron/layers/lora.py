@@ -9,7 +9,7 @@ Over tensor-parallel ranks, B of a column-parallel layer is split by rows, and A
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -164,15 +164,14 @@ class _Adapter:
 class Adapters:
     """All adapters of one rank's model. Their export, their start and their place in a checkpoint."""
 
-    def __init__(self, module: GPTModel, bridge: Any, parallel: Parallel, config: LoraConfig, *, seed: int) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, config: LoraConfig, *, seed: int) -> None:
         """Freeze the model's weights and add adapters to it, before it is wrapped. Raises ConfigRefused."""
-        self.config, self._module, self._bridge, self._parallel = config, module, bridge, parallel
+        self.config, self._chunks, self._bridge, self._parallel = config, tuple(chunks), bridge, parallel
         self._base = ""
-        for parameter in module.parameters():
-            parameter.requires_grad_(False)
-        self._adapters = {
-            adapter.name: adapter for layer in module.decoder.layers for place in LAYERS for adapter in self._on(layer, place, seed)
-        }
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        self._adapters = {adapter.name: adapter for layer in layers for place in LAYERS for adapter in self._on(layer, place, seed)}
         # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with an MLP.
         found = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
         there = set().union(*found)
@@ -278,15 +277,16 @@ class Adapters:
     def _digest(self) -> str:
         """Return a digest of the frozen weights, which the adapters belong to."""
         if not self._base:
-            own = self._bridge.export([self._module])
+            own = self._bridge.export(self._chunks)
             whole = own if self._parallel.pp_size == 1 else stages.of_all(own, self._parallel)
             sums = sorted((name, sum64([tensor])) for name, tensor in whole)
             self._base = hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
         return self._base
 
     def names(self, letter: str = "") -> list[str]:
-        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B)."""
-        return [name for name, _ in self._module.named_parameters() if f"{MARK}{letter}" in name]
+        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B), as a policy names them."""
+        named = [(number, name) for number, chunk in enumerate(self._chunks) for name, _ in chunk.named_parameters()]
+        return [f"{number}.{name}" if len(self._chunks) > 1 else name for number, name in named if f"{MARK}{letter}" in name]
 
 
 _CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLinear: LoraRow}
