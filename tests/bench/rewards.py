@@ -4,17 +4,26 @@ python -m tests.bench.rewards [--seconds 1.0] [--names gsm8k,math]
 
 A response is a solution of GSM8K's test split in the notation that the reward reads, with the gold answer as label, and a response with a
 wrong one; both count. The reward of a child is an empty function: its figure is the cost of the way there and back, for responses of 1 kB
-and 100 kB, one call at a time (latency) and 64 at a time. No reference library is measured: math-verify is not installed here.
+and 100 kB, one call at a time (latency) and 64 at a time. Likewise the way to a scorer, a process with the reward ``length``, by HTTP. No
+reference library is measured: math-verify is not installed here.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import launch
+from actors.engines.server_pool import ServerStatus
+from actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
+from bus.liveness.keys import Keys, RunKeys
+from bus.system.coroutines import beside
 from bus.wire.messages import Status
 from rewards.children.limits import Limits
 from rewards.port import RewardRequest
@@ -76,6 +85,51 @@ async def children(size: int, at_once: int, seconds: float) -> tuple[float, floa
         return done / took, (time.process_time() - cpu_s) / done
 
 
+class OneScorer:
+    """A discovery of one scorer at a fixed URL."""
+
+    def __init__(self, url: str) -> None:
+        self._status = ServerStatus(url=url, id="s", serving=True, version=-1)
+
+    async def discover(self) -> list[ServerStatus]:
+        """Return it."""
+        return [self._status]
+
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Return a context that never calls ``wake``."""
+        return nullcontext()
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+async def scorer(size: int, at_once: int, seconds: float) -> tuple[float, float, float]:
+    """Return calls of a scorer per second, and the seconds of this process's core and of the scorer's that each takes."""
+    request = RewardRequest(prompt="q", response="x" * size, label="7", status=Status.COMPLETED)
+    words = ("-m", "launch", "reward-server", "length", "--option", "target=100", "--port", "0")
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().split()[-1].removesuffix("/score")
+        pool = ScorerPool(OneScorer(url), lambda url: ScorerClient(url, RunKeys.fixed(Keys())))
+        remote = RemoteScoring(pool)
+        async with beside(pool.run()):
+            await asyncio.gather(*(remote.score(request) for _ in range(at_once)))
+            begin, cpu_s, theirs_s, done = time.monotonic(), time.process_time(), _cpu_s(process.pid), 0
+            while (took := time.monotonic() - begin) < seconds:
+                await asyncio.gather(*(remote.score(request) for _ in range(at_once)))
+                done += at_once
+            return done / took, (time.process_time() - cpu_s) / done, (_cpu_s(process.pid) - theirs_s) / done
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench rewards")
     parser.add_argument("--seconds", type=float, default=1.0)
@@ -89,6 +143,11 @@ def main() -> int:
             rate, cpu_s = asyncio.run(children(size, at_once, args.seconds))
             what = f"{size:,} characters, {at_once} at a time"
             print(f"children       {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} us of the actor's core each: {what}, at most 2 workers")
+    for size in (1_000, 100_000):
+        for at_once in (1, 64):
+            rate, cpu_s, theirs_s = asyncio.run(scorer(size, at_once, args.seconds))
+            what = f"{size:,} characters, {at_once} at a time"
+            print(f"scorer         {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} and {1e6 * theirs_s:,.0f} us of both cores: {what}")
     return 0
 
 
