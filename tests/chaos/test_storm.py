@@ -64,6 +64,18 @@ def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> N
     assert not {key for key, count in two.items() if count} - unlogged, (storm.seed, two)
 
 
+@pytest.mark.slow
+def test_a_storm_over_scorers(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Scorers are killed and frozen more often than anything else, and no sample fails for it."""
+    settings = ("actor.scorers.enabled=true", "up.scorers=2")
+    victims = {**VICTIMS, "scorer": 20}
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 4), kills=LONG // 2, settings=settings, victims=victims, freezes=0.25)
+    weather(storm)
+    assert storm.killed["scorer"] and storm.frozen["scorer"], (storm.killed, storm.frozen)
+    logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
+    assert "reward failed" not in logs
+
+
 def weather(storm: Storm) -> Verdict:
     print(f"seed {storm.seed} (--storm-seed {storm.seed})")
     run = storm.rage()
