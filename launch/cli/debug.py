@@ -70,7 +70,7 @@ def _print(found: "Comparison", *, as_json: bool) -> None:
 def _score(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts)
     if args.engine:
-        outputs, dtype, source = _log_probs_of_engine(args.engine, prompts), "bfloat16", args.engine
+        outputs, dtype, source = _log_probs_of_engine(args.engine, prompts, args.key_env), "bfloat16", args.engine
     else:
         if not (args.model / "config.json").exists():
             raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
@@ -110,26 +110,29 @@ def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[i
     return score_by_learner(args.model, prompts, names, dtype=args.dtype)
 
 
-def _log_probs_of_engine(url: str, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
+def _log_probs_of_engine(url: str, prompts: Sequence[Sequence[int]], key_env: str) -> "dict[str, Array]":
     """Ask an engine for the log-probs of the prompts' own tokens. Raises ValueError for one that does not return them."""
     import urllib.error
     import urllib.request
 
     import numpy as np
 
+    from rewards.http.remote import bearer
+
+    headers = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}
     found: dict[str, Array] = {}
     for number, tokens in enumerate(prompts):
-        body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         data = json.dumps(body | {"return_logprob": True, "logprob_start_len": 0}).encode()
-        request = urllib.request.Request(f"{url.rstrip('/')}/generate", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{url.rstrip('/')}/generate", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
                 pairs = json.load(response)["meta_info"]["input_token_logprobs"]
             values = [float(pair[0]) for pair in pairs[1:]]
         except urllib.error.HTTPError as error:
-            raise ValueError(f"--engine: want an engine that scores prompts (SGLang), got HTTP {error.code}: {_text(error)}") from None
+            raise ValueError(f"--engine: want an engine that scores prompts, got HTTP {error.code}: {_text(error)}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--engine: want an engine that scores prompts (SGLang) at {url}, got {error!r}") from None
+            raise ValueError(f"--engine: want an engine that scores prompts at {url}, got {error!r}") from None
         if len(values) != len(tokens) - 1:
             want = "score its weights with --model DIR"
             raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}")

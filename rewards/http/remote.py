@@ -38,13 +38,17 @@ class Remote:
         return answer
 
 
-def bearer(variable: str) -> dict[str, str]:
-    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it is not set."""
+def bearer(variable: str, where: str = "") -> dict[str, str]:
+    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it is not set.
+
+    ``where``: the option that names it, for the message; empty = an option of a reward.
+    """
     if not variable:
         return {}
     token = os.environ.get(variable, "")
     if not token:
-        raise ValueError(f"want the variable {variable} set where the actor runs")
+        wanted = f"want the variable {variable} set"
+        raise ValueError(f"{where}: {wanted}" if where else f"{wanted} where the actor runs")
     return {"Authorization": f"Bearer {token}"}
 
 

@@ -159,11 +159,34 @@ def test_both_implementations_score_a_directory_from_the_command_line(tmp_path: 
     assert main(["debug", "compare", *map(str, outs.values())]) == 0
 
 
-async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over HTTP, by checksums: a flipped bit is found with its tensor. The engine does not score prompts, which is stated."""
-    model = write_tiny_model(tmp_path / "model", tied=True)
+async def test_a_running_engine_scores_prompts_as_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (1, 2))
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("[3, 4, 5]\n")
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
+    by_http, by_other = tmp_path / "engine.safetensors", tmp_path / "other.safetensors"
+    words = ["debug", "score", "--prompts", str(prompts)]
+    async with serving(model) as served:
+        url = served.engine.url
+        assert await asyncio.to_thread(main, [*words, "--engine", url, "--out", str(by_http)]) == 0
+        over_http = capsys.readouterr().out
+        assert await asyncio.to_thread(main, [*words, "--engine", url, "--key-env", "NOT_SET_ANYWHERE"]) == 2
+        assert "--key-env: want the variable NOT_SET_ANYWHERE set" in capsys.readouterr().err
+        monkeypatch.setenv("SOME_KEY", "k")
+        assert await asyncio.to_thread(main, [*words, "--engine", url, "--key-env", "SOME_KEY"]) == 0
+    assert await asyncio.to_thread(main, [*words, "--model", str(model)]) == 0
+    both = capsys.readouterr().out.splitlines()
+    assert both == 2 * over_http.splitlines()
+    assert await asyncio.to_thread(main, [*words, "--model", str(other), "--out", str(by_other)]) == 0
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["debug", "compare", str(by_other), str(by_http)]) == 1
+    assert "DIFFERS first in log_probs" in capsys.readouterr().out
+
+
+async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over HTTP, by checksums: a flipped bit is found with its tensor."""
+    model = write_tiny_model(tmp_path / "model", tied=True)
     name = "model.layers.1.mlp.up_proj.weight"
     async with serving(model, version=4) as served:
         url = served.engine.url
@@ -173,7 +196,5 @@ async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, 
         assert await asyncio.to_thread(main, ["debug", "weights", str(model), url]) == 1
         shown = capsys.readouterr().out
         assert "DIFFERS in 1 of 24 tensors" in shown and f"  {name} (float32): want sum64" in shown
-        assert await asyncio.to_thread(main, ["debug", "score", "--engine", url, "--prompts", str(prompts)]) == 2
-        assert "--engine: want an engine that scores prompts (SGLang), got HTTP 400: " in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["debug", "weights", str(model)]) == 2
     assert "want two of DIR|URL" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from actors.config import ActorConfig
 from actors.teachers.teachers import TeacherFailed, Teachers
 from bus.wire.messages import Sampling
+from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores
 from tests.learner_steps import make_samples
 from tests.sglang.server import serving
@@ -40,3 +41,21 @@ async def test_sglang_scores_given_tokens_at_temperature_1_alone(
         top = want_RV.log_softmax(-1).topk(4, -1)
         np.testing.assert_allclose(sample.teacher_top_log_probs, top.values.flatten(), atol=TOLERANCE)
         assert sample.teacher_top_k == 4
+
+
+async def test_debug_score_asks_a_real_server_and_compare_names_a_difference(
+    python: str, server: str, directories: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log-probs are those of the directory that it serves, and not those of another."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[5, 9, 33, 77, 120, 4, 8]\n[17, 3, 200]\n")
+    words = ["debug", "score", "--prompts", str(prompts), "--out"]
+    ours, theirs, other = (str(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs", "other"))
+    async with serving(python, server, directories[0]):  # the weights of version 0
+        assert await asyncio.to_thread(main, [*words, theirs, "--engine", server]) == 0
+    assert await asyncio.to_thread(main, [*words, ours, "--model", str(directories[0]), "--by", "engine"]) == 0
+    assert await asyncio.to_thread(main, [*words, other, "--model", str(directories[1]), "--by", "engine"]) == 0
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["debug", "compare", ours, theirs]) == 0
+    assert await asyncio.to_thread(main, ["debug", "compare", other, theirs]) == 1
+    assert "DIFFERS first in log_probs" in capsys.readouterr().out
