@@ -12,7 +12,8 @@
 Consumes tasks of every kind, and training tasks of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
-answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (without a limit).
+answer and the reward (each with a time limit), a scorer where the run has some (by a scorer's heartbeat), room in SAMPLES (by the
+learner's trim), and the bus (without a limit).
 Keeps no state: tasks that it holds when it dies are leased again by another actor, and samples made twice count once. The work that it
 stores when it drains is not repeated: the next actor finds finished samples and unfinished responses in PARTIALS, and makes the rest.
 """
@@ -30,6 +31,7 @@ import numpy as np
 from actors.config import ActorConfig
 from actors.engines.activity import Activity
 from actors.engines.responses import GenerationFailed, Responses
+from actors.engines.server_pool import NoServer
 from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from actors.rollout.single_turn import failed, failed_sample
 from actors.teachers.teachers import TeacherFailed, Teachers
@@ -92,6 +94,8 @@ class Scorers:
     """Models that score the tokens of training samples; None = samples need none."""
     waits_for: Callable[[], str] = str
     """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
+    stop_waiting: Callable[[], None] = lambda: None
+    """From this call on a reward raises NoServer instead of waiting for a process that computes it."""
 
 
 class Actor:
@@ -112,7 +116,7 @@ class Actor:
         self.id = id
         self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
-        self._scorer_waits_for = scorers.waits_for
+        self._scorer_waits_for, self._stop_waiting_for_scorers = scorers.waits_for, scorers.stop_waiting
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
         self._in_flight = 0
@@ -170,6 +174,7 @@ class Actor:
         logger.info("cutting short the unfinished responses in_flight=%d", self._in_flight)
         for rollout in self._rollouts.values():
             rollout.interrupt()
+        self._stop_waiting_for_scorers()
         await self._responses.cut_short()
 
     async def _lease(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
@@ -275,7 +280,10 @@ class Actor:
             unfinished = [one for one in made if isinstance(one, RolloutOutcome)]
             if unfinished:
                 return [replace(unfinished[0], partial=None)] * len(made)
-            samples = await self._scored_together(lease.task, [one.sample for one in made if isinstance(one, Made)])
+            try:
+                samples = await self._scored_together(lease.task, [one.sample for one in made if isinstance(one, Made)])
+            except NoServer as error:
+                return [RolloutOutcome(unfinished=str(error))] * len(made)
             return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))
         finally:
             self._add_in_flight(-lease.task.group_size)
@@ -319,6 +327,8 @@ class Actor:
             check_sample(made.sample)
         except Unfinished as error:
             return RolloutOutcome(unfinished=error.reason, partial=error.partial)
+        except NoServer as error:
+            return RolloutOutcome(unfinished=str(error))
         except AlreadyStored as error:
             counters.samples_found += 1
             return RolloutOutcome(partial=_finished_partial(task, index, lease.attempt, error.seq))

@@ -147,6 +147,7 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
         group_score=remote.group_score if config.group_reward else None,
         teachers=teachers,
         waits_for=pool.waits_for,
+        stop_waiting=pool.give_up,
     )
 
 

@@ -105,6 +105,22 @@ async def test_an_actor_waits_for_a_scorer_and_says_so(open_bus: BusOpener, nats
             await run.scored(tasks)
 
 
+@pytest.mark.parametrize("group_reward", ["", "tests.actor_child:ranked"])
+async def test_an_actor_that_drains_without_a_scorer_returns_its_tasks(
+    open_bus: BusOpener, nats_server: EmbeddedServer, group_reward: str
+) -> None:
+    """Nothing failed: the next actor makes the samples, and waits for the scorer that comes."""
+    config = ActorConfig(reward="digits", group_reward=group_reward, scorers=ON, drain_finish_s=0.1)
+    async with scene(open_bus, nats_server.url, config) as run:
+        tasks = await issue(run.bus, await take_over(run.bus))
+        await row_until(run.bus.rows("live"), "actor.a1", lambda row: "(4 samples wait)" in row["waits_for"])
+        run.actor.terminate()
+        assert await run.actor.exit_code() == 0
+        assert (await all_samples(run.bus), [letter async for letter in run.bus.dead.scan()]) == ([], [])
+        async with actor_process(nats_server.url, run.bus.run, config, id="a2"), run.scorer("s1"):
+            await run.scored(tasks)
+
+
 @pytest.mark.parametrize("end", ["killed", "frozen"])
 async def test_a_scorer_that_is_lost_is_replaced_and_costs_no_sample(
     open_bus: BusOpener, nats_server: EmbeddedServer, gated: ActorConfig, end: str
