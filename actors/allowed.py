@@ -6,7 +6,7 @@ started with a configuration file of their own (``tidemill up``) read no row and
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from actors.config import ActorConfig, EngineConfig
@@ -44,11 +44,15 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in ``allowed``."""
+def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()) -> None:
+    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in ``allowed``.
+
+    ``changed``: settings, by path, that this machine replaces after the check.
+    """
+    no_scorers = any(path == "actor" or path.startswith("actor.scorers") for path in changed)  # whatever the row says of them
     refused = {
         f"{path}={text}": what
-        for path, what, text in _guarded(row, role)
+        for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
         if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
     }
     if refused:
@@ -86,6 +90,11 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         for place, entry in named.items():
             if not _harmless(place, entry, own):
                 yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
+
+
+def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
+    actor = row.get("actor")
+    return {**row, "actor": {**actor, "scorers": {}}} if isinstance(actor, Mapping) else row
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:

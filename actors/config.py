@@ -112,7 +112,7 @@ class ScorersConfig:
 
     enabled: bool = False
     """True = actors send their samples to scorers, which they find on the bus, and load no reward themselves."""
-    host: str = "127.0.0.1"
+    host: str = "auto"
     """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus, 0.0.0.0 = all."""
     advertise: str = ""
     """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""

@@ -63,6 +63,8 @@ IN_THREAD = "in_thread"
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """Option types that are checked, with their names in error messages."""
 
+MAX_PARTS = 256
+"""Limit of the named numbers of a reward."""
 MAX_THREADS = 256
 """Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would accumulate."""
 
@@ -216,6 +218,10 @@ def _nearest(word: str, words: Mapping[str, object]) -> str:
 def checked(name: str, result: object) -> float | dict[str, float]:
     """Return the result of a reward as numbers that a sample may have. Raises RewardFailed."""
     if isinstance(result, Mapping):
+        if len(result) > MAX_PARTS:
+            raise RewardFailed(name, f"want at most {MAX_PARTS} named numbers, got {len(result)}")
+        if unwritable := [part for part in map(str, result) if not part.isprintable()]:
+            raise RewardFailed(name, f"want names of printable characters, got {unwritable[0]!r}"[:500])
         reward: float | dict[str, float] = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
     else:
         reward = _number(name, result)

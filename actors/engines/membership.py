@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -72,12 +72,14 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
     return None
 
 
-async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, id: str, allowed: Sequence[str] = ()) -> JsonObject | None:
+async def config_of_run(
+    bus: Bus, draining: asyncio.Event, *, role: str, id: str, allowed: Sequence[str] = (), changed: Iterable[str] = ()
+) -> JsonObject | None:
     """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
     While it waits, there is a live row ``<role>.<id>`` with the reason.
-    ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
-    a setting that fits none of them, NotFound after ``BUS_WAIT_S``.
+    ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``; ``changed``: settings
+    that this machine replaces in it. Raises NotAllowed for a setting that fits none of the patterns, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
     async with AsyncExitStack() as stack:
@@ -86,7 +88,7 @@ async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, id: str
             try:
                 row = await bus.rows("run").get(CONFIG_KEY)
                 if row is not None:
-                    refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
+                    refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}", changed=changed)
                     return row[0]
             except BusError as error:
                 logger.info("waiting for the config of the run error=%s", error)

@@ -31,6 +31,8 @@ QUARANTINE_S = (0.5, 10.0)
 
 GONE = "gone"
 """Remark of a server that is known no longer."""
+GONE_S = 5.0
+"""Seconds for which a server must be known no longer: after an outage of the bus all rows look old until they are written again."""
 
 
 class NoServer(EngineError):
@@ -131,8 +133,10 @@ class Pooled(Generic[Client]):
     quarantined_until: float = 0.0
     chosen: int = 0
     """Number of the pool's choice that last selected it."""
+    missing_since_s: float | None = None
+    """Monotonic time since which it is known no longer."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it is known no longer."""
+    """Set when its process is no more: known no longer for ``GONE_S``, or another one is at its address."""
 
     def remark(self, min_version: int) -> str:
         """Return why the server is not chosen for a request of ``min_version``, given that it is not."""
@@ -230,9 +234,9 @@ class ServerPool(Generic[Client]):
             entry.in_flight -= 1
             self._changed.wake()
 
-    async def gone(self, id: str) -> None:
-        """Return when no server of this id is known any longer: it has removed its live row, or written none for seconds."""
-        for entry in [entry for entry in self._entries.values() if entry.status.id == id]:
+    async def gone(self, client: Client) -> None:
+        """Return when the process of an acquired client is no more, as far as the bus knows."""
+        for entry in [entry for entry in self._entries.values() if entry.client is client]:
             await entry.gone.wait()
 
     async def refresh(self) -> None:
@@ -323,11 +327,13 @@ class ServerPool(Generic[Client]):
             status = seen.get(url) or replace(entry.status, serving=False, remark=GONE)
             if status.serving and not entry.status.serving:
                 entry.failures, entry.quarantined_until = 0, 0.0
+            if status.process != entry.status.process and status.process and entry.status.process:
+                entry.gone.set()  # ends the calls of the former process
+                entry.gone = asyncio.Event()
             entry.status = status
-            if status.remark == GONE:
+            entry.missing_since_s = (entry.missing_since_s or time.monotonic()) if status.remark == GONE else None
+            if entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
                 entry.gone.set()
-            else:
-                entry.gone.clear()
         for url, status in seen.items():
             if url not in self._entries:
                 self._entries[url] = Pooled(client=self._client(url), status=status)

@@ -96,6 +96,8 @@ class Scorers:
     """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
     stop_waiting: Callable[[], None] = lambda: None
     """From this call on a reward raises NoServer instead of waiting for a process that computes it."""
+    run: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Finds those processes, without end, beside the actor; None = there are none."""
 
 
 class Actor:
@@ -161,20 +163,21 @@ class Actor:
         self._told_to_drain.set()
         self._responses.stop_waiting()
         self._changed.wake()
-        if self._config.partials:
-            await self._finish_or_cut_short()
+        await self._finish_or_cut_short()
 
     async def _finish_or_cut_short(self) -> None:
-        """Work on for ``drain_finish_s``, then cut short the responses that are not finished."""
+        """Work on for ``drain_finish_s``, then wait for no scorer any longer, and cut short the responses that are not finished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_finish_s):
                 while self._in_flight:
                     await self._changed.wait()
                 return
+        self._stop_waiting_for_scorers()
+        if not self._config.partials:
+            return
         logger.info("cutting short the unfinished responses in_flight=%d", self._in_flight)
         for rollout in self._rollouts.values():
             rollout.interrupt()
-        self._stop_waiting_for_scorers()
         await self._responses.cut_short()
 
     async def _lease(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
@@ -379,7 +382,13 @@ class Actor:
         """Return the sample with its reward and, for training, the scores of its teacher; FAILED with the reason if one of them fails."""
         if self._teachers is None or task.kind is not Kind.TRAIN:
             return await self._scored(task, made)
-        sample, taught = await asyncio.gather(self._scored(task, made), self._taught(self._teachers, task, made.sample))
+        try:
+            async with asyncio.TaskGroup() as group:
+                scoring = group.create_task(self._scored(task, made))
+                teaching = group.create_task(self._taught(self._teachers, task, made.sample))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        sample, taught = scoring.result(), teaching.result()
         if sample.status is Status.FAILED or taught.status is Status.FAILED:
             return sample if sample.status is Status.FAILED else taught
         return replace(

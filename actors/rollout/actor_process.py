@@ -28,7 +28,6 @@ from bus.config import BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
-from bus.system.coroutines import beside
 from bus.wire.json_object import JsonMapping
 from bus.wire.subjects import refused
 
@@ -128,7 +127,7 @@ async def _work(
 
             rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at, config.gateway))
         actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
-        await _act(bus, id, actor, activity, engines, draining)
+        await _act(bus, id, actor, activity, engines, scorers, draining)
 
 
 async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) -> Scorers:
@@ -140,7 +139,6 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
         score, group_score = await open_rewards(stack, config)
         return Scorers(score=score, group_score=group_score, teachers=teachers)
     pool = ScorerPool.on_bus(LiveView(bus), api_keys(bus))
-    await stack.enter_async_context(beside(pool.run()))
     remote = RemoteScoring(pool)
     return Scorers(
         score=remote.score if config.reward or config.reward_parts or not config.group_reward else None,
@@ -148,17 +146,19 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
         teachers=teachers,
         waits_for=pool.waits_for,
         stop_waiting=pool.give_up,
+        run=pool.run,
     )
 
 
-async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, draining: asyncio.Event) -> None:
+async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, scorers: Scorers, draining: asyncio.Event) -> None:
     async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
         async with asyncio.TaskGroup() as beside:
             discovering = beside.create_task(engines.run(), name="engines")
             publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row")
             watching = beside.create_task(_watch_refusal(bus, id), name="refusal")
+            finding = [beside.create_task(scorers.run(), name="scorers")] if scorers.run is not None else []
             await actor.run(draining)
-            for task in (discovering, publishing, watching):
+            for task in (discovering, publishing, watching, *finding):
                 task.cancel()
 
 

@@ -14,6 +14,8 @@ from actors.errors import BadRequest
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
 
+MOST_REASON = 4000
+"""Characters of a reason that a sample keeps."""
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 """Sample status by an engine's finish reason. A response with any other reason is unfinished."""
 
@@ -89,7 +91,8 @@ def _partial(task: Task, index: int, attempt: str, begun: Generation, timings: T
 
 def failed(sample: Sample, reason: str) -> Sample:
     """Return the sample as FAILED, with the reason in its metadata; its tokens stay."""
-    return replace(sample, status=Status.FAILED, reward=0.0, metadata={**sample.metadata, "error": reason})
+    written = reason[:MOST_REASON].encode(errors="backslashreplace").decode()  # it may be the text of any error
+    return replace(sample, status=Status.FAILED, reward=0.0, metadata={**sample.metadata, "error": written})
 
 
 def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:

@@ -17,7 +17,7 @@ import aiohttp
 
 from actors.engines.server_pool import BusDiscovery, ServerPool
 from actors.errors import ScorerLost, ScorerUnavailable
-from actors.scoring.server import SCORE, SCORE_GROUP
+from actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
@@ -30,10 +30,17 @@ from rewards.registry import REWARD
 
 ROLE = "scorer"
 """Role of the scorers' live rows."""
-MOST_LOST = 8
+MOST_LOST = 4
 """Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends them."""
 CONNECT_S = 5.0
-"""Deadline of a connection. A call has none: a scorer bounds the reward itself, and one that is gone ends it."""
+"""Deadline of a connection."""
+SILENT_S = 6 * ALIVE_S
+"""Seconds without a byte of an answer, after which its scorer counts as lost; it writes a blank every ``ALIVE_S``."""
+MOST_S = 3600.0
+"""Deadline of a call, its wait for a place in the scorer included. The scorer bounds the reward itself."""
+_MOST_REASON = 1000
+"""Characters of a reason that are kept."""
+_UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.NonHttpUrlClientError, ValueError)
 _REFUSED = (400, 413, 422)
 """Statuses that refuse the request itself."""
 _SHOWN = 200
@@ -50,16 +57,17 @@ class ScorerClient:
     async def post(self, path: str, body: bytes) -> Any:
         """Return the answer's JSON, and its reason as RewardFailed. Raises ScorerUnavailable, ScorerLost."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            timeout = aiohttp.ClientTimeout(total=MOST_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-        headers = {"Content-Type": "application/json", **await self._keys.headers()}
+        headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
             async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:
+                answered = True
                 status, content = response.status, await bounded_content(response)
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise ScorerUnavailable(self._url, str(error) or type(error).__name__) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ScorerLost(self._url, str(error) or type(error).__name__) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            # No connection, or an address that is none: nothing was sent.
+            unsent = isinstance(error, _UNSENT) and not answered
+            raise (ScorerUnavailable if unsent else ScorerLost)(self._url, str(error) or type(error).__name__) from None
         shown = f"status {status}: {content[:_SHOWN]!r}"
         if status in _REFUSED:
             raise RewardFailed("scorers", f"refused by the scorer at {self._url}: {shown}")
@@ -130,16 +138,16 @@ class RemoteScoring:
 
     async def _call(self, id: str, client: ScorerClient, path: str, body: bytes) -> Any:
         """Call a scorer until it answers or is gone."""
-        calling, _ = await first_of(client.post(path, body), self._pool.gone(id))
+        calling, _ = await first_of(client.post(path, body), self._pool.gone(client))
         if calling.cancelled():
-            raise ScorerLost(id, "it has ended, or written no live row for seconds")
+            raise ScorerLost(id, "it has ended, or written no live row for ten seconds")
         return calling.result()
 
 
 def _read(id: str, contract: Contract, word: str, answer: Any) -> Any:
     """Return the reward in an answer of a scorer. Raises RewardFailed, ScorerLost."""
     if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
-        raise RewardFailed("scorers", answer["failed"], contract.word)
+        raise RewardFailed("scorers", answer["failed"][:_MOST_REASON], contract.word)
     if not isinstance(answer, Mapping) or word not in answer:
         raise ScorerLost(id, f"want a map with {word} or failed, got {answer!r}"[: 2 * _SHOWN])
     return contract.checked("scorers", answer[word])

@@ -7,11 +7,10 @@ scores when it dies is scored by another scorer. Waits for requests, and while i
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.config import ActorConfig
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.errors import BadRow
 from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import ROLE
 from actors.scoring.server import RewardServer, serving
@@ -24,6 +23,8 @@ from weightstore.listener import Access
 
 log = logging.getLogger(__name__)
 
+NOT_ASKED = "actor.scorers.enabled: true; the actors of this run compute their rewards themselves"
+"""Reason for waiting of a scorer in a run without scorers."""
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
 
@@ -53,10 +54,10 @@ async def run_scorer(
 ) -> None:
     """Serve the rewards of ``run`` until ``draining`` is set and the accepted requests are answered.
 
-    A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``.
-    Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config within five minutes, BadRow (also for
-    a run whose actors ask no scorer), NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ValueError for an address that cannot be
-    advertised, OSError for one that cannot be taken.
+    A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``. In a run whose
+    actors ask no scorer it waits, and says so in its live row. Raises BusUnavailable when there is no bus within five minutes, NotFound
+    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ValueError for an address
+    that cannot be advertised, OSError for one that cannot be taken.
     """
     id, place = scorer_id or default_id(), place or ScorerPlace()
     async with AsyncExitStack() as stack:
@@ -68,8 +69,12 @@ async def run_scorer(
             if found is None:
                 return
             actor_config = section(found, "actor", ActorConfig)
-        if not actor_config.scorers.enabled:
-            raise BadRow(f"actor.scorers.enabled: want true for a scorer, got false: run {run} has its actors compute rewards")
+        if not actor_config.scorers.enabled:  # no error: `tidemill scale` may ask any run for scorers
+            log.warning("not asked: %s", NOT_ASKED)
+            row = replace(first_row(ROLE, id), phase="waiting", waits_for=NOT_ASKED)
+            async with HeartbeatPublisher(bus, row):
+                await draining.wait()
+            return
         at = reach(place.host, place.advertise, await asyncio.to_thread(route_to, bus_url), name="actor.scorers.host")
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row(ROLE, id)))
         score, group_score = await open_rewards(stack, actor_config)

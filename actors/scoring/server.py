@@ -7,6 +7,7 @@
 Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the same limits.
 """
 
+import asyncio
 import hmac
 import json
 from collections import Counter
@@ -17,11 +18,12 @@ from typing import Any
 from aiohttp import web
 
 from bus.client.waiter import Waiter
+from bus.system.coroutines import ended
 from bus.wire.messages import Status
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import checked
+from rewards.registry import MAX_THREADS, checked
 from rewards.request_json import to_request
 from rewards.scorers.groups import GroupScorer
 from weightstore.listener import Access, Listener
@@ -31,6 +33,10 @@ MAX_REQUEST_BYTES = 64 << 20
 """Size of the largest request that is read."""
 MAX_WAITING = 4096
 """Calls at a time; a further one is answered by 503, which clients repeat later."""
+MAX_RUNNING = MAX_THREADS
+"""Calls of the reward at a time; further ones wait, since a reward in threads fails beyond its limit."""
+ALIVE_S = 5.0
+"""Seconds after which, and between, blanks that show a client that its call is alive."""
 NO_RESULT = "no result in time"
 
 
@@ -47,6 +53,7 @@ class RewardServer:
         """Requests by outcome: scored, failed, refused, busy."""
         self.running = 0
         """Calls of the reward at this moment."""
+        self._places = asyncio.Semaphore(MAX_RUNNING)
         self._draining = False
         self._changed = Waiter()
 
@@ -64,15 +71,15 @@ class RewardServer:
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"reward": self._name, "running": self.running, **self.counts})
 
-    async def _answer_one(self, http: web.Request) -> web.Response:
+    async def _answer_one(self, http: web.Request) -> web.StreamResponse:
         return await self._answer(http, "reward", self._score, request_in)
 
-    async def _answer_group(self, http: web.Request) -> web.Response:
+    async def _answer_group(self, http: web.Request) -> web.StreamResponse:
         return await self._answer(http, "rewards", self._group_score, group_in)
 
     async def _answer(
         self, http: web.Request, word: str, score: Callable[[Any], Awaitable[object]] | None, read: Callable[[Any], object]
-    ) -> web.Response:
+    ) -> web.StreamResponse:
         if self._token and not hmac.compare_digest(http.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode()):
             return self._reply(401, "refused", "want the header Authorization: Bearer with the server's token")
         if score is None:
@@ -85,16 +92,40 @@ class RewardServer:
             return self._reply(503, "busy", "it drains" if self._draining else f"{self.running} calls are running")
         self.running += 1
         try:
-            reward = await score(request)
-        except TimeoutError:
-            return self._reply(200, "failed", NO_RESULT)
-        except RewardFailed as error:
-            return self._reply(200, "failed", error.reason[:1000])
+            return await self._alive(http, asyncio.create_task(self._outcome(word, score, request)))
         finally:
             self.running -= 1
             self._changed.wake()
+
+    async def _outcome(self, word: str, score: Callable[[Any], Awaitable[object]], request: object) -> dict[str, object]:
+        """Return the answer of a call, once there is a place for it."""
+        try:
+            async with self._places:
+                reward = await score(request)
+        except TimeoutError:
+            self.counts["failed"] += 1
+            return {"failed": NO_RESULT}
+        except RewardFailed as error:
+            self.counts["failed"] += 1
+            return {"failed": error.reason[:1000]}
         self.counts["scored"] += 1
-        return web.json_response({word: reward})
+        return {word: reward}
+
+    async def _alive(self, http: web.Request, answering: "asyncio.Task[dict[str, object]]") -> web.StreamResponse:
+        """Answer at once when the answer is there; until then with a blank every ``ALIVE_S``, which JSON may begin with."""
+        try:
+            if (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
+                return web.json_response(answering.result())
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await response.prepare(http)
+            while not answering.done():
+                await response.write(b" ")
+                await asyncio.wait({answering}, timeout=ALIVE_S)
+            await response.write(json.dumps(answering.result()).encode())
+            await response.write_eof()
+            return response
+        finally:
+            await ended(answering)
 
     def _reply(self, status: int, outcome: str, reason: str) -> web.Response:
         self.counts[outcome] += 1

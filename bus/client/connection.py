@@ -256,16 +256,19 @@ class Connection:
         if self.connected and not self.nc.is_closed:
             # Cancelled only after the close: the library fails at the answer to a flush that has been given up, and stops reading.
             flushing = asyncio.create_task(self.nc.flush(timeout=_NEVER_S), name="flush")
-            await asyncio.wait({flushing}, timeout=_FLUSH_S)
-            if not flushing.done():
-                _log.warning("bus: closing with messages unsent, no answer for %g s", _FLUSH_S)
         try:
+            if flushing is not None:
+                await asyncio.wait({flushing}, timeout=_FLUSH_S)
+                reason = f"no answer for {_FLUSH_S:g} s" if not flushing.done() else flushing.exception()
+                if reason is not None:
+                    _log.warning("bus: closing with messages unsent error=%s", reason)
             async with asyncio.timeout(_CLOSE_S):
                 await self.nc.close()
         except FOREIGN as error:  # the library tries to send pending messages over a connection that is gone
             _log.info("bus: closed while disconnected error=%r", error)
-        if flushing is not None:
-            await ended(flushing)
+        finally:
+            if flushing is not None:
+                await ended(flushing)
 
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""

@@ -119,14 +119,20 @@ def _log_probs_of_engine(url: str, prompts: Sequence[Sequence[int]], key_env: st
 
     from rewards.http.remote import bearer
 
-    headers = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}
+    class NotFollowed(urllib.request.HTTPRedirectHandler):
+        """Follows no redirection: it would take the key to another server."""
+
+        def redirect_request(self, *_: object) -> None:
+            """Return no request; the answer is an error then."""
+
+    headers, opener = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}, urllib.request.build_opener(NotFollowed)
     found: dict[str, Array] = {}
     for number, tokens in enumerate(prompts):
         body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         data = json.dumps(body | {"return_logprob": True, "logprob_start_len": 0}).encode()
         request = urllib.request.Request(f"{url.rstrip('/')}/generate", data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            with opener.open(request, timeout=ANSWER_S) as response:
                 pairs = json.load(response)["meta_info"]["input_token_logprobs"]
             values = [float(pair[0]) for pair in pairs[1:]]
         except urllib.error.HTTPError as error:

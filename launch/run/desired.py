@@ -87,6 +87,23 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
     return before or {}, after
 
 
+async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str, int]:
+    """Set the numbers of all hosts at the start of a run, and return them. ``keep``: those of `tidemill scale` stay. Raises BusUnavailable.
+
+    A row without scorers is one of a run that had none: it gets those of ``counts``.
+    """
+
+    def begun(before: Value | None) -> Value:
+        """Return the row."""
+        known = dict(before or {}) if keep else {}
+        if not known.get("scorer"):
+            known.pop("scorer", None)
+        return {**counts, **known}
+
+    _, after = await bus.rows("wanted").change(ALL, begun, replace_unreadable=True)
+    return dict(after)
+
+
 def parse(words: Sequence[str]) -> dict[str, int]:
     """Return numbers by role (``actor``, ``engine``, ``scorer``) from words such as ``actors=8``. Raises ValueError for any other word."""
     counts: dict[str, int] = {}

@@ -201,7 +201,7 @@ async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: as
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = None if bus is None else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed)
+        values = None if bus is None else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed, changed=own.changed)
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
@@ -339,7 +339,12 @@ class Machine:
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m launch`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(() if role == "actor" else self.server_words)]
+        from bus.client.reach import bare
+
+        words = () if role == "actor" else self.server_words
+        if role == "scorer":  # a port is that of an engine
+            words = [bare(word) for word in words]
+        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *words]
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:

@@ -332,8 +332,7 @@ class Up:
         wanted = self._config.up
         counts = {"engine": wanted.engines, "actor": wanted.actors, "scorer": wanted.scorers}
         counts = dict.fromkeys(counts, 0) if alone else counts
-        there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
-        _, now = await desired.change(bus, desired.ALL, counts | (there or {}))  # a row may be of a release without scorers
+        now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:
             self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
 

@@ -1,6 +1,5 @@
 """The scorer of a reward of groups."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,8 +10,6 @@ from rewards.errors import RewardFailed
 from rewards.group import GROUP, TABLE, GroupRequest, Reward
 from rewards.registry import bind
 
-GRACE_S = 5.0
-"""Seconds beyond its limit in which a result must come; child processes end calls by themselves."""
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 """A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
 
@@ -30,17 +27,16 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Limits)
             """Call a built-in reward."""
             return bound.checked(request)
 
-        yield _of_all(name, call, limits.timeout_s)
+        yield _of_all(name, call)
         return
     async with Children(name, options, limits, GROUP) as pool:
-        yield _of_all(name, pool.call, limits.timeout_s)
+        yield _of_all(name, pool.call)
 
 
-def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]], timeout_s: float) -> GroupScorer:
+def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
     async def score(request: GroupRequest) -> list[Reward]:
-        """Score within the limit, and compare the number of rewards with that of the samples."""
-        async with asyncio.timeout(timeout_s + GRACE_S):
-            found = await call(request)
+        """Score, and compare the number of rewards with that of the samples."""
+        found = await call(request)
         if len(found) != len(request.samples):
             raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
         return found

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from actors.config import ActorConfig, ScorersConfig
-from bus import exit_codes
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Sample, Status
+from launch.run import desired
 from tests import actor_child
 from tests.actor_kit import (
     ActorProcess,
@@ -185,10 +185,24 @@ async def first_failed(bus: Bus) -> AsyncIterator[Sample]:
             return
 
 
-async def test_a_scorer_of_a_run_without_scorers_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_resumed_run_keeps_the_numbers_of_scale_and_gets_scorers_that_it_had_not(open_bus: BusOpener) -> None:
+    counts = {"engine": 1, "scorer": 2, "actor": 1}
+    async with open_bus() as bus:
+        await bus.rows("wanted").put(desired.ALL, {"engine": 3, "actor": 4})
+        assert await desired.begin(bus, counts, keep=True) == {"engine": 3, "scorer": 2, "actor": 4}
+        await desired.change(bus, desired.ALL, {"scorer": 5})
+        assert await desired.begin(bus, counts, keep=True) == {"engine": 3, "scorer": 5, "actor": 4}
+        assert await desired.begin(bus, counts, keep=False) == counts
+
+
+async def test_a_scorer_of_a_run_without_scorers_says_that_none_is_asked(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """It is no error that would end the run: `tidemill scale scorers=1` may start one."""
     async with (
         open_bus() as bus,
         actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="s1", program=actor_child.scorer) as process,
     ):
-        assert await process.exit_code() == exit_codes.CONFIG
-        assert "actor.scorers.enabled: want true for a scorer, got false" in process.log
+        row = await row_until(bus.rows("live"), "scorer.s1", lambda row: row["phase"] == "waiting")
+        assert row["waits_for"].startswith("actor.scorers.enabled: true; the actors of this run compute their rewards themselves")
+        assert row["address"] == ""
+        process.terminate()
+        assert await process.exit_code() == 0

@@ -146,6 +146,15 @@ def test_who_may_load_a_reward_must_allow_it(scorers: object) -> None:
             refuse_foreign(values, "actor", (), where="the row")
 
 
+@pytest.mark.parametrize("path", ["actor.scorers.enabled", "actor.scorers", "actor"])
+def test_scorers_that_are_switched_off_here_are_none(path: str) -> None:
+    """The setting given on this machine counts, and with it actors load the row's reward again."""
+    values = {"actor": {"reward": "mine:f", "scorers": {"enabled": True}}}
+    refuse_foreign(values, "actor", (), where="the row", changed=["actor.retries"])
+    with pytest.raises(NotAllowed):
+        refuse_foreign(values, "actor", (), where="the row", changed=[path])
+
+
 @pytest.mark.parametrize("pattern", ["actor.reward", "actor.retries=3", "engine.sglang.pythonx=*", ""])
 def test_a_pattern_that_fits_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="--allow: want SETTING=VALUE"):

@@ -4,12 +4,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
 
+from actors.engines import server_pool
 from actors.engines.server_pool import ServerStatus
+from actors.scoring import scorer_pool, server
 from actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
 from actors.scoring.server import RewardServer, serving
 from bus.liveness.keys import Keys, RunKeys
@@ -105,6 +108,8 @@ async def test_an_answer_that_is_none_is_asked_for_again(first: Any) -> None:
         ((200, b'{"reward": NaN}'), "want .*got nan"),
         ((200, b'{"reward": "x"}'), "want a number, got 'x'"),
         ((200, b'{"reward": {"a": null}}'), "want a number, got None"),
+        ((200, b'{"reward": {"\\ud800": 1.0}}'), "want names of printable characters, got '.ud800'"),
+        ((200, json.dumps({"reward": {str(place): 1.0 for place in range(300)}}).encode()), "want at most 256 named numbers, got 300"),
     ],
 )
 async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(answer: tuple[int, bytes], words: str) -> None:
@@ -121,9 +126,10 @@ async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
     assert len(asked) == MOST_LOST
 
 
-async def test_a_scorer_that_is_not_there_is_not_counted_as_lost() -> None:
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://u:p@127.0.0.1:9", "nothing"])
+async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -> None:
     async with answering(RIGHT) as (url, asked):
-        known = Known("http://127.0.0.1:9")
+        known = Known(address)
         async with scoring(known) as remote:
             waiting = asyncio.create_task(remote.score(REQUEST))
             pool = remote._pool
@@ -133,6 +139,105 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost() -> None:
             known.statuses = Known(url).statuses
             assert await waiting == 1.0
     assert len(asked) == 1
+
+
+async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scorer writes blanks; a server that writes nothing counts as lost, and so does one that is silent behind its headers."""
+    monkeypatch.setattr(server, "ALIVE_S", 0.02)
+    monkeypatch.setattr(scorer_pool, "SILENT_S", 0.5)
+    gate, calls = asyncio.Event(), 0
+
+    async def slow(request: RewardRequest) -> float:
+        nonlocal calls
+        calls += 1
+        await gate.wait()
+        return 1.0
+
+    async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url, scoring(Known(url)) as remote:
+        waiting = asyncio.create_task(remote.score(REQUEST))
+        await asyncio.sleep(1.5)
+        gate.set()
+        assert await waiting == 1.0
+    assert calls == 1
+
+
+async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_pool, "SILENT_S", 0.05)
+    never = asyncio.Event()
+
+    async def silent(request: web.Request) -> web.Response:
+        await never.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/score", silent)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with scoring(Known(f"http://127.0.0.1:{runner.addresses[0][1]}")) as remote:
+            with pytest.raises(RewardFailed, match=f"{MOST_LOST} scorers were lost"):
+                await remote.score(REQUEST)
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process at its address ends them at once; a row that is gone ends them after a while, and not when it comes back."""
+    monkeypatch.setattr(server_pool, "POLL_S", 0.01)
+    monkeypatch.setattr(server_pool, "GONE_S", 0.3)
+    gate, begun = asyncio.Event(), 0
+
+    async def slow(request: RewardRequest) -> float:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return 1.0
+
+    async def calls(number: int) -> None:
+        while begun < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+    async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url:
+        known = Known(url)
+        async with scoring(known) as remote:
+            status = known.statuses[0]
+            known.statuses = [replace(status, process="h s0 1")]
+            waiting = asyncio.create_task(remote.score(REQUEST))
+            await calls(1)
+            known.statuses = [replace(status, process="h s0 2")]
+            await calls(2)
+            known.statuses = []
+            await asyncio.sleep(0.1)
+            known.statuses = [replace(status, process="h s0 2")]
+            await asyncio.sleep(0.6)
+            assert begun == 2, "it came back in time"
+            known.statuses = []
+            await asyncio.sleep(0.6)
+            known.statuses = [replace(status, process="h s0 2")]
+            await calls(3)
+            gate.set()
+            assert await waiting == 1.0
+    assert begun == 3
+
+
+async def test_more_calls_than_places_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward in threads fails beyond its limit; the calls of many actors come together in a scorer."""
+    most = 0
+    monkeypatch.setattr(server, "MAX_RUNNING", 3)
+    running = 0
+
+    async def counted(request: RewardRequest) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    async with serving(RewardServer("counted", counted), "127.0.0.1", 0) as url, scoring(Known(url)) as remote:
+        assert await asyncio.gather(*(remote.score(REQUEST) for _ in range(20))) == [1.0] * 20
+    assert most == 3
 
 
 async def test_groups_are_checked_too() -> None:
@@ -172,8 +277,8 @@ async def test_a_value_that_json_lacks_fails_the_sample() -> None:
 
 async def test_a_scorer_that_others_reach_wants_the_key_of_the_run() -> None:
     """A listener on all addresses answers those alone that present it; the client of the actors does."""
-    server = RewardServer("exact", load("exact"), access=Access(KEYS))
-    async with serving(server, "0.0.0.0", 0, advertise="127.0.0.1") as url, ClientSession() as session:
+    guarded = RewardServer("exact", load("exact"), access=Access(KEYS))
+    async with serving(guarded, "0.0.0.0", 0, advertise="127.0.0.1") as url, ClientSession() as session:
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}) as response:
             assert response.status == 401
         async with scoring(Known(url)) as remote:
