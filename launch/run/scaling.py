@@ -1,14 +1,25 @@
 """``tidemill scale``: sets the desired numbers of engines, scorers and actors, and shows the share of each host."""
 
 import argparse
+from collections.abc import Mapping
 
 from rich.console import Console
 
+from actors.engines.membership import CONFIG_KEY
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost
 from launch.run.host import ROLE
+
+
+async def _asks_scorers(bus: Bus) -> bool:
+    """Return whether the actors of a run send samples to scorers, as far as its row tells."""
+    row = await bus.rows("run").get(CONFIG_KEY)
+    found: object = {} if row is None else row[0]
+    for name in ("actor", "scorers", "enabled"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found is True
 
 
 async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
@@ -20,6 +31,8 @@ async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
         before, after = await desired.change(bus, key, counts)
         for role in counts:
             console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
+    if counts.get("scorer") and not await _asks_scorers(bus):
+        console.print("no actor asks a scorer of this run: it was started without actor.scorers.enabled")
     rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
     hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):

@@ -52,6 +52,10 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=3")).output
             assert re.search(r"all: actors 1 -> 3\nhost up: engines 1 of 1, scorers 0 of 0, actors [123] of 3\n", said), said
             await until(seen, "actor-0", "actor-1", "actor-2")
+            said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=1")).output
+            assert "no actor asks a scorer of this run" in said
+            said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=0")).output
+            assert "no actor asks" not in said
             url = (run.directory / "bus.url").read_text().strip()
             with tidemill("actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED, output=tmp_path / "by-hand.log") as by_hand:
                 await until(seen, "by-hand")
