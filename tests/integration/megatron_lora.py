@@ -107,9 +107,8 @@ DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 ATTENTION = LoraConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 """Adapters of a mixture of experts, which are all outside of the experts."""
 OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "ep2": ({"expert_parallel_size": 2}, ("plain", "distributed", "recompute full")),
+    "ep2": ({"expert_parallel_size": 2}, ("plain", "distributed")),
     "tp2 sp ep2": ({"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2}, ("plain",)),
-    "cp2 ep2": ({"context_parallel_size": 2, "expert_parallel_size": 2}, ("plain",)),
     "pp2 vp2": ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, ("plain", "recompute full")),
 }
 """Layouts of a mixture of experts on two ranks."""
