@@ -279,7 +279,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
         place="elsewhere" if behaviour.handles in ("", "elsewhere") else shared_memory_domain(),
         capabilities=Capabilities(ranks=behaviour.ranks, single_request_push=behaviour.at_once),
     )
-    async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:
+    async with connect(bus_url, run, BusConfig(), name=id, wait_s=START_S) as bus:
         async with HeartbeatPublisher(bus, row, every_s=0.5) as heartbeat:
             while heartbeat.written_s < 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -304,7 +304,14 @@ def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> It
         started = {id: stack.enter_context(piped(main, bus_url, run, id, behaviour)) for id, behaviour in behaviours.items()}
         for id, (ours, process) in started.items():
             assert ours.poll(START_S), f"receiver {id} did not start:\n{process.output.read_text()}"
-        yield {id: (ours.recv(), process) for id, (ours, process) in started.items()}
+        yield {id: (_url_from(ours, process), process) for id, (ours, process) in started.items()}
+
+
+def _url_from(ours: Any, process: Forked) -> str:
+    try:
+        return str(ours.recv())
+    except EOFError:
+        raise AssertionError(f"a receiver ended before it was ready:\n{process.output.read_text()}") from None
 
 
 def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The steps that docs/wire.md requires of an actor, for the JavaScript one: real nats-server, real engine, a scripted learner."""
 
 import asyncio
-import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer
+from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
 from bus.wire.messages import Dead, Sample, Sampling, Status, Task
@@ -51,10 +52,11 @@ def url_of(bus: Bus) -> str:
     return bus.nc.connected_url.geturl()
 
 
-def nobody() -> str:
-    """Return an address without a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address without a listener; no other process gets this port, and might listen there and never answer."""
+    with KeptPort() as port:
+        yield f"http://127.0.0.1:{port.number}"
 
 
 async def dead_until(bus: Bus, count: int) -> list[Dead]:
@@ -169,9 +171,10 @@ async def test_tasks_not_done_in_time_are_returned(open_bus: BusOpener, js: Path
         assert lease is not None and (lease.task.id, lease.deliveries) == (task, 2)
 
 
-async def test_requests_broken_off_by_engines_are_repeated(open_bus: BusOpener, js: Path) -> None:
+async def test_requests_broken_off_by_engines_are_repeated(open_bus: BusOpener, js: Path, nobody: str) -> None:
     """One engine does not exist, the other aborts all four requests once."""
-    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, HeartbeatPublisher(bus, engine_row(nobody(), id="e0"), every_s=0.2):
+    row = engine_row(nobody, id="e0")
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, HeartbeatPublisher(bus, row, every_s=0.2):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         async with js_actor(js, url_of(bus), bus.run, "js-again") as actor:

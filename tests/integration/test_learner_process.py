@@ -1,6 +1,7 @@
 """The learner's parent: a child that fails ends them all, and its last error message is repeated."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -27,8 +28,11 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 def _children() -> set[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended in between
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
 
 
 async def test_a_failed_child_ends_the_others_and_is_quoted() -> None:
