@@ -36,7 +36,7 @@ def open_bus(nats_server: EmbeddedServer, run_id: str) -> BusOpener:
     @asynccontextmanager
     async def opened(*, name: str = "test", run: str = run_id, layout: bool = True, **settings: Any) -> AsyncIterator[Bus]:
         config = BusConfig(**settings)
-        async with connect(nats_server.url, run, config, name=name, wait_s=10) as bus:
+        async with connect(nats_server.url, run, config, name=name, wait_s=60) as bus:
             if layout:
                 await bus.create_layout()
             yield bus

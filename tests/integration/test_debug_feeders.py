@@ -42,7 +42,7 @@ def opened(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Abstract
 
 @asynccontextmanager
 async def world_of(url: str, run_id: str, tmp_path: Path) -> AsyncIterator[World]:
-    async with connect(url, run_id, BusConfig(), name="test", wait_s=10) as bus:
+    async with connect(url, run_id, BusConfig(), name="test", wait_s=60) as bus:
         await bus.create_layout()
         (tmp_path / "checkpoints").mkdir()
         learner = LearnerConfig(steps=STEPS, groups_per_step=2, group_size=2, checkpoint_every=2, data_parallel=2)

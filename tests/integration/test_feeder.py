@@ -52,7 +52,7 @@ def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Open
         learner = LearnerConfig(**(values | {"max_tokens_per_micro_batch": 16} | changes))
         config = BusConfig(**({"lease_s": 5.0} | settings))
         (tmp_path / "checkpoints").mkdir()
-        async with connect(nats_server.url, run_id, config, name="test", wait_s=10) as bus:
+        async with connect(nats_server.url, run_id, config, name="test", wait_s=60) as bus:
             await bus.create_layout()
             yield World(
                 url=nats_server.url,

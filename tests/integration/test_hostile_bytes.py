@@ -53,7 +53,7 @@ for line in sys.argv[2:]:
 async def world(server: EmbeddedServer, run: str, root: Path) -> AsyncIterator[World]:
     learner = LearnerConfig(steps=8, groups_per_step=2, group_size=2, checkpoint_every=2, max_tokens_per_micro_batch=16)
     config = BusConfig(lease_s=5.0)
-    async with connect(server.url, run, config, name="test", wait_s=10) as bus:
+    async with connect(server.url, run, config, name="test", wait_s=60) as bus:
         await bus.create_layout()
         yield World(url=server.url, run=run, bus=bus, root=root, learner=learner, staleness=StalenessConfig(max_lag=1), config=config)
 

@@ -64,7 +64,7 @@ def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Open
         values: dict[str, Any] = {"steps": 6, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2} | changes
         config = BusConfig(lease_s=2.0, rollouts=("answers",))
         (tmp_path / "checkpoints").mkdir()
-        async with connect(nats_server.url, run_id, config, name="test", wait_s=10) as bus:
+        async with connect(nats_server.url, run_id, config, name="test", wait_s=60) as bus:
             await bus.create_layout()
             yield RecordedWorld(
                 url=nats_server.url,
