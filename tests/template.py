@@ -201,8 +201,11 @@ def _inherit_template() -> None:
 
 
 def _be_template(asked: socket.socket, owner: int) -> None:
-    """Serve, and end the process; in each program that is forked, run it and end the process."""
-    _end_with(owner)
+    """Serve until the owner has closed its end of the socket, as it does when it is killed, and end the process.
+
+    In each program that is forked, run it and end the process. The template does not end with its parent: for the kernel that is the thread
+    that started it, and the thread of an executor ends with its event loop.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner
     request = _serve(asked, owner)
@@ -254,7 +257,6 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _main(descriptor: str, owner: str) -> None:
-    _end_with(int(owner))
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not there
