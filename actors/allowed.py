@@ -49,7 +49,7 @@ def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str],
 
     ``changed``: settings, by path, that this machine replaces after the check.
     """
-    no_scorers = any(path == "actor" or path.startswith("actor.scorers") for path in changed)  # whatever the row says of them
+    no_scorers = any(path == "actor" or path.startswith("actor.scorers") for path in changed)  # the row's setting of them does not count
     refused = {
         f"{path}={text}": what
         for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
@@ -98,7 +98,7 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles whose processes may load the rewards of a run. Actors do so unless the run has scorers, without any doubt."""
+    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is exactly true."""
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")

@@ -1,4 +1,4 @@
-"""The engines of a run: how they are found at fixed URLs, and what a pool of them says of itself."""
+"""The engines of a run: their discovery at fixed URLs, and an overview of their states."""
 
 import asyncio
 import time

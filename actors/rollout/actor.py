@@ -92,7 +92,7 @@ class Scorers:
     """Reward of whole groups; None = samples alone have one."""
     teachers: Teachers | None = None
     """Models that score the tokens of training samples; None = samples need none."""
-    waits_for: Callable[[], str] = str
+    waits_for: Callable[[], str] = lambda: ""
     """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
     stop_waiting: Callable[[], None] = lambda: None
     """From this call on a reward raises NoServer instead of waiting for a process that computes it."""

@@ -14,7 +14,7 @@ from launch.run.host import ROLE
 
 
 async def _asks_scorers(bus: Bus) -> bool:
-    """Return whether the actors of a run send samples to scorers, as far as its row tells."""
+    """Return whether the actors of a run send samples to scorers, by its configuration on the bus."""
     row = await bus.rows("run").get(CONFIG_KEY)
     found: object = {} if row is None else row[0]
     for name in ("actor", "scorers", "enabled"):

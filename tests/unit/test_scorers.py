@@ -144,7 +144,7 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -
 async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scorer writes blanks; a server that writes nothing counts as lost, and so does one that is silent behind its headers."""
     monkeypatch.setattr(server, "ALIVE_S", 0.02)
-    monkeypatch.setattr(scorer_pool, "SILENT_S", 0.5)
+    monkeypatch.setattr(scorer_pool, "SILENT_S", 1.2)
     gate, calls = asyncio.Event(), 0
 
     async def slow(request: RewardRequest) -> float:
@@ -185,7 +185,7 @@ async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.Mo
 async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process at its address ends them at once; a row that is gone ends them after a while, and not when it comes back."""
     monkeypatch.setattr(server_pool, "POLL_S", 0.01)
-    monkeypatch.setattr(server_pool, "GONE_S", 0.3)
+    monkeypatch.setattr(server_pool, "GONE_S", 2.0)
     gate, begun = asyncio.Event(), 0
 
     async def slow(request: RewardRequest) -> float:
@@ -210,10 +210,10 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
             known.statuses = []
             await asyncio.sleep(0.1)
             known.statuses = [replace(status, process="h s0 2")]
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.5)
             assert begun == 2, "it came back in time"
             known.statuses = []
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.5)
             known.statuses = [replace(status, process="h s0 2")]
             await calls(3)
             gate.set()
