@@ -32,13 +32,13 @@ class GroupRequest:
 
 
 def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
-    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by length; a wrong one gets at most 0.
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong one gets at most 0.
 
     A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
         raise RewardFailed("relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word)
-    lengths = [sample.response_length for sample in request.samples]
+    lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     found = []
     for length, reward in zip(lengths, request.rewards, strict=True):

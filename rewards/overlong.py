@@ -8,8 +8,8 @@ from rewards.port import RewardRequest
 
 
 def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to ``max_tokens - buffer`` tokens of the response, then a line to -1 at ``max_tokens``, and -1 beyond."""
+    """Return 0 up to ``max_tokens - buffer`` sampled tokens of the response, then a line to -1 at ``max_tokens``, and -1 beyond."""
     begin = max_tokens - buffer
-    if request.response_length <= begin:
+    if request.sampled_length <= begin:
         return 0.0
-    return -min((request.response_length - begin) / buffer, 1.0) if buffer > 0 else -1.0
+    return -min((request.sampled_length - begin) / buffer, 1.0) if buffer > 0 else -1.0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
@@ -29,7 +29,13 @@ class RewardRequest:
     metadata: JsonMapping = field(default_factory=dict)
     """Metadata of the task."""
     response_length: int = 0
-    """Tokens of the response."""
+    """Tokens of the response, those of tools and observations included."""
+    sampled_length: int = 0
+    """Tokens of the response that the model has sampled."""
+    num_turns: int = 1
+    """Model calls."""
+    transcript: tuple[JsonObject, ...] = ()
+    """Messages of the episode, results of tools among them; empty for one call without messages."""
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]

@@ -22,6 +22,7 @@ from rewards.port import Parts, RewardRequest, Scorer
 from rewards.request_json import from_request, to_request
 
 TABLE = {
+    "by_rollout": "rewards.by_rollout:by_rollout",
     "code": "rewards.code.tests_passed:code",
     "dapo": "rewards.dapo:dapo",
     "deepscaler": "rewards.deepscaler:deepscaler",

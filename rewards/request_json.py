@@ -25,11 +25,14 @@ def fields_of(request: RewardRequest) -> JsonObject:
         "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
         "metadata": dict(request.metadata),
         "response_length": request.response_length,
+        "sampled_length": request.sampled_length,
+        "num_turns": request.num_turns,
+        "transcript": list(request.transcript),
     }
 
 
 def to_request(found: JsonMapping) -> RewardRequest:
-    """Return the request in the map that ``fields_of`` returned."""
+    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one call."""
     return RewardRequest(
         prompt=found["prompt"],
         response=found["response"],
@@ -38,4 +41,7 @@ def to_request(found: JsonMapping) -> RewardRequest:
         tokens=np.frombuffer(base64.b64decode(found["tokens"], validate=True), "<i4").astype(np.int32),
         metadata=found["metadata"],
         response_length=found["response_length"],
+        sampled_length=found.get("sampled_length", found["response_length"]),
+        num_turns=found.get("num_turns", 1),
+        transcript=tuple(found.get("transcript", ())),
     )

@@ -22,6 +22,11 @@ def length(request: RewardRequest, *, bonus: float = 0.0) -> float:
     return len(request.response) + bonus
 
 
+def of_episode(request: RewardRequest) -> dict[str, float]:
+    found = {"all": request.response_length, "sampled": request.sampled_length, "turns": request.num_turns}
+    return {"score": 1.0, **found, "messages": len(request.transcript)}
+
+
 def of_label(request: RewardRequest) -> Any:
     return request.label
 

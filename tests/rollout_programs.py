@@ -131,6 +131,10 @@ class Script:
         await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4" + first)
         return 1
 
+    async def observes(self, data):
+        first = await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4")
+        await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4" + first + "===")
+
     async def holds_on(self, data):
         open(data["metadata"]["file"], "w").close()
         while True:

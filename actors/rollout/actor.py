@@ -460,6 +460,9 @@ def _request_of(task: Task, sample: Sample) -> RewardRequest:
         tokens=sample.tokens,
         metadata=task.metadata,
         response_length=sample.response_length,
+        sampled_length=int(np.count_nonzero(sample.loss_mask)),
+        num_turns=1 if sample.turns is None else len(sample.turns.tokens),
+        transcript=sample.transcript,
     )
 
 

@@ -143,6 +143,9 @@ def request_in(found: Any) -> RewardRequest:
         "tokens": (str, "base64", ""),
         "metadata": (dict, "a map", {}),
         "response_length": (int, "a whole number", 0),
+        "sampled_length": (int, "a whole number", found.get("response_length", 0)),
+        "num_turns": (int, "a whole number", 1),
+        "transcript": (list, "a list of messages", []),
     }
     values = {"label": found.get("label")}
     for name, (kind, words, default) in wanted.items():

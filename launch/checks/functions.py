@@ -17,6 +17,7 @@ from launch.settings.run_config import RunConfig
 from learner.data.filter_settings import read_filters
 from learner.data.filters import FILTER
 from learner.data.prompts import Row
+from rewards.by_rollout import BY_ROLLOUT
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
 from rewards.part_settings import read_parts
@@ -122,6 +123,9 @@ def _check_one(
     report: Report, name: str, options: JsonObject, row: Row | None, *, settings: tuple[str, str], here: bool, call: bool
 ) -> None:
     where = report.at(settings[0])
+    if name == BY_ROLLOUT:
+        report.good("reward", "none needed: every episode gets its reward from its rollout, or fails")
+        return
     if not name:
         want = f"a reward: one of {', '.join(sorted(TABLE))}, or an import path module:function"
         report.error("reward", where, want=want, got="none", cure="set, for example, actor: {reward: exact}")

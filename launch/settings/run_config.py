@@ -23,6 +23,7 @@ from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT
+from rewards.by_rollout import BY_ROLLOUT
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -158,6 +159,13 @@ class RunConfig:
         return recorded_in(parse_rollouts(self.rollouts))
 
     @property
+    def sampled_limits(self) -> dict[str, int]:
+        """The most tokens that a sample may have sampled, by the setting that says it; 0 = no limit."""
+        trained = {name: one for name, one in self.trained_rollouts.items() if name not in self.recorded_rollouts}
+        limits = {f"rollouts.{name}.budget.tokens": one.budget.tokens for name, one in trained.items()}
+        return limits | ({"sampling.max_new_tokens": self.sampling.max_new_tokens} if self.data.single_turns else {})
+
+    @property
     def samples_nothing(self) -> bool:
         """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
@@ -231,10 +239,10 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_sharing(config)
     _refuse_routing(config)
     _refuse_stale(config)
+    _refuse_rollouts(config)
     _refuse_rewards(config)
     _refuse_teachers(config)
     _refuse_columns(config)
-    _refuse_rollouts(config)
     _refuse_debug(config)
     _refuse_recorded(config)
     try:
@@ -310,7 +318,7 @@ def _refuse_columns(config: RunConfig) -> None:
             f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: {config.actor.reward}, which scores all "
             "rows; remove one of them"
         )
-    constant = algorithm.aggregation == "constant" and not algorithm.loss_constant
+    constant = algorithm.by_constant
     if config.data.limits_rows and (algorithm.overlong_buffer or constant):
         raise ValueError(
             f"data.sampling_key: want none with learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
@@ -318,13 +326,17 @@ def _refuse_columns(config: RunConfig) -> None:
         )
 
 
+def _places(config: RunConfig) -> dict[str, DataConfig]:
+    """Return the data of training and of each evaluation set, by the section of the configuration."""
+    return {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.parsed.items()}
+
+
 def _refuse_rollouts(config: RunConfig) -> None:
     """Raise ValueError for rollouts that cannot be, and for budgets that no sample could keep."""
     rollouts = parse_rollouts(config.rollouts)
     if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
         raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
-    places = {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.parsed.items()}
-    for place, data in places.items():
+    for place, data in _places(config).items():
         named = data.rollouts(rollouts)
         if unknown := sorted(named - set(rollouts)):
             want = f"a name in rollouts ({', '.join(sorted(rollouts)) or 'which has none'}) or {SINGLE_TURN}"
@@ -431,6 +443,13 @@ def _refuse_rewards(config: RunConfig) -> None:
             f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "
             "would be dropped; remove it, or raise learner.group_size"
         )
+    if config.actor.reward == BY_ROLLOUT:
+        for place, data in _places(config).items():
+            if data.single_turns:
+                raise ValueError(
+                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has such rows, or may have; name "
+                    f"one, or set {place}.rollout"
+                )
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:
         raise ValueError(
@@ -444,11 +463,17 @@ def _refuse_rewards(config: RunConfig) -> None:
             f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
             f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"
         )
-    if algorithm.overlong_buffer > config.sampling.max_new_tokens:
-        raise ValueError(
-            f"learner.algorithm.overlong_buffer: want <= sampling.max_new_tokens = {config.sampling.max_new_tokens}, got "
-            f"{algorithm.overlong_buffer}: every response would lose reward; lower it"
-        )
+    for place, limit in config.sampled_limits.items():
+        if algorithm.overlong_buffer > limit > 0:
+            raise ValueError(
+                f"learner.algorithm.overlong_buffer: want <= {place} = {limit}, got {algorithm.overlong_buffer}: every response would lose "
+                "reward; lower it"
+            )
+        if not limit and (algorithm.overlong_buffer or algorithm.by_constant):
+            setting = "overlong_buffer" if algorithm.overlong_buffer else "loss_constant: 0"
+            raise ValueError(
+                f"{place}: want > 0 with learner.algorithm.{setting}, which refers to the most tokens that an episode may sample, got 0"
+            )
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
         raise ValueError(
             f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "

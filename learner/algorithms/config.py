@@ -149,6 +149,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
+        _refuse_ignored_bounds(self)
         _refuse_foreign_range(self)
         for name, value in {**DEFAULTS, **PRESETS[self.correction]}.items():
             # The dataclass is frozen, and a preset is filled in before anything can read it.
@@ -170,6 +171,11 @@ class AlgorithmConfig:
     def by_critic(self) -> bool:
         """True if a critic is trained beside the policy."""
         return self.advantage in BY_CRITIC
+
+    @property
+    def by_constant(self) -> bool:
+        """True if a loss is divided by the most tokens that a sample may have sampled."""
+        return self.aggregation == "constant" and not self.loss_constant
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:
@@ -250,6 +256,18 @@ _RANGES: Mapping[str, str] = {
     "dppo_kl": "of a binary KL",
 }
 """The quantity that clip_low and clip_high bound, by loss."""
+
+
+def _refuse_ignored_bounds(config: AlgorithmConfig) -> None:
+    """Raise ValueError for bounds that the configuration itself sets and nothing reads: of a clip range, or of importance weights."""
+    preset = {**DEFAULTS, **PRESETS[config.correction]}
+    loss, weight = (config.loss or str(preset["loss"])), (config.weight or str(preset["weight"]))
+    unread = () if loss in _RANGES or ":" in loss else ("clip_low", "clip_high")
+    for name in (*unread, *(("weight_action", "weight_low", "weight_high") if weight == "none" else ())):
+        value = getattr(config, name)
+        if value not in (None, 0, preset[name]):
+            user = f"loss {loss}" if name in unread else "weight: none"
+            raise ValueError(f"{name}: not used with {user}; want it left out, or another {user.split(':')[0].split()[0]}, got {value!r}")
 
 
 def _refuse_foreign_range(config: AlgorithmConfig) -> None:

@@ -1,6 +1,6 @@
 """Settings of the section ``learner.algorithm.kl``: the divergence from a reference model, and whether that one moves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from learner.algorithms.choices import KL_ESTIMATORS
 
@@ -48,6 +48,10 @@ class KLConfig:
             raise ValueError(f"reference_ema: want 0 with reference_every = {self.reference_every}: the reference moves by one rule")
         if self.target and not (self.coef or self.reward_coef):
             raise ValueError("target: want coef or reward_coef > 0 as well: there is nothing to adapt")
+        defaults = {field.name: field.default for field in fields(KLConfig)}
+        for name, user in (("estimator", "coef"), ("corrected", "coef"), ("horizon", "target")):
+            if not getattr(self, user) and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}: not used without {user}; want {user} > 0, or {defaults[name]!r}, got {getattr(self, name)!r}")
         if self.estimator == "k1" and self.coef and not self.corrected:
             raise ValueError("estimator: k1 in the loss has no gradient in expectation; want corrected: true, or another estimator")
 

@@ -104,6 +104,12 @@ class DataConfig:
         return (named | set(known) if columns else named) - {""}
 
     @property
+    def single_turns(self) -> bool:
+        """True if rows may be answered by one call, without a program."""
+        names = [one.rollout for one in self.used] or [self.rollout]
+        return not all(map(rollout_named, names)) or any(one.rollout_key for one in self.used)
+
+    @property
     def limits_rows(self) -> bool:
         """True if rows may have limits of sampling of their own."""
         return any(one.sampling_key for one in self.used)

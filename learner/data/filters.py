@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.episodes import SequenceSize
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt, Sample, Status, Task
 from learner.data.filter_settings import BUILT_IN
@@ -44,9 +45,21 @@ class FilterSample:
     """1 = sampled by the model and trainable, [R]."""
     status: Status
     """COMPLETED or TRUNCATED."""
+    sequences: tuple[SequenceSize, ...]
+    """Sizes of its token sequences, which lie one after the other in ``tokens`` and, with their response regions, in ``log_probs``."""
     metadata: JsonMapping = field(default_factory=dict)
     lag: int = 0
     """Steps between the weights of its oldest token and those of the step before the next one."""
+    num_turns: int = 1
+    """Model calls."""
+    transcript: tuple[JsonObject, ...] = ()
+    """Messages of an episode; empty for one call."""
+
+    @property
+    def response_tokens(self) -> NDArray[np.int32]:
+        """The tokens of the response regions, [R], each at the place of its log-prob."""
+        ends = np.cumsum([one.num_tokens for one in self.sequences])
+        return np.concatenate([self.tokens[end - one.response_length : end] for end, one in zip(ends, self.sequences, strict=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +112,9 @@ def group_of(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], st
                 status=sample.status,
                 metadata=sample.metadata,
                 lag=step - 1 - min(steps[span.version] for span in sample.spans) if sample.spans else 0,
+                sequences=sample.sizes,
+                num_turns=1 if sample.turns is None else len(sample.turns.tokens),
+                transcript=sample.transcript,
             )
             for sample in samples
         ),
@@ -160,10 +176,7 @@ def gibberish(group: FilterGroup, *, vocab_size: int, rare_from: int = 100_000, 
 
 
 def _is_gibberish(sample: FilterSample, rare_from: int, bound: float) -> bool:
-    # One sequence: the response region is the end of the tokens. Filters do not get the regions of several sequences, and only
-    # a single one is examined.
-    size = len(sample.log_probs)
-    rare = sample.tokens[len(sample.tokens) - size :] > rare_from
+    rare = sample.response_tokens > rare_from
     return bool((rare & (sample.log_probs < bound) & sample.loss_mask.astype(np.bool_)).any())
 
 
@@ -236,6 +249,9 @@ def _encode(group: FilterGroup) -> bytes:
                 "status": one.status.value,
                 "metadata": dict(one.metadata),
                 "lag": one.lag,
+                "sequences": [list(size) for size in one.sequences],
+                "num_turns": one.num_turns,
+                "transcript": list(one.transcript),
             }
             for one in group.samples
         ],
@@ -252,6 +268,8 @@ def _decode(found: JsonMapping) -> FilterGroup:
                 "log_probs": _array(one["log_probs"], "<f4"),
                 "loss_mask": _array(one["loss_mask"], "u1"),
                 "status": Status(one["status"]),
+                "sequences": tuple(SequenceSize(*size) for size in one["sequences"]),
+                "transcript": tuple(one["transcript"]),
             }
         )
         for one in found["samples"]

@@ -13,6 +13,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sample, Status, Task
 from learner.evaluation.scores import Response, scores
@@ -186,7 +188,7 @@ class Rounds:
             return False
         there[sample.index] = Response(
             score=sample.score,
-            num_tokens=sample.response_length,
+            num_tokens=int(np.count_nonzero(sample.loss_mask)),
             truncated=sample.status is Status.TRUNCATED,
             newest_version=sample.max_version,
         )

@@ -19,6 +19,7 @@ class Response:
 
     score: float
     num_tokens: int
+    """Tokens that the model has sampled."""
     truncated: bool
     """It ran into its length limit."""
     newest_version: int

@@ -31,7 +31,7 @@ def trained(tmp_path: Path, model: Path, rollout: dict[str, Any], prompts: Seque
         "model": {"path": str(model)},
         "data": {"path": str(tmp_path / "prompts.jsonl"), "metadata_key": key, "rollout": "it"},
         "rollouts": {"it": {"processes": 1, "budget": {"context": 300, "total_tokens": 900}, **rollout}},
-        "actor": {"reward": "repetition"},  # of episodes without a reward of their own: there are none
+        "actor": {"reward": "by_rollout"},
         "sampling": {"max_new_tokens": NEW_TOKENS},
         "learner": {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "checkpoint_every": 0},
     }

@@ -59,6 +59,24 @@ async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(o
         assert children_of({os.getpid()}) == set() or all("child_program" not in command(pid) for pid in children_of({os.getpid()}))
 
 
+async def test_a_reward_sees_what_the_model_sampled_apart_from_what_it_was_told(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(rollouts=("script",)) as bus, engine(bus):
+        (task,) = await issue(
+            bus, await take_over(bus), rollout="script", metadata={"do": "observes"}, group_size=1, budget=Budget(turns=2)
+        )
+        draining = asyncio.Event()
+        config = ActorConfig(reward="tests.child_rewards:of_episode")
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT)))
+        for sample in await samples_until(bus, complete([task], 1)):
+            assert isinstance(sample.reward, dict) and len(sample.sizes) == 1, sample
+            sampled = int(sample.loss_mask.sum())
+            assert sampled < sample.response_length
+            assert sample.reward == {"score": 1.0, "all": sample.response_length, "sampled": sampled, "turns": 2, "messages": 2}
+        await settled(bus)
+        draining.set()
+        await work
+
+
 def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()

@@ -72,7 +72,10 @@ async def test_a_sample_that_fails_fails_its_group(open_bus: BusOpener, nats_ser
 
 
 def requests(*lengths: int) -> tuple[RewardRequest, ...]:
-    return tuple(RewardRequest(prompt="", response="", label=None, status=Status.COMPLETED, response_length=length) for length in lengths)
+    return tuple(
+        RewardRequest(prompt="", response="", label=None, status=Status.COMPLETED, response_length=99, sampled_length=length)
+        for length in lengths
+    )
 
 
 def test_relative_length() -> None:

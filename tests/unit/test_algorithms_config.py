@@ -112,6 +112,9 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"ess_lr_base": 0.5}, "ess_lr_base: not used without ess_lr"),
         ({"correction": "dro", "dro_tau": 0.0}, "dro_tau: want > 0"),
         ({"dro_tau": 0.5}, "dro_tau: not used by loss ppo; want loss: dro"),
+        ({"correction": "tis", "clip_high": 0.3}, "clip_high: not used with loss reinforce; want it left out, or another loss, got 0.3"),
+        ({"correction": "bypass", "weight_high": 3.0}, "weight_high: not used with weight: none; want it left out, or another weight, got"),
+        ({"correction": "bypass", "weight_action": "mask"}, "weight_action: not used with weight: none"),
         ({"correction": "dppo_kl", "dppo_ratio_cap": 0.5}, "dppo_ratio_cap: want >= 1"),
         ({"dppo_ratio_cap": 2.0}, "dppo_ratio_cap: not used by loss ppo; want loss: dppo_tv | dppo_kl | ipo"),
         ({"correction": "gmpo", "clip_low": 0.0}, "needs its trust region"),
@@ -208,6 +211,9 @@ def test_a_run_that_would_train_on_nothing_is_refused_when_its_file_is_read(sett
     ("settings", "reason"),
     [
         ({"estimator": "k9"}, "estimator: want k1"),
+        ({"estimator": "k2"}, "estimator: not used without coef; want coef > 0, or 'k3', got 'k2'"),
+        ({"corrected": False, "reward_coef": 0.1}, "corrected: not used without coef"),
+        ({"coef": 0.1, "horizon": 5.0}, "horizon: not used without target"),
         ({"reward_coef": 0.1, "reward_by": "word"}, r"reward_by: want sample \| token"),
         ({"reward_by": "token"}, "reward_by: not used without reward_coef"),
         ({"coef": -1.0}, "want >= 0"),
@@ -295,7 +301,7 @@ def test_groups_of_one_are_enough_without_advantages() -> None:
 
 def test_where_the_other_settings_end() -> None:
     assert AlarmConfig(patience=1).patience == 1
-    assert KLConfig(coef=0.1, horizon=0.5).horizon == 0.5
+    assert KLConfig(coef=0.1, target=0.1, horizon=0.5).horizon == 0.5
     for make in (lambda: AlarmConfig(patience=0), lambda: KLConfig(horizon=0.0), lambda: KLConfig(coef=-0.1)):
         with pytest.raises(ValueError, match="want"):
             make()

@@ -1,5 +1,6 @@
 """Filters: decisions of the built-in ones, results that a function of a user may have, and groups that are dropped, masked and ordered."""
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from bus.errors import WireError
 from bus.wire.codec import decode_record, encode_record
+from bus.wire.episodes import SequenceSize
 from bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
 from learner.data.batching import build_batches
 from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
@@ -34,6 +36,7 @@ def one(index: int = 0, reward: float = 0.0, **values: Any) -> FilterSample:
         "log_probs": np.full(3, -1.0, np.float32),
         "loss_mask": np.ones(3, np.uint8),
         "status": Status.COMPLETED,
+        "sequences": (SequenceSize(5, 3),),
     }
     return FilterSample(index=index, reward=reward, **(found | values))
 
@@ -118,6 +121,15 @@ def test_gibberish_wants_a_rare_token_of_low_probability() -> None:
     masked = [decide("gibberish", one, vocab_size=1000, rare_from=500).masked for one in (of(501, bound - 0.1), of(500, bound - 0.1))]
     masked += [decide("gibberish", one, vocab_size=1000, rare_from=500).masked for one in (of(501, bound + 0.1), of(501, bound - 0.1, 0))]
     assert masked == [(0,), (), (), ()]
+
+    # Two sequences of three tokens, two of them responses: 501 is the second's context, 502 its first sampled token.
+    tokens, log_probs = np.array([1, 2, 3, 501, 502, 4], np.int32), np.array([bound - 1, -1.0, -1.0, bound - 1], np.float32)
+    episode = one(0, tokens=tokens, log_probs=log_probs, loss_mask=np.ones(4, np.uint8), sequences=(SequenceSize(3, 2), SequenceSize(3, 2)))
+    (again,) = FILTER.decode(json.loads(FILTER.encode(group(episode)))).samples
+    assert episode.response_tokens.tolist() == again.response_tokens.tolist() == [2, 3, 502, 4]
+    assert decide("gibberish", group(episode), vocab_size=1000, rare_from=500).masked == ()
+    rare = replace(episode, log_probs=np.array([-1.0, -1.0, bound - 1, -1.0], np.float32))
+    assert decide("gibberish", group(rare), vocab_size=1000, rare_from=500).masked == (0,)
     with pytest.raises(BadRewardOption, match=r"options.vocab_size: missing.*filter 'gibberish'"):
         bind("gibberish", {}, FILTER)
 

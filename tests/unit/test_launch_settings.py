@@ -202,6 +202,19 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["data.filters.f.use=nosuch"], "filters.f.use: want equal_rewards"),
         (["staleness.over_sampling=-1"], "over_sampling: want 0..100"),
         (["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"], "overlong_buffer: want <= sampling.max_new_tokens = 6"),
+        (
+            ["learner.algorithm.overlong_buffer=100", "rollouts.r.use=multi_turn", "data.rollout=r", "rollouts.r.budget.tokens=50"],
+            "overlong_buffer: want <= rollouts.r.budget.tokens = 50, got 100",
+        ),
+        (
+            ["learner.algorithm.overlong_buffer=4", "rollouts.r.use=multi_turn", "data.rollout=r"],
+            "rollouts.r.budget.tokens: want > 0 with learner.algorithm.overlong_buffer",
+        ),
+        (
+            ["learner.algorithm.aggregation=constant", "rollouts.r.use=multi_turn", "data.rollout=r"],
+            "rollouts.r.budget.tokens: want > 0 with learner.algorithm.loss_constant: 0",
+        ),
+        (["actor.reward=by_rollout"], "actor.reward: want the reward of rows without a program, got by_rollout: data has such rows"),
         (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
         (["engine.routed_experts=true"], "engine.routed_experts: follows from learner.routing_replay"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import launch
 from bus.wire.messages import Status
+from rewards.by_rollout import BY_ROLLOUT
 from rewards.dapo import dapo
 from rewards.deepscaler import deepscaler, math
 from rewards.errors import RewardFailed
@@ -29,7 +30,15 @@ from rewards.token_f1 import f1
 
 
 def request(response: str, label: Any = None, *, length: int = 0, **metadata: Any) -> RewardRequest:
-    return RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED, metadata=metadata, response_length=length)
+    return RewardRequest(
+        prompt="p",
+        response=response,
+        label=label,
+        status=Status.COMPLETED,
+        metadata=metadata,
+        response_length=length + 9,
+        sampled_length=length,
+    )
 
 
 SAME = r"""
@@ -237,7 +246,7 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}, "length": {"target": 5}}
-BOUNDED = sorted(TABLE.keys() - UNBOUNDED)
+BOUNDED = sorted(TABLE.keys() - UNBOUNDED - {BY_ROLLOUT})
 LABELS = st.one_of(st.text(max_size=20), st.integers(), st.floats(allow_nan=False), st.none(), st.lists(st.text(max_size=5), max_size=3))
 WORDS = r"\boxed{ \frac{ \sqrt[ } ( ) [ ] , ^ - + * / = x 1 2. #### Answer: </think> <answer> A yes \text{ $ %"
 PIECES = st.lists(st.sampled_from([*WORDS.split(" "), " ", "\n"]) | st.text(max_size=4), max_size=40)

@@ -27,7 +27,15 @@ TWO = {
 
 
 def request(response: str, label: Any = "7", *, length: int = 5, **metadata: Any) -> RewardRequest:
-    return RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED, metadata=metadata, response_length=length)
+    return RewardRequest(
+        prompt="p",
+        response=response,
+        label=label,
+        status=Status.COMPLETED,
+        metadata=metadata,
+        response_length=length + 9,
+        sampled_length=length,
+    )
 
 
 async def score(parts: dict[str, Any], of: RewardRequest) -> float | dict[str, float]:

@@ -1,0 +1,12 @@
+"""For runs in which every episode gets its reward from its rollout."""
+
+from rewards.errors import RewardFailed
+from rewards.port import RewardRequest
+
+BY_ROLLOUT = "by_rollout"
+"""Its name in ``actor.reward``."""
+
+
+def by_rollout(request: RewardRequest) -> float:
+    """Raise RewardFailed: it is asked only for a response that has no reward yet."""
+    raise RewardFailed(BY_ROLLOUT, "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes")
