@@ -134,6 +134,9 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
     if learner.recompute != NONE:
         again = max(map(activations.again_per_token, trained))
         yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
+    if shape.experts is not None and learner.grouped_experts != "never" and (dtype == "bfloat16" or not cuda):
+        weights = 2 * shape.hidden * shape.experts.intermediate * (shape.experts.count // learner.expert_parallel)
+        yield Row(process="rank", part="experts of one layer, side by side, and their gradient", bytes=2 * weights * ITEM_BYTES[dtype])
     yield Row(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",

@@ -194,6 +194,8 @@ class RunConfig:
         for name in ("distributed_optimizer", "num_epochs"):  # so the digests of former runs stay
             if not parts["learner"][name]:
                 del parts["learner"][name]
+        if self.learner.grouped_experts == "auto":
+            del parts["learner"]["grouped_experts"]
         if not parts["learner"]["algorithm"]["sft_coef"]:
             del parts["learner"]["algorithm"]["sft_coef"]
         for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):

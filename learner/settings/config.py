@@ -145,6 +145,8 @@ class LearnerConfig:
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
     """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
+    grouped_experts: str = "auto"
+    """One product for all experts of a rank instead of one for each: auto | always | never; auto = on the CPU, and on CUDA in bfloat16."""
     megatron: JsonObject = field(default_factory=dict)
     """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
@@ -384,7 +386,8 @@ class LearnerConfig:
         self._refuse_experts()
 
     def _check_kernels(self) -> None:
-        choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE, "fused_activation": ("auto", "always", "never")}
+        choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE}
+        choices |= dict.fromkeys(("fused_activation", "grouped_experts"), ("auto", "always", "never"))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: want {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")

@@ -48,7 +48,8 @@ OURS: Mapping[str, str] = {
         ("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL
     ),
     **dict.fromkeys(("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
-    **dict.fromkeys(("expert_tensor_parallel_size", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_router_dtype"), _FIXED),
+    **dict.fromkeys(("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_dtype"), _FIXED),
+    "moe_grouped_gemm": "learner.grouped_experts",
     **dict.fromkeys(("moe_router_fusion", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_z_loss_coeff"), _FIXED),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_input_jitter_eps"), _FIXED),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "calculate_per_token_loss", "variable_seq_lengths"), _FIXED),

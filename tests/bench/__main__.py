@@ -13,6 +13,7 @@ NAMES = {
     "looking": "publishing and reading while onlookers look, against the same without them",
     "engine": "the built-in engine, against transformers' batched generate",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
+    "grouped_experts": "a step with the experts of a rank in one product, against one product for each",
     "learner_step": "a step of the learner, against plain transformers and torch",
     "output_layer": "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)",
     "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",

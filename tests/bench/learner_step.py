@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import MicroBatch, StepBatch
+from learner.megatron.layers.kernels import Wanted
 from learner.settings.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -107,7 +108,9 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
     )
 
 
-def our_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], float]:
+def our_step(
+    directory: Path, batch: StepBatch, device: str, *, dtype: str = "float32", kernels: Wanted | None = None
+) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
     from learner.layout.parallel import Parallel, choose_device, join
     from learner.megatron.model import build_policy
@@ -122,7 +125,7 @@ def our_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], flo
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
-    policy = build_policy(directory, dtype="float32", parallel=_parallel)
+    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels)
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
     return lambda: trainer.train(batch)["train/loss"]

@@ -114,6 +114,18 @@ def test_the_fused_activation_is_near_the_separate_one(rank: Parallel, model_dir
         assert ours["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.05)
 
 
+def test_grouped_experts_are_near_those_one_after_the_other_and_give_the_same_bits_twice(rank: Parallel, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "qwen3_moe")
+    first, again, sequential = (
+        learner(directory, rank, "bfloat16", Wanted(grouped_experts=wanted))[:2] for wanted in ("always", "always", "never")
+    )
+    for step in (3, 4):
+        ours, _, wanted = (trainer.train(batch(step)) for trainer, _ in (first, again, sequential))
+        assert ours["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.02)
+        assert ours["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.05)
+        assert first[1].digest() == again[1].digest()
+
+
 def test_a_checkpoint_of_the_cpu_is_continued(rank: Parallel, model_dir: Path, tmp_path: Path, child: Child) -> None:
     saved = child("checkpoint", model_dir, tmp_path)
     trainer, policy, optimizer, proximal = learner(model_dir, rank)

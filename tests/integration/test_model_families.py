@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
+from learner.megatron.layers.grouped_experts import GroupedExperts
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
@@ -72,6 +74,51 @@ def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Pa
         assert torch.equal(tensor, there[name]), name
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+def test_grouped_experts_train_as_those_one_after_the_other(here: Any, tmp_path: Path, family: str) -> None:
+    directory = write_tiny_model(tmp_path, family)
+    batch, found = make_batches(make_samples(vocab=299))[0], {}
+    for wanted in ("always", "never"):
+        policy = build_policy(directory, dtype="float32", parallel=here, kernels=Wanted(grouped_experts=wanted))
+        kinds = {type(module) for module in policy.chunks[0].modules() if isinstance(module, SequentialMLP)}
+        assert kinds == {GroupedExperts if wanted == "always" else SequentialMLP}
+        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-2, eps=1e-5), steps=10), AlgorithmConfig(), max_lag=2)
+        found[wanted] = trainer.train(batch), dict(policy.export())
+    (grouped, weights), (sequential, theirs) = found["always"], found["never"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert grouped[name] == pytest.approx(sequential[name], rel=1e-5), name
+    before = load_file(directory / "model.safetensors")
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights.items() if "experts." in name)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5, 0, 1, 1, 0, 0), (0, 8, 0, 0, 0, 0, 0, 0), (0,) * 8])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_grouped_product_passes_over_experts_without_tokens(here: Any, tmp_path: Path, counts: tuple[int, ...], frozen: bool) -> None:
+    """Outputs and gradients are those of the experts one after the other; all weights get one, or none where they are frozen."""
+    directory, found = write_tiny_model(tmp_path, "qwen3_moe"), {}
+    generator = torch.Generator().manual_seed(0)
+    for wanted in ("always", "never"):
+        policy = build_policy(directory, dtype="float32", parallel=here, kernels=Wanted(grouped_experts=wanted))
+        experts = next(module for module in policy.chunks[0].modules() if isinstance(module, SequentialMLP))
+        assert experts.num_local_experts == len(counts)
+        weights = {name: weight.requires_grad_(not frozen) for name, weight in experts.named_parameters()}
+        inputs = torch.randn(sum(counts), experts.config.hidden_size, generator=generator.manual_seed(1)).requires_grad_()
+        probs = torch.rand(sum(counts), generator=generator).requires_grad_()
+        asked: list[Any] = []  # an overlapped gathering of weights waits in a hook of the module that has them
+        linears = [module for expert in experts.local_experts for module in (expert.linear_fc1, expert.linear_fc2)]
+        for module in linears:
+            module.register_forward_pre_hook(lambda module, *_, asked=asked: asked.append(module))
+        out, bias = experts(inputs, torch.tensor(counts), probs)
+        assert bias is None and sorted(map(id, asked)) == sorted(map(id, linears))
+        wanted_of = [inputs, probs, *([] if frozen else weights.values())]
+        gradients = torch.autograd.grad(out.square().sum() + out.sum(), wanted_of, allow_unused=True)
+        found[wanted] = [out.detach(), *gradients]
+    for grouped, sequential in zip(found["always"], found["never"], strict=True):
+        torch.testing.assert_close(grouped, sequential, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_another_models_weights_come_with_the_biases_of_its_routers(here: Any, tmp_path: Path, family: str) -> None:
     """A reference model scores as transformers does, and afterwards the policy has its own biases again."""
@@ -115,6 +162,11 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "wanted", "message"),
     [
+        (
+            "qwen3_moe",
+            Wanted(grouped_experts="always", megatron={"moe_apply_probs_on_input": True}),
+            "learner.grouped_experts: want auto or never with learner.megatron.moe_apply_probs_on_input",
+        ),
         ("qwen3_moe", Wanted(fused_activation="always"), "learner.fused_activation: want auto or never for a model with experts"),
         ("deepseek_v3", Wanted(attention="varlen"), "learner.attention: want sdpa or auto, got 'varlen: keys and values"),
     ],

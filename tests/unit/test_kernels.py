@@ -22,6 +22,7 @@ from learner.megatron.layers.kernels import (
     Wanted,
     choose_attention,
     choose_fused_activation,
+    choose_grouped_experts,
     chosen,
     varlen_operator,
 )
@@ -93,9 +94,32 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
             choose_fused_activation("always", site)
 
 
+def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
+    site = HOPPER._replace(expert_sizes=(64, 32))
+    for good in (site, site._replace(device="cpu", dtype=torch.float32, expert_sizes=(33, 7))):
+        assert choose_grouped_experts("auto", good).kernel == "grouped" == choose_grouped_experts("always", good).kernel
+        assert choose_grouped_experts("never", good).kernel == "sequential"
+    for change, obstacle in (
+        ({"dtype": torch.float32}, "needs bfloat16"),
+        ({"capability": (7, 5)}, "compute capability 8.0"),
+        ({"expert_sizes": (64, 28)}, "wants multiples of 8"),
+        ({"grouped": False}, "has no grouped_mm"),
+    ):
+        bad = site._replace(**change)
+        assert choose_grouped_experts("auto", bad).kernel == "sequential"
+        with pytest.raises(ConfigRefused, match=f"learner.grouped_experts: want auto or never, got 'always: .*{obstacle}"):
+            choose_grouped_experts("always", bad)
+
+
 def test_the_defaults_are_those_of_the_configuration() -> None:
     assert Wanted.of(LearnerConfig()) == Wanted()
-    settings = {"attention": "sdpa", "recompute": "full", "fused_activation": "never", "megatron": {"test_mode": True}}
+    settings = {
+        "attention": "sdpa",
+        "recompute": "full",
+        "fused_activation": "never",
+        "grouped_experts": "never",
+        "megatron": {"test_mode": True},
+    }
     assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
 
 
@@ -116,6 +140,7 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
         ({"attention": "flash"}, "attention: want auto, sdpa or varlen, got 'flash'"),
         ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
         ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
+        ({"grouped_experts": "yes"}, "grouped_experts: want auto, always or never, got 'yes'"),
         ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
         ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
         ({"attention": "varlen", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),

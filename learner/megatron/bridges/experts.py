@@ -1,8 +1,9 @@
 """Common part of the families with a mixture of experts.
 
-Experts are Megatron's ``SequentialMLP``: one product per expert of the rank. They are spread over the expert-parallel ranks and never split
-by tensor parallelism. At every layout their gradients are reduced in buffers of their own, over the ranks that have the same experts: with
-experts in the dense buffers, tensor-parallel ranks would each keep the gradient of their own tokens.
+Experts are Megatron's ``SequentialMLP``, one product per expert of the rank, or ``GroupedExperts``, one for all of them. They are spread
+over the expert-parallel ranks and never split by tensor parallelism. At every layout their gradients are reduced in buffers of their own,
+over the ranks that have the same experts: with experts in the dense buffers, tensor-parallel ranks would each keep the gradient of their
+own tokens.
 """
 
 import re
@@ -19,10 +20,13 @@ from bus.wire.routed_experts import sparse_layers
 from learner.errors import ConfigRefused
 from learner.megatron.bridges.layers import Router
 from learner.megatron.bridges.local_layers import LocalLayers
+from learner.megatron.layers.grouped_experts import GroupedExperts
 from learner.megatron.layers.kernels import Arguments, Wanted
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""
+_SEQUENTIAL = frozenset({"activation_func_clamp_value", "glu_linear_offset", "moe_apply_probs_on_input"})
+"""Arguments of Megatron that only its own experts read."""
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _NUMBERED = re.compile(r"weight(\d+)$")
 _DENSE_MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.linear_fc([12])\.weight")
@@ -52,7 +56,15 @@ class Experts(LocalLayers):
         # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew again and again.
         if wanted.fused_activation == "always":
             raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
+        if unread := sorted(_SEQUENTIAL & wanted.megatron.keys()):
+            if wanted.grouped_experts == "always":
+                raise ConfigRefused("learner.grouped_experts", f"auto or never with learner.megatron.{unread[0]}", "always")
+            wanted = replace(wanted, grouped_experts="never")
         return replace(super()._possible(wanted), fused_activation="never")
+
+    @property
+    def _expert_sizes(self) -> tuple[int, ...]:
+        return int(self.config.hidden_size), int(self.config.moe_ffn_hidden_size)
 
     def _kernel_arguments(self) -> Arguments:
         """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
@@ -74,6 +86,8 @@ class Experts(LocalLayers):
         for layer in spec.layer_specs:
             if hasattr(layer.submodules.mlp.submodules, "router"):
                 layer.submodules.mlp.submodules.router = Router
+                if self.kernels.grouped_experts:
+                    layer.submodules.mlp.submodules.experts.module = GroupedExperts
         return spec
 
     def _whole_name(self, chunk: GPTModel, name: str) -> str:

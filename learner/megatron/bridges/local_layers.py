@@ -56,7 +56,9 @@ class LocalLayers:
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         self.set_extra_args(**self._arguments(), sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
-        self.kernels: Kernels = chosen(self._possible(wanted), dtype=dtype, head_size=self.config.kv_channels)
+        self.kernels: Kernels = chosen(
+            self._possible(wanted), dtype=dtype, head_size=self.config.kv_channels, expert_sizes=self._expert_sizes
+        )
         self.set_extra_args(**self._kernel_arguments())  # type: ignore[attr-defined]
 
     def _arguments(self) -> Arguments:
@@ -82,6 +84,11 @@ class LocalLayers:
             want, got = "sdpa or auto", f"varlen: keys and values of {self.hf_config.model_type} have heads of different sizes"
             raise ConfigRefused("learner.attention", want, got)
         return replace(wanted, attention=SDPA)
+
+    @property
+    def _expert_sizes(self) -> tuple[int, ...]:
+        """Sizes of an expert's inputs and outputs; empty for a model without experts."""
+        return ()
 
     def _kernel_arguments(self) -> Arguments:
         return self.kernels.arguments()

@@ -30,6 +30,8 @@ FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
 """Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA does."""
 FLASH_CAPABILITY = (8, 0)
 """Oldest compute capability of torch's flash attention: Ampere."""
+GROUPED_MULTIPLE = 8
+"""Number that must divide the sizes of experts for torch's grouped product on CUDA: 16 bytes in bfloat16."""
 RECOMPUTED_MODULES = ("mlp",)
 """Modules of a layer that ``selective`` computes again. Megatron 0.16.1 offers ``layernorm`` too, but that needs Transformer Engine (its
 ``CheckpointWithoutOutput`` asks for the FP8 state whatever the setting), and ``core_attn`` keeps nothing that flash attention would not."""
@@ -56,6 +58,10 @@ class Site(NamedTuple):
     deterministic: bool
     compiler: str
     """Why torch.compile cannot work here; empty if it can."""
+    expert_sizes: tuple[int, ...] = ()
+    """Sizes of an expert's inputs and outputs; empty for a model without experts."""
+    grouped: bool = True
+    """True if the installed torch has a grouped product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class Wanted:
     attention: str = "auto"
     recompute: str = "none"
     fused_activation: str = "auto"
+    grouped_experts: str = "auto"
     megatron: JsonMapping = field(default_factory=dict)
     """Megatron's own arguments."""
 
@@ -75,6 +82,7 @@ class Wanted:
             attention=learner.attention,
             recompute=learner.recompute,
             fused_activation=learner.fused_activation,
+            grouped_experts=learner.grouped_experts,
             megatron=learner.megatron,
         )
 
@@ -86,6 +94,7 @@ class Kernels:
     attention: str = SDPA
     recompute: str = "none"
     fused_activation: bool = False
+    grouped_experts: bool = False
     megatron: JsonMapping = field(default_factory=dict)
 
     def arguments(self) -> Arguments:
@@ -144,6 +153,32 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
 
 
+def choose_grouped_experts(wanted: str, site: Site) -> Choice:
+    """Return ``grouped`` or ``sequential`` for ``auto | always | never``, with the reason.
+
+    Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA it takes bfloat16
+    from Ampere on, and rows of a multiple of 16 bytes.
+    """
+    if wanted == "never":
+        return Choice("sequential", "learner.grouped_experts: never")
+    obstacle = _grouping_obstacle(site)
+    if wanted == "always" and obstacle:
+        raise ConfigRefused("learner.grouped_experts", "auto or never", f"always: {obstacle}")
+    return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
+
+
+def _grouping_obstacle(site: Site) -> str:
+    if not site.grouped:
+        return f"torch {torch.__version__} has no grouped_mm"
+    if site.device != "cuda":
+        return ""
+    if site.dtype != torch.bfloat16 or site.capability < FLASH_CAPABILITY:
+        return "on CUDA the grouped product needs bfloat16 and compute capability 8.0"
+    if any(size % GROUPED_MULTIPLE for size in site.expert_sizes):
+        return f"experts of sizes {site.expert_sizes}: the grouped product wants multiples of {GROUPED_MULTIPLE}"
+    return ""
+
+
 def recompute_arguments(recompute: str) -> Arguments:
     """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from its input."""
     if recompute == "full":
@@ -153,21 +188,24 @@ def recompute_arguments(recompute: str) -> Arguments:
     return {}
 
 
-def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int) -> Kernels:
-    """Return the kernels for this machine, and log each with its reason.
+def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: tuple[int, ...] = ()) -> Kernels:
+    """Return the kernels for this machine, and log each with its reason. ``expert_sizes``: of a model with experts.
 
     Raises ConfigRefused for one that cannot work, and for an argument that Megatron does not have.
     """
     for refused in refusals(config.megatron):
         raise refused
-    site = _this_site(dtype, head_size)
-    attention, activation = choose_attention(config.attention, site), choose_fused_activation(config.fused_activation, site)
-    for name, choice in (("attention", attention), ("activation", activation)):
+    site = _this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
+    choices = {"attention": choose_attention(config.attention, site), "activation": choose_fused_activation(config.fused_activation, site)}
+    if expert_sizes:
+        choices["experts"] = choose_grouped_experts(config.grouped_experts, site)
+    for name, choice in choices.items():
         log.info("kernel of=%s chosen=%s reason=%s", name, choice.kernel, choice.reason)
     return Kernels(
-        attention=attention.kernel,
+        attention=choices["attention"].kernel,
         recompute=config.recompute,
-        fused_activation=activation.kernel == "fused",
+        fused_activation=choices["activation"].kernel == "fused",
+        grouped_experts="experts" in choices and choices["experts"].kernel == "grouped",
         megatron=config.megatron,
     )
 
@@ -183,6 +221,7 @@ def _this_site(dtype: torch.dtype, head_size: int) -> Site:
         varlen=frozenset() if operator is None else frozenset(inspect.signature(operator).parameters),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiler=_compile_obstacle(),
+        grouped=hasattr(torch.nn.functional, "grouped_mm"),
     )
 
 
