@@ -208,6 +208,20 @@ async def test_chat_calls_tools_until_an_answer_has_no_call() -> None:
     assert asked[1]["messages"][2] == first, "what the model said goes back as it is"
 
 
+@pytest.mark.parametrize("nested", [True, False])
+async def test_a_row_offers_its_own_tools_as_it_describes_them(nested: bool) -> None:
+    function = {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}}
+    row = {"type": "function", "function": function}
+    data = {"prompt": "2+3?", "metadata": {"tools": [row if nested else function]}}
+    first = calling(("calculator", {"expression": "2+3"}), ("python", {"code": "print(7)"}))
+    async with scripted(first, {"role": "assistant", "content": "5"}) as (url, asked):
+        played = await MultiTurn(tools=["calculator", "python"]).play(data, url, "key")
+    assert asked[0]["tools"] == [row]
+    assert [call[2] for call in played.calls] == ["5", "Error: no tool 'python'; there are calculator"]
+    with pytest.raises(ValueError, match=r"tools of the data row: want some of options\.tools \(python\), got 'calculator'"):
+        await MultiTurn(tools=["python"]).play(data, url, "key")
+
+
 async def test_a_failed_call_may_end_the_episode() -> None:
     async with scripted(calling(("calculator", {"expression": "x"}))) as (url, asked):
         played = await MultiTurn(tools=["calculator"], errors="end").play({"prompt": "?"}, url, "key")

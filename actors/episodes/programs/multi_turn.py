@@ -15,7 +15,8 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from actors.episodes.programs.gem_environment import Gem
@@ -147,15 +148,25 @@ class MultiTurn:
                 played.spent = True
         return played
 
-    async def _turn(self, policy: Policy, played: Played) -> None:
-        """Ask once, and call the tools that the answer asks for."""
-        if self._protocol == "text":
-            await self._text_turn(policy, played)
-        else:
-            await self._chat_turn(policy, played)
+    def _offered(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
+        """Return the tools that the data row names, as it describes them; all of them where it names none.
 
-    async def _chat_turn(self, policy: Policy, played: Played) -> None:
-        message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in self._tools.values()], **self._more))
+        Raises ValueError for one that the rollout does not have.
+        """
+        named = (data.get("metadata") or {}).get("tools")
+        if not isinstance(named, list) or not all(isinstance(one, Mapping) for one in named):
+            return self._tools
+        found = {}
+        for one in named:
+            schema = one if isinstance(one.get("function"), Mapping) else {"type": "function", "function": one}
+            name = schema["function"].get("name")
+            if name not in self._tools:
+                raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
+            found[name] = replace(self._tools[name], schema=schema)
+        return found
+
+    async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
+        message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more))
         calls = message.get("tool_calls") or []
         if not calls or len(played.ids) == self._max_turns:
             played.done = True
@@ -163,22 +174,22 @@ class MultiTurn:
         played.messages.append(message)
         for call in calls:
             asked = call["function"]
-            result = await self._called(asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
+            result = await self._called(tools, asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
             if self._ends_at_errors and result.startswith(FAILED):
                 played.done = True
                 return
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
-    async def _text_turn(self, policy: Policy, played: Played) -> None:
+    async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         said = await _completed(policy, played, self._more)
-        found = self._call.search(said) if self._tools else None
+        found = self._call.search(said) if tools else None
         if found is None or len(played.ids) == self._max_turns:
             played.done = True
             return
         groups = found.groupdict()
-        name = groups.get("tool") or next(iter(self._tools))
+        name = groups.get("tool") or next(iter(tools))
         argument = groups.get("argument") if "argument" in groups else found[1]
-        result = await self._called(name, self._argument(name, argument or ""), played)
+        result = await self._called(tools, name, _argument_of(tools, name, argument or ""), played)
         played.done = self._ends_at_errors and result.startswith(FAILED)
         played.text += said + self._result.replace("{result}", result)
 
@@ -186,7 +197,7 @@ class MultiTurn:
     async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
         """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
         if self._environment is None:
-            yield self._turn
+            yield partial(self._text_turn if self._protocol == "text" else self._chat_turn, self._offered(data))
             return
         made, options = self._environment
         game = made(**options)
@@ -224,22 +235,23 @@ class MultiTurn:
 
         return turn
 
-    async def _called(self, name: str, arguments: object, played: Played) -> str:
-        tool: Tool | None = self._tools.get(name)
+    async def _called(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
+        tool = tools.get(name)
         if tool is None:
-            result = f"{FAILED} no tool {name!r}; there are {', '.join(self._tools) or 'none'}"
+            result = f"{FAILED} no tool {name!r}; there are {', '.join(tools) or 'none'}"
         else:
             result = await tool.call(arguments, seconds=self._tool_seconds)
         played.calls.append((name, arguments, result))
         return result
 
-    def _argument(self, name: str, text: str) -> object:
-        """Return a text argument as a map: JSON if it is one, else the value of the tool's first parameter."""
-        found = _arguments(text)
-        if isinstance(found, Mapping) or name not in self._tools:
-            return found
-        first = next(iter(self._tools[name].schema["function"]["parameters"]["properties"]), None)
-        return {} if first is None else {first: text}
+
+def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
+    """Return a text argument as a map: JSON if it is one, else the value of the tool's first parameter."""
+    found = _arguments(text)
+    if isinstance(found, Mapping) or name not in tools:
+        return found
+    first = next(iter(tools[name].parameters), None)
+    return {} if first is None else {first: text}
 
 
 async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> str:

@@ -35,6 +35,8 @@ class Tool:
     function: Callable[..., Any]
     schema: Mapping[str, Any]
     """Entry of the tool in ``tools`` of a chat request."""
+    parameters: tuple[str, ...]
+    """Names of its arguments."""
 
     async def call(self, arguments: object, *, seconds: float) -> str:
         """Return the result as text; every failure is a text, too, that begins with ``Error:``."""
@@ -85,7 +87,8 @@ def _tool(wanted: object, where: str) -> Tool:
         made, options = made(**options), {}
     function: Callable[..., Any] = made if inspect.isroutine(made) else made.__call__
     name = str(entry.get("name") or (use if use in TABLE else attribute))
-    return Tool(name, _with(function, options), schema_of(name, function, options))
+    schema = schema_of(name, function, options)
+    return Tool(name, _with(function, options), schema, tuple(schema["function"]["parameters"]["properties"]))
 
 
 def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
