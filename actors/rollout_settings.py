@@ -13,8 +13,12 @@ from bus.wire.json_object import JsonMapping, JsonObject
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
-OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime:Slime"
+OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime_generate:Slime"
 """Beginning of ``use`` for a generate function of slime by import path, and the program that calls it."""
+SLIME_FILE = f"{Path(__file__).parent / 'episodes/programs/slime_generate.py'}:Slime"
+"""That program for an interpreter that lacks our packages."""
+OF_OPENENV = "openenv:"
+"""Beginning of ``use`` for ``multi_turn`` with an environment on a server of OpenEnv, by its URL."""
 OF_VERIFIERS = "verifiers:"
 """Beginning of ``use`` for a taskset of verifiers, by its id."""
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
@@ -26,8 +30,10 @@ BUILT_IN = {MULTI_TURN: "actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 MULTI_TURN_FILE = f"{Path(__file__).parent / 'episodes/programs/multi_turn_file.py'}:MultiTurn"
 """The rollout ``multi_turn`` for an interpreter that lacks our packages."""
-_USE = re.compile(rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*")
-USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"
+_USE = re.compile(
+    rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*|{OF_OPENENV}(?:http|ws)s?://\S+"
+)
+USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"
 AGAIN = ("restart", "replay", "resume")
 """Ways in which an actor continues an episode that another actor began."""
 TURNS, SECONDS = 64, 1800.0
@@ -40,11 +46,12 @@ class RolloutConfig:
 
     use: str
     """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME``,
-    ``verifiers:TASKSET``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
+    ``verifiers:TASKSET``, ``openenv:URL``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
     options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn`` needs aiohttp); empty = the actor's own."""
+    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need aiohttp); empty = the
+    actor's own."""
     processes: int = 4
     """Child processes of an actor; they are started when there is work."""
     episodes_per_child: int = 8
@@ -65,11 +72,11 @@ class RolloutConfig:
     def program(self) -> str:
         """``MODULE:NAME`` of the program."""
         if self.use.startswith(OF_SLIME):
-            return SLIME
+            return SLIME_FILE if self.python else SLIME
         if self.taskset:
             return VERIFIERS
-        if self.use == MULTI_TURN and self.python:
-            return MULTI_TURN_FILE
+        if self.use == MULTI_TURN or self.use.startswith(OF_OPENENV):
+            return MULTI_TURN_FILE if self.python else BUILT_IN[MULTI_TURN]
         return BUILT_IN.get(self.use) or self.use.removeprefix(PROGRAM)
 
     @property
@@ -88,6 +95,9 @@ class RolloutConfig:
         """Return the arguments of the program. ``model``: directory of the model."""
         if self.taskset:
             return {"id": self.taskset, "model": str(Path(model).absolute()) if model else "", **self.options}
+        if self.use.startswith(OF_OPENENV):
+            given = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
+            return {**self.options, "environment": "openenv", "environment_options": given}
         return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
 
 
@@ -139,8 +149,8 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(python, str):
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
-    if python and use != MULTI_TURN and not use.startswith((PROGRAM, OF_VERIFIERS)):
-        raise ValueError(f"{where}.python: want none with {use}, which runs in the actor's own interpreter, got {python!r}")
+    if use.startswith(OF_OPENENV) and not isinstance(options.get("environment_options", {}), Mapping):
+        raise ValueError(f"{where}.options.environment_options: want a map, got {options['environment_options']!r}")
     counts = {
         one: _count(value.get(one, default), f"{where}.{one}", least=1)
         for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))

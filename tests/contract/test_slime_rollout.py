@@ -1,10 +1,13 @@
 """``use: slime:MODULE:NAME``: generate functions of slime, unchanged, make episodes; where slime is not installed, too."""
 
 import importlib
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from actors.engines.responses import GenerationFailed
 from actors.episodes.children import Children
 from actors.episodes.port import ProgramFailed
-from actors.episodes.programs.slime import Sample, Slime
+from actors.episodes.programs.slime_generate import Sample, Slime
 from actors.rollout_settings import SLIME, parse_rollouts
 from bus.wire.codec import check_sample
 from tests.engine_serving import log_probs_of, scores
@@ -83,6 +86,27 @@ async def test_it_runs_in_a_child_and_what_is_no_generate_function_is_refused_at
         async with Children(SLIME, options={"generate": f"{HERE}:{name}"}) as children:
             with pytest.raises(ProgramFailed, match=complaint):
                 await children.load()
+
+
+async def test_an_interpreter_that_has_nothing_of_ours(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages are found by their path alone, without the files in which an installation names ours."""
+    (tmp_path / "functions").mkdir()
+    shutil.copy(importlib.import_module(HERE).__file__, tmp_path / "functions/of_slime.py")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'functions'}:{Path(aiohttp.__file__).parents[1]}")
+    found = parse_rollouts({"a": {"use": "slime:of_slime:by_ids", "python": str(python)}})["a"]
+    options = {**found.arguments(""), "args": {"hf_checkpoint": str(model_dir)}}
+    async with Children(found.program, options=options, python=found.python) as children:
+        await children.load()
+
+        async def run(client: Client) -> Any:
+            return (await children.run("e", base_url=client.base_url, api_key=client.api_key, task=dict(client.task))).value
+
+        async with stage(model_dir, run) as scene:
+            sample = (await scene.rollout.sample(task(), 2, "n0")).sample
+    assert sample.reward == {"score": 0.5, "form": 1.0} and 0 in sample.loss_mask
 
 
 def test_tokens_are_added_as_slime_does() -> None:

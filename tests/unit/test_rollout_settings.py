@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.rollout_settings import RolloutConfig, parse_rollouts
+from actors.rollout_settings import BUILT_IN, RolloutConfig, parse_rollouts
 from bus.wire.budget import Budget
 from launch.settings.config_loader import SettingsError, from_map, load, to_map
 from launch.settings.run_config import RunConfig
@@ -30,19 +30,34 @@ def test_a_taskset_of_verifiers() -> None:
     assert parse_rollouts({"a": {"use": USE}})["a"].taskset == ""
 
 
+def test_openenv_is_multi_turn_with_a_server() -> None:
+    options = {"max_turns": 3, "environment_options": {"action": "text"}}
+    found = parse_rollouts({"a": {"use": "openenv:ws://envs:8000/x", "options": options}})["a"]
+    assert found.program == BUILT_IN["multi_turn"]
+    given = {"url": "ws://envs:8000/x", "action": "text"}
+    assert found.arguments("") == {"max_turns": 3, "environment": "openenv", "environment_options": given}
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
         ({"a b": {"use": USE}}, "want a name"),
         ({"a": 5}, "rollouts.a: want a map"),
-        ({"a": {}}, "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET, got None"),
-        ({"a": {"use": "many_turns"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
-        ({"a": {"use": "agent:mine"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
-        ({"a": {"use": "agent:mine:f()"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME or verifiers:TASKSET"),
-        ({"a": {"use": "verifiers:"}}, "slime:MODULE:NAME or verifiers:TASKSET, got 'verifiers:'"),
+        (
+            {"a": {}},
+            "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL, got None",
+        ),
+        ({"a": {"use": "many_turns"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
+        ({"a": {"use": "agent:mine"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
+        (
+            {"a": {"use": "agent:mine:f()"}},
+            "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL",
+        ),
+        ({"a": {"use": "verifiers:"}}, "slime:MODULE:NAME, verifiers:TASKSET or openenv:URL, got 'verifiers:'"),
         ({"a": {"use": "verifiers:sums", "options": {"tasks": {}}}}, "rollouts.a.options.tasks: no such option with verifiers:TASKSET"),
         ({"a": {"use": "verifiers:sums", "again": "resume"}}, "rollouts.a.again: want restart or replay with verifiers:TASKSET"),
-        ({"a": {"use": "slime:mine:f", "python": "/opt/python"}}, "rollouts.a.python: want none with slime:mine:f"),
+        ({"a": {"use": "openenv:envs:8000"}}, "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, .* or openenv:URL"),
+        ({"a": {"use": "openenv:http://e", "options": {"environment_options": 3}}}, "rollouts.a.options.environment_options: want a map"),
         ({"a": {"use": USE, "colour": 1}}, "rollouts.a.colour: no such setting"),
         ({"a": {"use": USE, "options": [1]}}, "rollouts.a.options: want a map"),
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
