@@ -93,16 +93,20 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
     return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1])}
 
 
-def main(model_dir: Path, of_one: Path, out: Path) -> None:
-    """``of_one``: checkpoint of one rank."""
+def main(model_dir: Path, of_one: Path, whole: bool, out: Path) -> None:
+    """``of_one``: checkpoint of one rank. ``whole``: each layout loads those that are saved after it, too."""
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
         with joined(**layout.sizes) as here:
             results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
             results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
-            # The latter half of all pairs: a layout loads those that were saved before it, and itself.
+            # Half of all pairs: a layout loads those that were saved before it, and itself.
             for other in [*LAYOUTS][: [*LAYOUTS].index(name) + 1]:
                 results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
             if name in SKIPPING:
                 results[f"skips {name}"] = skips(model_dir, here)
+    for name, layout in LAYOUTS.items() if whole else ():
+        with joined(**layout.sizes) as here:
+            for other in [*LAYOUTS][[*LAYOUTS].index(name) + 1 :]:
+                results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
