@@ -121,9 +121,10 @@ async def stage(
     again: str = "restart",
     at: Reach = HERE,
     renderer: Renderer | None = None,
+    client: Callable[[str], HttpEngine] = HttpEngine,
 ) -> AsyncIterator[Stage]:
     async with serving(model_dir) as served, aiohttp.ClientSession() as session:
-        engines = EnginePool(UrlDiscovery([served.engine.url], HttpEngine), HttpEngine)
+        engines = EnginePool(UrlDiscovery([served.engine.url], client), client)
         running = asyncio.create_task(engines.run())
         responses = Responses(engines, timeout_s=timeout_s, retries=3, activity=Activity())
         gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses, renderer)

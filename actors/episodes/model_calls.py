@@ -29,7 +29,7 @@ from bus.errors import WireError
 from bus.system.coroutines import first_error
 from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
 from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Sampling
+from bus.wire.messages import Kind, Sampling
 
 Number = TypeVar("Number", int, float)
 
@@ -175,6 +175,7 @@ class ModelCalls:
             begin_s=call.begin_s,
             seconds=response.timings.queued_s + response.timings.generating_s,
             trained=self._trained,
+            routed_experts=made.routed_experts if self._episode.task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
         )
         return Called(prompt, output, response, None)
 

@@ -6,7 +6,8 @@ behind, whatever the client does with its history: text that comes back with oth
 begin a new branch, and nothing is realigned. Ids are compared as bytes: a turn costs one memory compare of its prompt and a step for every
 turn of the path; memory is linear in the new tokens.
 
-Shape letters: P = tokens of a prompt, R = tokens of an output or of a response region, L = tokens of a sequence.
+Shape letters: P = tokens of a prompt, R = tokens of an output or of a response region, L = tokens of a sequence, E = layers with experts,
+K = experts of a token.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
 from bus.wire.messages import Span
+from bus.wire.routed_experts import RoutedExperts
 
 EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
 """Kinds of a turn's place: behind an output without another turn behind it, behind one that has one (or beside a turn of the same prompt),
@@ -44,6 +46,8 @@ class Output:
     seconds: float = 0.0
     trained: bool = True
     """False: a call that was asked for without training."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens of prompt and output, [P + R, E, K]; None = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class Sequences:
     turns: Turns
     numbers: tuple[int, ...]
     """Number of each of ``turns`` in the recorder."""
+    routed_experts: RoutedExperts | None
+    """Experts of all tokens, [sum of L, E, K], each by the first turn that had the token as an input; None = no turn has any."""
 
     @property
     def response_length(self) -> int:
@@ -79,6 +85,8 @@ class _Node:
     end: int
     """Bytes of the path from the root to its end."""
     trained: bool
+    experts: RoutedExperts | None = None
+    """Experts of the parent's last token and of the turn's own, [1 + own, E, K]; behind the root without the former."""
     children: list["_Node"] = field(default_factory=list)
 
 
@@ -105,7 +113,7 @@ class Recorder:
         """Record a delivered turn, in order of delivery, and return its number.
 
         It must be recorded before the last byte of its answer is sent, so that a parent is there before its child. Raises ValueError for
-        an empty prompt, and for spans of another length than the output.
+        an empty prompt, for spans of another length than the output, and for experts of another number of tokens.
         """
         _check(prompt, output)
         ids = _bytes(prompt)
@@ -114,7 +122,10 @@ class Recorder:
         reason = _untrained(output)
         if reason:
             self.untrained[reason] += 1
-        node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), trained=not reason)
+        experts = output.routed_experts
+        if experts is not None:  # the parent's last token became an input with this turn; the tokens before it have their own
+            experts = experts[max(0, parent.end // _ID_BYTES - 1) :].copy()
+        node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts)
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
         self.places[place] += 1
         self.total_tokens += len(node.ids) // _ID_BYTES if place == EXTENDS else node.end // _ID_BYTES
@@ -171,6 +182,7 @@ class _Export:
         self._spans: list[Span] = []
         self._at: dict[int, int] = {}
         self._length = 0
+        self._experts: list[RoutedExperts | int] = []
 
     def of(self, chosen: list[_Node]) -> Sequences:
         """Return the sequences that train these turns, which are in order of delivery."""
@@ -201,6 +213,7 @@ class _Export:
             spans=tuple(self._spans),
             turns=turns,
             numbers=tuple(order),
+            routed_experts=_joined(self._experts),
         )
 
     def _sequence(self, path: list[_Node], first: int, wanted: set[int]) -> None:
@@ -219,6 +232,7 @@ class _Export:
             self._add(output.log_probs.astype(np.float32), 1)
             self._spans += output.spans
         self._tokens += [node.ids for node in path]
+        self._experts += [_experts_of(node, path[place + 1 :]) for place, node in enumerate(path)]
         self._sizes.append(SequenceSize(path[-1].end // _ID_BYTES, self._length - begin))
 
     def _context_of(self, output: Output) -> None:
@@ -237,6 +251,33 @@ class _Export:
         self._log_probs.append(log_probs)
         self._mask.append(np.full(len(log_probs), mask, np.uint8))
         self._length += len(log_probs)
+
+
+def _experts_of(node: _Node, behind: list[_Node]) -> RoutedExperts | int:
+    """Return the experts of a turn's own tokens; the number of these tokens where they are not known.
+
+    Its last token became an input with the next turn that has tokens.
+    """
+    length, own = len(node.ids) // _ID_BYTES, node.experts
+    after = next((one.experts for one in behind if one.ids), None)
+    if not length:
+        return 0
+    if after is None:
+        return length if own is None else own[len(own) - length :]
+    before = _unknown(length - 1, after) if own is None else own[len(own) - length : -1]
+    return np.concatenate([before, after[:1]])
+
+
+def _joined(parts: list[RoutedExperts | int]) -> RoutedExperts | None:
+    """Return the experts of all tokens in one array, with unknown rows for parts that are numbers of tokens; None = there are none."""
+    known = next((part for part in parts if not isinstance(part, int)), None)
+    if known is None:
+        return None
+    return np.concatenate([_unknown(part, known) if isinstance(part, int) else part for part in parts])
+
+
+def _unknown(length: int, like: RoutedExperts) -> RoutedExperts:
+    return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
 def _leaves(chosen: list[_Node]) -> list[_Node]:
@@ -288,3 +329,5 @@ def _check(prompt: NDArray[np.int32], output: Output) -> None:
         raise ValueError("prompt: want at least one id, got none")
     if (covered := sum(span.num_tokens for span in output.spans)) != length:
         raise ValueError(f"spans: want to cover {length} ids, got {covered}")
+    if output.routed_experts is not None and len(output.routed_experts) != len(prompt) + length:
+        raise ValueError(f"routed_experts: want those of {len(prompt) + length} tokens, got {len(output.routed_experts)}")

@@ -172,6 +172,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         sequences=found.sequences if len(found.sequences) > 1 else (),
         turns=turns,
         transcript=episode.show(),
+        routed_experts=found.routed_experts,
     )
     return Made(sample=sample, scored=scored)
 

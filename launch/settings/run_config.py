@@ -282,12 +282,6 @@ def _refuse_routing(config: RunConfig) -> None:
             raise ValueError(f"{path}: follows from learner.routing_replay: rollout; set that one")
     if not wanted:
         return
-    programs = sorted(config.data.rollouts(parse_rollouts(config.rollouts)) - config.recorded_rollouts)
-    if programs:
-        raise ValueError(
-            f"learner.routing_replay: want none or old with data.rollout: {programs[0]}, got rollout: the samples of programs do not have "
-            "the experts that engines have chosen"
-        )
     if config.engine.sglang.arguments.get("enable_return_routed_experts") is False:
         raise ValueError(
             "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: rollout, got false; leave it out"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.errors import BadRequest, EngineFailed
-from bus.wire.messages import Sampling
+from bus.wire.invariants import check_sample
+from bus.wire.messages import Kind, Sampling
 from bus.wire.routed_experts import RoutedShape, unknown_rows
 from tests.engine_push import joined
 from tests.engine_serving import Served, serving
 from tests.engine_watch import watching
+from tests.episode_kit import Client, stage, task
 from tests.router_kit import routing
 from tests.tiny_models import tiny_model, write_tiny_model
 
@@ -101,6 +104,32 @@ async def test_prompts_that_are_shared_have_them_too(directory: Path, models: li
     assert all(each.cached_tokens in (0, len(PROMPT)) for each in made)
     for each in made:
         assert_chosen(each, PROMPT, chosen(models[0], [*PROMPT, *each.tokens.tolist()[:-1]]))
+
+
+async def test_the_sequences_of_an_episode_have_them(directory: Path, models: list[Any]) -> None:
+    """A turn behind another, with a result of a tool between, and one that goes another way: of all tokens but the last of a sequence."""
+
+    async def program(client: Client) -> float:
+        prompt = list(range(20, 34))
+        for more in ([41, 42, 43], [44]):
+            status, answer = await client.post("/generate", {"input_ids": prompt})
+            assert status == 200, answer
+            prompt = [*prompt, *answer["output_ids"], *more]
+        await client.post("/generate", {"input_ids": [*prompt[:16], 45, 46]})
+        return 1.0
+
+    async with stage(directory, program, client=partial(HttpEngine, routed_experts=True)) as scene:
+        sample = (await scene.rollout.sample(task(), 2, "n0")).sample
+        held_out = (await scene.rollout.sample(replace(task(), kind=Kind.EVAL), 2, "n1")).sample
+    check_sample(sample, routed=RoutedShape.of(models[0].config.to_dict()))
+    assert held_out.routed_experts is None
+    assert len(sample.sizes) == 2 and sample.routed_experts is not None
+    left = 0
+    for length, _ in sample.sizes:
+        tokens, experts = sample.tokens[left : left + length].tolist(), sample.routed_experts[left : left + length]
+        assert unknown_rows(experts).tolist() == [False] * (length - 1) + [True]
+        assert (np.sort(experts[:-1], axis=-1) == chosen(models[0], tokens[:-1])).all()
+        left += length
 
 
 async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any]) -> None:

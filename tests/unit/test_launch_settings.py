@@ -223,10 +223,6 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
             ["learner.routing_replay=rollout", "engine.sglang.arguments.enable_return_routed_experts=false"],
             "engine.sglang.arguments.enable_return_routed_experts: want true",
         ),
-        (
-            ["learner.routing_replay=rollout", "rollouts.chat.use=multi_turn", "data.rollout=chat"],
-            "learner.routing_replay: want none or old with data.rollout: chat",
-        ),
         (["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"], "engine.sglang.url: want a server"),
     ],
 )

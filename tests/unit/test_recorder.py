@@ -14,6 +14,9 @@ from bus.wire.invariants import check_sample
 from bus.wire.messages import Sample, Span
 from tests.bus_kit import make_sample
 
+UNKNOWN = int(np.iinfo(np.uint16).max)
+"""Id of unknown experts."""
+
 
 def output(ids: Sequence[int], *, version: int = 1, first: float = -0.5, **changes: Any) -> Output:
     """Return an output with log-probs that name the token's place in it."""
@@ -238,6 +241,40 @@ def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns:
     assert found.numbers == tuple(number for number, (_, answered, _, trained) in enumerate(turns) if trained and answered)
 
 
+@settings(max_examples=400)
+@given(conversations(), st.sets(st.integers(0, 8), max_size=3))
+def test_a_trained_token_has_the_experts_of_the_pass_that_sampled_it(turns: list[Any], lacking: set[int]) -> None:
+    """Every row names its turn and place; ``lacking``: turns without experts, such as those of a log."""
+    recorder = Recorder()
+    for number, (asked, answered, version, trained) in enumerate(turns):
+        length = len(asked) + len(answered)
+        experts = np.array([[[1000 * number + place]] for place in range(length - 1)] + [[[UNKNOWN]]], np.uint16)
+        more = {"trained": trained, "routed_experts": None if number in lacking else experts}
+        recorder.record(prompt(*asked), output(answered, version=version, first=-1.0 - number, **more))
+    if not any(trained and answered for _, answered, _, trained in turns):
+        return
+    found = recorder.export()
+    if lacking >= {*range(len(turns))}:
+        assert found.routed_experts is None
+        return
+    given = np.full(len(found.tokens), UNKNOWN) if found.routed_experts is None else found.routed_experts[:, 0, 0].astype(int)
+    assert len(given) == len(found.tokens)
+    left = right = 0
+    for length, response in found.sequences:
+        ids, rows_L = found.tokens[left : left + length].tolist(), given[left : left + length]
+        for place, row in enumerate(rows_L):
+            if row != UNKNOWN:  # computed for these very ids
+                number, at = divmod(row, 1000)
+                assert at == place and (turns[number][0] + turns[number][1])[: at + 1] == ids[: at + 1]
+        for place in range(response):
+            number = -int(np.ceil(found.rollout_log_probs[right + place])) - 1
+            if found.loss_mask[right + place] and number not in lacking:
+                at = length - response + place
+                assert rows_L[at - 1] == 1000 * number + at - 1
+        assert lacking or UNKNOWN not in rows_L[:-1]
+        left, right = left + length, right + response
+
+
 @settings(max_examples=100)
 @given(conversations(), st.randoms())
 def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: list[Any], random: Any) -> None:
@@ -249,6 +286,11 @@ def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: lis
         recorder.record(prompt(*asked), output(answered, version=version, first=-1.0 - number, trained=trained))
     if any(trained and answered for _, answered, _, trained in turns):
         assert trained_tokens(recorder.export()) == trained_tokens(recorded(turns).export())
+
+
+def test_experts_of_another_number_of_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="routed_experts: want those of 3 tokens, got 2"):
+        Recorder().record(prompt(1, 2), output([3], routed_experts=np.zeros((2, 1, 1), np.uint8)))
 
 
 def test_memory_is_linear_in_the_new_tokens() -> None:

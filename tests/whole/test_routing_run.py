@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,7 +18,7 @@ from tests.whole.running import SMOKE, assert_books_balance, up
 STEPS = 3
 
 
-def write_run(directory: Path) -> Path:
+def write_run(directory: Path, rollout: str) -> Path:
     """Write the configuration of the smoke run with a mixture of experts in place of its model. Returns its file."""
     prepared = made(SMOKE) / "prepared"
     shutil.copytree(prepared / "model", directory / "model")
@@ -29,14 +30,18 @@ def write_run(directory: Path) -> Path:
     del settings["prepare"]
     settings |= {"model": {"path": str(directory / "model")}, "data": {"path": str(prepared / "prompts.jsonl")}}
     settings["learner"] |= {"steps": STEPS, "minibatches": 2, "routing_replay": "rollout", "checkpoint_every": 0}
+    if rollout:
+        settings["rollouts"] = {"it": {"use": rollout, "budget": {"turns": 4, "context": 64}}}
+        settings["data"]["rollout"] = "it"
     file = directory / "moe.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
 
 
 @pytest.mark.slow
-async def test_a_run_replays_what_its_engine_has_chosen(tmp_path: Path) -> None:
-    config = write_run(tmp_path)
+@pytest.mark.parametrize("rollout", ["", "agent:tests.rollout_programs:Tries"], ids=["single turns", "episodes"])
+async def test_a_run_replays_what_its_engine_has_chosen(tmp_path: Path, rollout: str) -> None:
+    config = write_run(tmp_path, rollout)
     shape = RoutedShape.of(json.loads((tmp_path / "model/config.json").read_text()))
     assert shape is not None and shape.layers == (1, 3)
     with up(tmp_path, "run=smoke", config=config, flags=("--fresh",)) as run:
@@ -46,7 +51,8 @@ async def test_a_run_replays_what_its_engine_has_chosen(tmp_path: Path) -> None:
                 sample = received.sample
                 assert isinstance(sample, Sample) and sample.routed_experts is not None, sample
                 check_routed_experts(sample.routed_experts, len(sample.tokens), shape)
-                assert unknown_rows(sample.routed_experts).tolist() == [False] * (len(sample.tokens) - 1) + [True]
+                assert len(sample.sizes) == (2 if rollout else 1)
+                assert np.flatnonzero(unknown_rows(sample.routed_experts)).tolist() == [*np.cumsum([size[0] for size in sample.sizes]) - 1]
                 if (seen := seen + 1) == 16:
                     break
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
