@@ -39,7 +39,7 @@ HINTS = (
     ("attention.qkv", "weights, order or biases of query, key and value, or the norm before them"),
     ("attention.core", "rotary settings, norms of query and key, mask, or the attention kernel"),
     ("attention", "weights or bias of the output projection"),
-    ("mlp", "weights of gate, up and down, or the norm before them"),
+    ("mlp", "weights of gate, up and down, of a mixture those of its experts and its router, or the norm before them"),
     ("embedding", "the embedding, or its order of tokens"),
     ("norm", "the last norm"),
     ("log_probs", "the output weight, or the temperature"),

@@ -23,7 +23,7 @@ from learner.layout import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
 from tests.engine_serving import serving
-from tests.tiny_models import FAMILIES, write_tiny_model
+from tests.tiny_models import SERVED, write_tiny_model
 
 PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
 LAYER = "model.layers.1.self_attn"
@@ -39,9 +39,11 @@ def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison
     return compare_modules(dump(module_outputs(policy, PROMPTS), "learner"), dump(score_directory(engine, PROMPTS), "engine"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str) -> None:
-    model = write_tiny_model(tmp_path, family)
+@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})])
+def test_learner_and_engine_agree_in_every_module(
+    here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    model = write_tiny_model(tmp_path, family, **changes)
     found = compared(here, model, model)
     assert found.first is None
     assert found.notes == []
@@ -86,20 +88,43 @@ def untied_head(tensors: dict[str, torch.Tensor], model: Path) -> None:
     tensors["lm_head.weight"][40:60] *= 1.5
 
 
-FAULTS: list[tuple[Callable[..., None], str, list[str]]] = [
-    (permuted, "layers.1.attention.qkv", [f"{LAYER}.q_proj.weight"]),
-    (without_bias, "layers.1.attention.qkv", [f"{LAYER}.k_proj.bias"]),
-    (rotary, "layers.0.attention.core", []),
-    (stale, "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "gate", "up")]),
-    (untied_head, "log_probs", ["lm_head.weight"]),
+def dropped_expert(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Zero an expert of layer 1, to which tokens of the prompts go."""
+    tensors[f"{EXPERT.format(6)}.down_proj.weight"].zero_()
+
+
+def exchanged_experts(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Exchange two experts of layer 1, but not their rows of the router."""
+    for part in PARTS:
+        one, other = (tensors[f"{EXPERT.format(number)}.{part}_proj.weight"] for number in (2, 6))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+EXPERT = "model.layers.1.mlp.experts.{}"
+PARTS = ("down", "gate", "up")
+FAULTS: list[tuple[Callable[..., None], str, str, list[str]]] = [
+    (permuted, "qwen2", "layers.1.attention.qkv", [f"{LAYER}.q_proj.weight"]),
+    (without_bias, "qwen2", "layers.1.attention.qkv", [f"{LAYER}.k_proj.bias"]),
+    (rotary, "qwen2", "layers.0.attention.core", []),
+    (stale, "qwen2", "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in PARTS]),
+    (untied_head, "qwen2", "log_probs", ["lm_head.weight"]),
+    (dropped_expert, "qwen3_moe", "layers.1.mlp", [f"{EXPERT.format(6)}.down_proj.weight"]),
+    (
+        exchanged_experts,
+        "qwen3_moe",
+        "layers.1.mlp",
+        [f"{EXPERT.format(number)}.{part}_proj.weight" for number in (2, 6) for part in PARTS],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("plant", "module", "names"), FAULTS, ids=[one[0].__name__ for one in FAULTS])
+@pytest.mark.parametrize(("plant", "family", "module", "names"), FAULTS, ids=[one[0].__name__ for one in FAULTS])
 def test_a_planted_fault_is_found_with_its_layer(
-    here: parallel.Parallel, tmp_path: Path, plant: Callable[..., None], module: str, names: list[str]
+    here: parallel.Parallel, tmp_path: Path, plant: Callable[..., None], family: str, module: str, names: list[str]
 ) -> None:
-    sound, faulty = write_tiny_model(tmp_path / "sound", "qwen2"), tmp_path / "faulty"
+    sound, faulty = write_tiny_model(tmp_path / "sound", family), tmp_path / "faulty"
     shutil.copytree(sound, faulty)
     tensors = load_file(faulty / "model.safetensors")
     plant(tensors, faulty)
