@@ -28,7 +28,8 @@ def add(commands: "Commands") -> None:
     score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
     score.add_argument("--by", choices=("engine", "learner"), default="engine", help="with --model: which implementation computes")
     score.add_argument("--names", default="*", metavar="PATTERN", help="modules to write, such as 'layers.0.*' (default: all)")
-    score.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --model (default float32)")
+    dtype = "with --model: dtype to compute in (default float32); with --engine: that of an engine that reports none (default bfloat16)"
+    score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)
     score.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
     weights = words.add_parser("weights", help="compare weights: directories, engines, or a run's engines with its files")

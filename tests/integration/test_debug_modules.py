@@ -6,19 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 
 from actors.serving.builtin.scoring import score_directory
 from launch.cli.debug_weights import between_tensors, tensors_of
 from launch.cli.main import main
 from learner.debug.comparison import Comparison, compare_modules
-from learner.debug.module_file import ModuleDump, write_modules
+from learner.debug.module_file import ModuleDump, read_modules, write_modules
 from learner.layout import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
@@ -40,9 +44,7 @@ def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison
 
 
 @pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})])
-def test_learner_and_engine_agree_in_every_module(
-    here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, object]
-) -> None:
+def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, object]) -> None:
     model = write_tiny_model(tmp_path, family, **changes)
     found = compared(here, model, model)
     assert found.first is None
@@ -207,6 +209,66 @@ async def test_a_running_engine_scores_prompts_as_its_directory(
     capsys.readouterr()
     assert await asyncio.to_thread(main, ["debug", "compare", str(by_other), str(by_http)]) == 1
     assert "DIFFERS first in log_probs" in capsys.readouterr().out
+
+
+@asynccontextmanager
+async def reporting(url: str, info: dict[str, str]) -> AsyncIterator[str]:
+    """Serve the scores of the engine at ``url`` as an engine with another /server_info; yield its address."""
+
+    async def score(request: web.Request) -> web.Response:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=await request.read()) as answer:
+            return web.json_response(await answer.json())
+
+    async def server_info(request: web.Request) -> web.Response:
+        return web.json_response(info)
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", score), web.get("/server_info", server_info)])
+    async with TestServer(app) as server:
+        yield str(server.make_url("/"))
+
+
+async def test_the_dtype_of_a_running_engine_decides_what_is_equal(
+    here: parallel.Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An output weight that is 1 % too large: found between two sides in float32, below the tolerance of bfloat16."""
+    model, other, prompts = write_tiny_model(tmp_path / "model"), tmp_path / "other", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    ours = tmp_path / "learner.safetensors"
+    outputs = module_outputs(build_policy(model, dtype="float32", parallel=here), PROMPTS)
+    write_modules(ours, outputs, prompts=PROMPTS, dtype="float32", source="learner")
+
+    async def ran(*words: str) -> tuple[int, str]:
+        """Run a word of ``tidemill debug``; return its exit code and all that it printed."""
+        code = await asyncio.to_thread(main, ["debug", *words])
+        return code, "".join(capsys.readouterr())
+
+    async def scored(url: str, *words: str) -> tuple[str, int, str]:
+        """Return the dtype in the dump of an engine, the exit code of its comparison with the learner, and the notice of the default."""
+        file = tmp_path / "engine.safetensors"
+        code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(file), *words)
+        assert code == 0, text
+        notice = next((line for line in text.splitlines() if line.startswith("the engine reports no dtype")), "")
+        return read_modules(file).dtype, (await ran("compare", str(ours), str(file)))[0], notice
+
+    async with serving(model) as served:
+        assert await scored(served.engine.url) == ("float32", 0, "")
+    async with serving(other) as served:
+        url = served.engine.url
+        assert await scored(url) == ("float32", 1, "")
+        code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(tmp_path / "no"), "--dtype", "bfloat16")
+        assert code == 2 and "--dtype: want float32, which the engine reports, got bfloat16" in text
+        for info in ({}, {"dtype": "auto"}):
+            async with reporting(url, info) as silent:
+                dtype, code, notice = await scored(silent)
+                assert (dtype, code) == ("bfloat16", 0) and "bfloat16 is written" in notice
+                assert await scored(silent, "--dtype", "float32") == ("float32", 1, "")
+        async with reporting(url, {"dtype": "torch.bfloat16"}) as half:
+            assert await scored(half) == ("bfloat16", 0, "")
 
 
 async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
