@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -27,9 +28,12 @@ from learner.layout import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
 from tests.engine_serving import serving
+from tests.integration import debug_ranks
+from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
+from tests.integration.expert_ranks import VOCAB
+from tests.learner_steps import run_ranks
 from tests.tiny_models import SERVED, write_tiny_model
 
-PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
 LAYER = "model.layers.1.self_attn"
 
 
@@ -136,6 +140,86 @@ def test_a_planted_fault_is_found_with_its_layer(
     assert found.first.name == module
     differs = between_tensors("", tensors_of(sound), tensors_of(faulty)).differs
     assert [line.partition(":")[0] for line in differs] == names
+
+
+# ---- every layout, in a world of two
+
+
+def renumbered(model: Path, to: Path) -> Path:
+    """Write the model with the weights of layers 0 and 1 as those of layers 2 and 3."""
+    shutil.copytree(model, to)
+    tensors = load_file(model / "model.safetensors")
+    for name in tensors:
+        for layer in (2, 3):
+            if f".layers.{layer}." in name:
+                tensors[name] = tensors[name.replace(f".{layer}.", f".{layer - 2}.", 1)].clone()
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+class World:
+    """The dumps of one process and of the ranks."""
+
+    def __init__(self, here: parallel.Parallel, root: Path) -> None:
+        self.models = {
+            family: write_tiny_model(root / family, family, vocab_size=VOCAB, num_hidden_layers=4) for family in (DENSE, EXPERTS, LATENT)
+        }
+        self.out = root / "out"
+        self.out.mkdir()
+        for family, model in self.models.items():
+            outputs = module_outputs(build_policy(model, dtype="float32", parallel=here), PROMPTS)
+            write_modules(self.of_one(family), outputs, prompts=PROMPTS, dtype="float32", source="learner")
+        offset = renumbered(self.models[DENSE], root / "offset")
+        old = write_tiny_model(root / "old", DENSE, vocab_size=VOCAB, num_hidden_layers=4, seed=1)
+        faults = [
+            ("offset", "PP2", debug_ranks.offset_stage, offset),
+            ("stale layer", "TP2", partial(debug_ranks.stale_shard, "decoder.layers.2."), old),
+            ("stale mlp", "TP2 without SP", partial(debug_ranks.stale_shard, "decoder.layers.1.mlp."), old),
+        ]
+        run_ranks(debug_ranks.modules, (self.models, DUMPED, faults), world=2, out=self.out, timeout_s=300)
+
+    def of_one(self, family: str) -> Path:
+        return self.out / f"{family}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def world(here: parallel.Parallel, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(here, tmp_path_factory.mktemp("world"))
+
+
+def assert_same_modules(ours: Path, wanted: Path) -> None:
+    found = compare_modules(read_modules(ours), read_modules(wanted))
+    assert found.first is None and found.notes == []
+    assert list(read_modules(ours).outputs) == list(read_modules(wanted).outputs), "in the order of computation"
+
+
+@pytest.mark.parametrize(("family", "layout"), DUMPED)
+def test_the_modules_of_every_layout_are_those_of_one_process(world: World, family: str, layout: str) -> None:
+    """Whole ones, with queries, keys and values of all ranks, and with the layers' numbers in the whole model."""
+    assert_same_modules(world.out / f"{family} {layout}.safetensors", world.of_one(family))
+
+
+@pytest.mark.slow
+def test_the_modules_of_four_ranks_are_those_of_one_process(world: World) -> None:
+    run_ranks(debug_ranks.modules, (world.models, DUMPED_OF_FOUR, []), world=4, out=world.out, timeout_s=300)
+    for family, layout in DUMPED_OF_FOUR:
+        assert_same_modules(world.out / f"{family} {layout}.safetensors", world.of_one(family))
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"), [("offset", "layers.2.attention.qkv"), ("stale layer", "layers.2.attention.qkv"), ("stale mlp", "layers.1.mlp")]
+)
+def test_a_fault_of_one_rank_is_found_with_its_layer(
+    world: World, fault: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage with the layers of another one, and a tensor-parallel rank with older weights: against the engine, by the command."""
+    engine = tmp_path / "engine.safetensors"
+    write_modules(engine, score_directory(world.models[DENSE], PROMPTS), prompts=PROMPTS, dtype="float32", source="engine")
+    assert main(["debug", "compare", str(world.out / f"{fault}.safetensors"), str(engine)]) == 1
+    equal, first, *_ = capsys.readouterr().out.splitlines()
+    before = list(dict.fromkeys(name.split(".", 1)[1] for name in read_modules(engine).outputs))
+    assert equal == f"equal: {', '.join(before[: before.index(module)])}"
+    assert first.startswith(f"DIFFERS first in {module}: ")
 
 
 def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parallel, tmp_path: Path) -> None:
