@@ -1,5 +1,6 @@
 """``tidemill convert``: checkpoints of any layout as model directories and back, bit for bit; damaged and foreign files in one line."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
+from tests.engine_serving import serving
 from tests.integration.megatron_lora import STEPS, learner, take
 from tests.integration.megatron_ranks import VOCAB
 from tests.integration.megatron_sharding import WAYS, saved
@@ -82,6 +84,11 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
     assert "there: the model of step 3" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "there"), str(tmp_path / "back")]) == 0
     assert main(["convert", str(tmp_path / "back"), str(tmp_path / "again"), "--model", str(model_dir)]) == 0
+    for sides in ((checkpoint, tmp_path / "there"), (tmp_path / "back", checkpoint)):
+        assert main(["debug", "weights", *map(str, sides), "--model", str(model_dir)]) == 0
+        assert "tensors, all equal" in capsys.readouterr().out, "debug weights"
+    assert main(["debug", "weights", str(checkpoint), str(model_dir), "--model", str(model_dir)]) == 1  # it was trained
+    assert "DIFFERS in" in capsys.readouterr().out
     there, again = weights(tmp_path / "there"), weights(tmp_path / "again")
     assert_equal(there, again)
     assert next(iter(there.values())).dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
@@ -96,7 +103,9 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
             state.load(tmp_path / "back", policy=policy, optimizer=optimizer)
 
 
-def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(model_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run" / "checkpoints"
     run.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(f"run: r\nmodel: {{path: {model_dir}}}\n")
@@ -110,6 +119,28 @@ def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(model_dir: 
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 0  # the model is the run's
     assert_equal(weights(tmp_path / "out"), wanted)
     assert_merged(tmp_path / "out", model_dir)
+    capsys.readouterr()
+    assert main(["debug", "weights", str(checkpoint), str(tmp_path / "out")]) == 0
+    adapted = [
+        f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+    ]
+    assert main(["debug", "weights", str(model_dir), str(checkpoint), "--json"]) == 1
+    differs = json.loads(capsys.readouterr().out.splitlines()[-1])["differs"]
+    assert [line.partition(":")[0] for line in differs] == adapted
+
+
+async def test_an_engine_is_compared_with_a_checkpoint(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stale tensor in the engine is named, with its layer."""
+    checkpoint, name = tmp_path / "checkpoint", "model.layers.1.mlp.up_proj.weight"
+    assert main(["convert", str(model_dir), str(checkpoint)]) == 0
+    async with serving(model_dir, version=1) as served:
+        words = ["debug", "weights", served.engine.url, str(checkpoint), "--model", str(model_dir)]
+        assert await asyncio.to_thread(main, words) == 0
+        capsys.readouterr()
+        served.engine.updates._served.named[name][3, 5] += 0.5
+        assert await asyncio.to_thread(main, words) == 1
+        shown = capsys.readouterr().out
+        assert "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown
 
 
 def megatrons(model_dir: Path, directory: Path, vocab: int) -> dict[str, Tensor]:
@@ -156,6 +187,8 @@ def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_pa
         damaged = shutil.copytree(back, tmp_path / f"damaged-{name}")
         cut_short(damaged / name)
         refused(str(damaged), out, "--model", str(model_dir), want=f"damaged-{name}/{name}: want ")
+        assert main(["debug", "weights", str(damaged), str(model_dir), "--model", str(model_dir)]) == 2
+        assert f"damaged-{name}/{name}: want " in capsys.readouterr().err
         (damaged / "manifest.json").unlink()  # as Megatron's own have none
         refused(str(damaged), out, "--model", str(model_dir), want="want a readable torch_dist checkpoint, got")
     assert not Path(out).exists()

@@ -355,6 +355,15 @@ async def test_the_dtype_of_a_running_engine_decides_what_is_equal(
             assert await scored(half) == ("bfloat16", 0, "")
 
 
+def test_weights_of_two_dtypes_are_compared_in_the_narrower_one() -> None:
+    whole = {"w": torch.tensor([1.0, 1.001, 3.0])}
+    half = {"w": whole["w"].bfloat16()}
+    assert between_tensors("", whole, half).differs == between_tensors("", half, whole).differs == []
+    half["w"][2] = 2.5
+    for sides in ((whole, half), (half, whole)):
+        assert between_tensors("", *sides).differs == ["w: 1 of 3 numbers, largest difference 0.5"]
+
+
 async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over HTTP, by checksums: a flipped bit is found with its tensor."""
     model = write_tiny_model(tmp_path / "model", tied=True)
@@ -368,4 +377,6 @@ async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, 
         shown = capsys.readouterr().out
         assert "DIFFERS in 1 of 24 tensors" in shown and f"  {name} (float32): want sum64" in shown
     assert await asyncio.to_thread(main, ["debug", "weights", str(model)]) == 2
-    assert "want two of DIR|URL" in capsys.readouterr().err
+    assert "want two of DIR|CHECKPOINT|URL" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["debug", "weights", str(model), str(model), "--model", str(model)]) == 2
+    assert "--model: want none without --run-dir or a checkpoint" in capsys.readouterr().err
