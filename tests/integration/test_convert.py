@@ -15,6 +15,11 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
+from bus.streams.bus import connect
+from bus.wire.messages import LiveRow
 from launch.cli.main import main
 from learner.checkpoints import disk
 from learner.errors import ConfigRefused
@@ -129,18 +134,40 @@ def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(
     assert [line.partition(":")[0] for line in differs] == adapted
 
 
-async def test_an_engine_is_compared_with_a_checkpoint(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stale tensor in the engine is named, with its layer."""
-    checkpoint, name = tmp_path / "checkpoint", "model.layers.1.mlp.up_proj.weight"
+async def test_an_engine_is_compared_with_a_checkpoint(
+    model_dir: Path, nats_server: EmbeddedServer, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One by its address, and those of a run: a stale tensor in the engine is named, with its layer."""
+    run, name = tmp_path / "run", "model.layers.1.mlp.up_proj.weight"
+    checkpoint = run / "checkpoints" / "step-3-epoch-1"
+    checkpoint.parent.mkdir(parents=True)
     assert main(["convert", str(model_dir), str(checkpoint)]) == 0
-    async with serving(model_dir, version=1) as served:
-        words = ["debug", "weights", served.engine.url, str(checkpoint), "--model", str(model_dir)]
-        assert await asyncio.to_thread(main, words) == 0
-        capsys.readouterr()
-        served.engine.updates._served.named[name][3, 5] += 0.5
-        assert await asyncio.to_thread(main, words) == 1
-        shown = capsys.readouterr().out
-        assert "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown
+    (run / "config.yaml").write_text(f"run: {run_id}\nmodel: {{path: {model_dir}}}\nbus: {{url: '{nats_server.url}'}}\n")
+    async with (
+        serving(model_dir, version=3) as served,
+        connect(nats_server.url, run_id, BusConfig(), name="test", wait_s=10) as bus,
+    ):
+        await bus.create_layout()
+        row = LiveRow(role="engine", id="e0", host="test", pid=1, phase="serving", version=3, address=served.engine.url)
+
+        async def compared() -> list[tuple[int, str]]:
+            """Return exit code and output of both comparisons."""
+            found = []
+            for words in ([served.engine.url, str(checkpoint)], ["--run-dir", str(run), "--model", str(checkpoint)]):
+                capsys.readouterr()
+                code = await asyncio.to_thread(main, ["debug", "weights", *words])
+                found.append((code, capsys.readouterr().out))
+            return found
+
+        async with HeartbeatPublisher(bus, row, every_s=0.2) as heartbeat:
+            while heartbeat.written_s < 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for code, shown in await compared():
+                assert code == 0 and "all equal" in shown, shown
+            assert f"engine e0, version 3, and {checkpoint}: " in shown
+            served.engine.updates._served.named[name][3, 5] += 0.5
+            for code, shown in await compared():
+                assert code == 1 and "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown, shown
 
 
 def megatrons(model_dir: Path, directory: Path, vocab: int) -> dict[str, Tensor]:
