@@ -1,10 +1,10 @@
 """Outputs of the modules of Megatron's model for single prompts, under names that other implementations of the model share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
 
     rank: its layers, its tokens, its heads -> whole outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages, in order
 
-The numbers of the layers are those of the whole model at every layout.
+The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to an expert, else 0.
 Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H = hidden size, W = width of an output.
 """
 
@@ -58,13 +58,28 @@ class _Prompt:
     packed: PackedRow
 
 
+def _with_bias(output: Any) -> Tensor:
+    """Return the output with its bias, where Megatron returns that apart."""
+    value, bias = output[:2] if isinstance(output, tuple) else (output, None)
+    whole: Tensor = value + bias if isinstance(bias, Tensor) and bias.ndim == 1 else value
+    return whole
+
+
+def _sent(output: tuple[Tensor, Tensor]) -> Tensor:
+    """Return 1 for each token and expert to which a router has sent it, else 0."""
+    return output[1].float()
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A module, and the function that puts together the outputs [C, W] of the tensor-parallel ranks. The function is collective."""
+    """A module and what is taken of it."""
 
     name: str
     module: Any
     together: Callable[[Tensor], Tensor]
+    """Puts together the values [C, W] of the tensor-parallel ranks; collective."""
+    of: Callable[[Any], Tensor] = _with_bias
+    """Value in the output of the module."""
 
 
 def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
@@ -127,7 +142,7 @@ def _prompt(tokens: Sequence[int], here: Parallel) -> _Prompt:
 @contextmanager
 def _hooked(places: Sequence[_Place], taken: dict[str, Tensor]) -> Iterator[None]:
     """Take the outputs of the modules while entered, in ``taken``."""
-    handles = [place.module.register_forward_hook(_taking(place.name, taken)) for place in places]
+    handles = [place.module.register_forward_hook(_taking(place, taken)) for place in places]
     try:
         yield
     finally:
@@ -135,15 +150,12 @@ def _hooked(places: Sequence[_Place], taken: dict[str, Tensor]) -> Iterator[None
             handle.remove()
 
 
-def _taking(name: str, taken: dict[str, Tensor]) -> Take:
+def _taking(place: _Place, taken: dict[str, Tensor]) -> Take:
     def take(module: Any, inputs: Any, output: Any) -> None:
-        """Keep a copy of the output, with its bias, where Megatron returns that apart."""
-        if name in taken:  # the rows behind the prompt are padding of the pipeline's schedule
-            return
-        value, bias = output[:2] if isinstance(output, tuple) else (output, None)
-        is_bias = isinstance(bias, Tensor) and bias.ndim == 1
-        value = (value + bias if is_bias else value).detach()
-        taken[name] = value.reshape(-1, value.shape[-1]).clone()
+        """Keep a copy of the value. The rows behind the prompt are padding of the pipeline's schedule."""
+        if place.name not in taken:
+            value = place.of(output).detach()
+            taken[place.name] = value.reshape(-1, value.shape[-1]).clone()
 
     return take
 
@@ -173,6 +185,8 @@ def _places(policy: Policy) -> Iterator[_Place]:
                 yield _Place(f"{at}.attention.qkv", attention.linear_qkv, query_key_value)
             yield _Place(f"{at}.attention.core", attention.core_attention, heads)
             yield _Place(f"{at}.attention", attention, tokens)
+            if (router := getattr(layer.mlp, "router", None)) is not None:
+                yield _Place(f"{at}.mlp.experts", router, tokens, _sent)
             yield _Place(f"{at}.mlp", layer.mlp, tokens)
             yield _Place(at, layer, tokens)
         if model.post_process:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -48,13 +49,16 @@ def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison
 
 
 @pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})])
-def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, object]) -> None:
+def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = write_tiny_model(tmp_path, family, **changes)
     found = compared(here, model, model)
     assert found.first is None
     assert found.notes == []
-    parts = ("attention.qkv", "attention.core", "attention", "mlp")
-    layers = [name for layer in (0, 1) for name in (*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}")]
+    layers = []
+    for layer in (0, 1):
+        mixed = family == "qwen3_moe" and layer not in changes.get("mlp_only_layers", ())
+        parts = ("attention.qkv", "attention.core", "attention", *(["mlp.experts"] if mixed else []), "mlp")
+        layers += [*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}"]
     assert list(found.compared) == ["embedding", *layers, "norm", "log_probs"]
 
 
@@ -108,6 +112,11 @@ def exchanged_experts(tensors: dict[str, torch.Tensor], model: Path) -> None:
         other.copy_(kept)
 
 
+def unreachable_expert(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Take the row of an expert out of the router of layer 1: its tokens go to others."""
+    tensors["model.layers.1.mlp.gate.weight"][6].zero_()
+
+
 EXPERT = "model.layers.1.mlp.experts.{}"
 PARTS = ("down", "gate", "up")
 FAULTS: list[tuple[Callable[..., None], str, str, list[str]]] = [
@@ -117,6 +126,7 @@ FAULTS: list[tuple[Callable[..., None], str, str, list[str]]] = [
     (stale, "qwen2", "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in PARTS]),
     (untied_head, "qwen2", "log_probs", ["lm_head.weight"]),
     (dropped_expert, "qwen3_moe", "layers.1.mlp", [f"{EXPERT.format(6)}.down_proj.weight"]),
+    (unreachable_expert, "qwen3_moe", "layers.1.mlp.experts", ["model.layers.1.mlp.gate.weight"]),
     (
         exchanged_experts,
         "qwen3_moe",

@@ -1,9 +1,9 @@
 """Outputs of the modules of the built-in engine's decoder for single prompts, under names that other implementations share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
 
-Of a mixture of experts ``.mlp`` is the sum over a token's experts. The decoder itself is not changed: its calls with a weight, and its
-additions to the residual stream, are intercepted.
+Of a mixture of experts ``.mlp.experts`` is 1 where a token is sent to an expert, else 0, and ``.mlp`` the sum over a token's experts.
+The decoder itself is not changed: its calls with a weight, the routers' choices and the additions to the residual stream are intercepted.
 Shape letters: T = tokens of one prompt.
 """
 
@@ -108,6 +108,8 @@ class _Taking(TorchFunctionMode):
             before, after = self._products.get(args[1].data_ptr(), ("", ""))
             self._take(before, args[0])
             self._take(after, result)
+        elif func is Tensor.topk and self._entered:  # the router's choice
+            self._take(f"{self._entered}.experts", torch.zeros_like(args[0]).scatter_(-1, result.indices, 1.0))
         elif func is Tensor.add and args[0] is self._residual:
             self._take(self._entered, args[1])  # of a mixture of experts the sum over a token's experts
             if self._entered.endswith(".mlp"):
