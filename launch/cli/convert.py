@@ -2,18 +2,63 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bus.server.ports import KeptPort
 from launch.checks.resume import began_with
 from launch.settings.run_config import CONFIG_FILE
+from learner.checkpoints.disk import TORCH_DIST, has_weights
 from learner.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.layout.parallel import Parallel
 
 
 def run_convert(source: Path, out: Path, model: Path | None) -> int:
     """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in one line."""
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
+    if has_weights(source):
+        model_dir = model or model_of(source)
+        with _in_this_process() as here:
+            from learner.megatron import convert
+
+            step = convert.to_model(source, out, model_dir, here)
+        print(f"{out}: the model of step {step}")
+    elif (source / "config.json").is_file():
+        if model is not None:
+            raise ValueError(f"--model: want none with a model directory, got {model}")
+        with _in_this_process() as here:
+            from learner.megatron import convert
+
+            convert.to_checkpoint(source, out, here)
+        print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
+    else:
+        files = ", ".join(TORCH_DIST)
+        raise ValueError(f"{source}: want a checkpoint ({files}) or a model directory (config.json), got neither")
+    return 0
+
+
+def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
+    """Return the weights of a checkpoint under Hugging Face names, read in this process, on the CPU.
+
+    ``model``: its model directory; None = that of the run that has written it. Raises ValueError with the reason in one line.
+    """
+    model_dir = model or model_of(checkpoint)
+    with _in_this_process() as here:
+        from learner.megatron import convert
+
+        return convert.weights_of(checkpoint, model_dir, here)
+
+
+@contextmanager
+def _in_this_process() -> "Iterator[Parallel]":
+    """Form Megatron's groups of this process alone, on the CPU. Raises ValueError for the learner's errors inside."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with KeptPort() as port:
         # Before torch looks for devices: this needs none.
@@ -22,26 +67,13 @@ def run_convert(source: Path, out: Path, model: Path | None) -> int:
         from learner.megatron import convert
 
         try:
-            if convert.is_checkpoint(source):
-                model_dir = model or _model_of(source)
-                with convert.one_process() as here:
-                    step = convert.to_model(source, out, model_dir, here)
-                print(f"{out}: the model of step {step}")
-            elif (source / "config.json").is_file():
-                if model is not None:
-                    raise ValueError(f"--model: want none with a model directory, got {model}")
-                with convert.one_process() as here:
-                    convert.to_checkpoint(source, out, here)
-                print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
-            else:
-                files = ", ".join(convert.MEGATRON)
-                raise ValueError(f"{source}: want a checkpoint ({files}) or a model directory (config.json), got neither")
+            with convert.one_process() as here:
+                yield here
         except (LearnerError, OSError) as error:
             raise ValueError(" ".join(str(error).split())) from error
-    return 0
 
 
-def _model_of(checkpoint: Path) -> Path:
+def model_of(checkpoint: Path) -> Path:
     """Return the model directory of the run that has written a checkpoint. Raises ValueError."""
     file = checkpoint.absolute().parent.parent / CONFIG_FILE
     config = began_with(file) if file.is_file() else None

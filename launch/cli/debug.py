@@ -13,13 +13,14 @@ from launch.settings.extras import require
 from learner.debug.prompts import read_prompts
 
 if TYPE_CHECKING:
+    from launch.cli.debug_engine import Engine
     from learner.debug.comparison import Comparison
     from learner.debug.train_file import Array
 
 SHOWN = 5
 """Most differences that are printed, after the first one."""
-ANSWER_S = 120.0
-"""Seconds for an engine to score a prompt."""
+DEFAULT_ENGINE_DTYPE = "bfloat16"
+"""Dtype of an engine that reports none: that of engines on accelerators."""
 
 
 def run_debug(args: argparse.Namespace) -> int:
@@ -70,12 +71,17 @@ def _print(found: "Comparison", *, as_json: bool) -> None:
 def _score(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts)
     if args.engine:
-        outputs, dtype, source = _log_probs_of_engine(args.engine, prompts, args.key_env), "bfloat16", args.engine
+        from launch.cli.debug_engine import Engine
+
+        engine = Engine(args.engine, args.key_env)
+        outputs, source = engine.log_probs(prompts), args.engine
+        dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
         if not (args.model / "config.json").exists():
             raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
         require(args.by)
-        outputs, dtype, source = _outputs_of_directory(args, prompts), args.dtype, f"{args.by} {args.model}"
+        dtype, source = args.dtype or "float32", f"{args.by} {args.model}"
+        outputs = _outputs_of_directory(args, prompts, dtype)
     if args.out is not None:
         from learner.debug.module_file import write_modules
 
@@ -97,58 +103,28 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
             print(f"prompt {number}: {len(tokens)} tokens, mean log-prob {sum(values) / len(values):.4f}, least {min(values):.4f}")
 
 
-def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
+def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "dict[str, Array]":
     """Compute the outputs in this process."""
     names = args.names
     if args.by == "engine":
         from actors.serving.builtin.scoring import score_directory
 
-        return score_directory(args.model, prompts, names, dtype=args.dtype)
+        return score_directory(args.model, prompts, names, dtype=dtype)
     from launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    return score_by_learner(args.model, prompts, names, dtype=args.dtype)
+    return score_by_learner(args.model, prompts, names, dtype=dtype)
 
 
-def _log_probs_of_engine(url: str, prompts: Sequence[Sequence[int]], key_env: str) -> "dict[str, Array]":
-    """Ask an engine for the log-probs of the prompts' own tokens. Raises ValueError for one that does not return them."""
-    import urllib.error
-    import urllib.request
-
-    import numpy as np
-
-    from rewards.http.remote import bearer
-
-    class NotFollowed(urllib.request.HTTPRedirectHandler):
-        """Follows no redirection: it would take the key to another server."""
-
-        def redirect_request(self, *_: object) -> None:
-            """Return no request; the answer is an error then."""
-
-    headers, opener = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}, urllib.request.build_opener(NotFollowed)
-    found: dict[str, Array] = {}
-    for number, tokens in enumerate(prompts):
-        body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
-        data = json.dumps(body | {"return_logprob": True, "logprob_start_len": 0}).encode()
-        request = urllib.request.Request(f"{url.rstrip('/')}/generate", data, headers)
-        try:
-            with opener.open(request, timeout=ANSWER_S) as response:
-                pairs = json.load(response)["meta_info"]["input_token_logprobs"]
-            values = [float(pair[0]) for pair in pairs[1:]]
-        except urllib.error.HTTPError as error:
-            raise ValueError(f"--engine: want an engine that scores prompts, got HTTP {error.code}: {_text(error)}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--engine: want an engine that scores prompts at {url}, got {error!r}") from None
-        if len(values) != len(tokens) - 1:
-            want = "score its weights with --model DIR"
-            raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}")
-        found[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
-    return found
-
-
-def _text(error: "object") -> str:
-    read = getattr(error, "read", None)
-    return str(read()[:200].decode(errors="replace")) if read is not None else str(error)
+def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
+    """Return the dtype that an engine reports, else ``wanted``, else the default, which is printed. Raises ValueError if the two differ."""
+    found = engine.dtype()
+    if found and wanted not in (None, found):
+        raise ValueError(f"--dtype: want {found}, which the engine reports, got {wanted}; leave it out")
+    if not found and wanted is None:
+        cure = "--dtype float32 compares at 1e-4 instead of 0.03"
+        print(f"the engine reports no dtype: {DEFAULT_ENGINE_DTYPE} is written into the dump; {cure}", file=sys.stderr)
+    return found or wanted or DEFAULT_ENGINE_DTYPE
 
 
 def _profile(args: argparse.Namespace) -> int:

@@ -28,13 +28,16 @@ def add(commands: "Commands") -> None:
     score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
     score.add_argument("--by", choices=("engine", "learner"), default="engine", help="with --model: which implementation computes")
     score.add_argument("--names", default="*", metavar="PATTERN", help="modules to write, such as 'layers.0.*' (default: all)")
-    score.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --model (default float32)")
+    dtype = "with --model: dtype to compute in (default float32); with --engine: that of an engine that reports none (default bfloat16)"
+    score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)
     score.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
-    weights = words.add_parser("weights", help="compare weights: directories, engines, or a run's engines with its files")
-    weights.add_argument("sides", nargs="*", metavar="DIR|URL", help="two model directories or URLs of engines")
+    weights = words.add_parser("weights", help="compare weights: directories, checkpoints, engines, or a run's engines with its files")
+    sides = "two of: model directories, checkpoints of a run or of Megatron, URLs of engines"
+    weights.add_argument("sides", nargs="*", metavar="DIR|CHECKPOINT|URL", help=sides)
     weights.add_argument("--run-dir", default="", help="a run's directory: each engine against the files of the version it serves")
-    weights.add_argument("--model", type=Path, default=None, metavar="DIR", help="with --run-dir: compare with this directory")
+    model = "with --run-dir: compare with this directory; with a checkpoint: its model (default: the run's)"
+    weights.add_argument("--model", type=Path, default=None, metavar="DIR", help=model)
     weights.add_argument("--json", action="store_true", help="print one JSON object per comparison")
 
     profile = words.add_parser("profile", help="profile the next steps of a running learner (rank 0)")

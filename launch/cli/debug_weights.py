@@ -1,4 +1,4 @@
-"""``tidemill debug weights``: tensors that differ between model directories, engines, and the files of a run."""
+"""``tidemill debug weights``: tensors that differ between model directories, checkpoints, engines, and the files of a run."""
 
 import argparse
 import asyncio
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.settings.extras import require
+from learner.checkpoints.disk import has_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,12 +40,13 @@ def compare_weights(args: argparse.Namespace) -> int:
     require("engine")
     if args.run_dir:
         if args.sides:
-            raise ValueError("want two of DIR|URL, or --run-dir, got both")
+            raise ValueError("want two of DIR|CHECKPOINT|URL, or --run-dir, got both")
         found = _of_run(args)
-    elif len(args.sides) == 2 and args.model is None:
-        found = [asyncio.run(_of_sides(*args.sides))]
+    elif len(args.sides) == 2:
+        ours, theirs = args.sides
+        found = [_of_sides(ours, theirs, args.model)]
     else:
-        raise ValueError(f"want two of DIR|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides")
+        raise ValueError(f"want two of DIR|CHECKPOINT|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides")
     for one in found:
         _print(one, as_json=args.json)
     return int(any(one.differs or one.failure for one in found))
@@ -67,19 +69,25 @@ def _print(one: Compared, *, as_json: bool) -> None:
         print(f"  and {len(one.differs) - SHOWN} more")
 
 
-async def _of_sides(ours: str, theirs: str) -> Compared:
-    """Compare two directories, two engines, or one of each."""
+def _of_sides(ours: str, theirs: str, model: Path | None) -> Compared:
+    """Compare two directories or checkpoints, two engines, or one of each. Raises ValueError."""
+    what, sides = f"{ours} and {theirs}", (ours, theirs)
+    urls = [side for side in sides if side.startswith(("http://", "https://"))]
+    directories = [Path(side) for side in sides if side not in urls]
+    if model is not None and not any(map(has_weights, directories)):
+        raise ValueError(f"--model: want none without --run-dir or a checkpoint, got {model}")
+    tensors = [tensors_of(directory, model) for directory in directories]
+    if not urls:
+        return between_tensors(what, *tensors)
+    reports = asyncio.run(_reports(urls))
+    return with_report(what, reports[0], tensors[0]) if tensors else between_reports(what, *reports)
+
+
+async def _reports(urls: Sequence[str]) -> "list[ChecksumReport]":
     import aiohttp
 
-    urls = [side for side in (ours, theirs) if side.startswith(("http://", "https://"))]
-    what = f"{ours} and {theirs}"
-    if not urls:
-        return between_tensors(what, tensors_of(Path(ours)), tensors_of(Path(theirs)))
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        reports = [await _report(session, url) for url in urls]
-    if len(reports) == 2:
-        return between_reports(what, *reports)
-    return with_report(what, reports[0], tensors_of(Path(theirs if ours in urls else ours)))
+        return [await _report(session, url) for url in urls]
 
 
 async def _report(session: "object", url: str) -> "ChecksumReport":
@@ -99,8 +107,16 @@ async def _report(session: "object", url: str) -> "ChecksumReport":
         raise ValueError(f"{url}: want an engine, got {error!r}") from None
 
 
-def tensors_of(directory: Path) -> "dict[str, Tensor]":
-    """Return the tensors of a model directory by name. Raises ValueError for a directory without any."""
+def tensors_of(directory: Path, model: Path | None = None) -> "dict[str, Tensor]":
+    """Return the tensors of a model directory, or the weights of a checkpoint, by their Hugging Face names.
+
+    ``model``: the model directory of the checkpoint; None = that of its run. Raises ValueError for a directory without any.
+    """
+    if has_weights(directory):
+        require("learner")
+        from launch.cli.convert import weights_of
+
+        return weights_of(directory, model)
     from actors.errors import UnsupportedModel
     from actors.serving.builtin.weights import read_safetensors
 
@@ -111,7 +127,7 @@ def tensors_of(directory: Path) -> "dict[str, Tensor]":
 
 
 def between_tensors(what: str, ours: "Mapping[str, Tensor]", theirs: "Mapping[str, Tensor]") -> Compared:
-    """Compare two directories tensor by tensor."""
+    """Compare two sets of weights tensor by tensor, in the narrower of two dtypes."""
     differs = []
     for name in sorted(ours.keys() | theirs.keys(), key=_by_layer):
         if name not in ours or name not in theirs:
@@ -120,7 +136,10 @@ def between_tensors(what: str, ours: "Mapping[str, Tensor]", theirs: "Mapping[st
         a, b = ours[name], theirs[name]
         if a.shape != b.shape:
             differs.append(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
-        elif not bool((a == b.to(a.dtype)).all()):
+            continue
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+        a, b = a.to(narrow), b.to(narrow)
+        if not bool((a == b).all()):
             gap = (a.double() - b.double()).abs()
             differs.append(f"{name}: {int((gap > 0).sum())} of {gap.numel()} numbers, largest difference {float(gap.max()):.3g}")
     return Compared(what=what, tensors=len(ours), differs=differs)
@@ -162,11 +181,12 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
     url, run = find_run(args.run_dir, "", "")
     root = Path(args.run_dir)
     model = Path(load(root / CONFIG_FILE).config.model.path)
+    chosen = None if args.model is None else (args.model, tensors_of(args.model, model))
     found: list[Compared] = []
 
     async def look(bus: "Bus", _: argparse.Namespace) -> int:
         """Compare the engines that are alive."""
-        found.extend(await _engines(bus, root, model, args.model))
+        found.extend(await _engines(bus, root, model, chosen))
         return 0
 
     asyncio.run(on_bus(url, run, argparse.Namespace(command="debug"), look))
@@ -175,7 +195,7 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
     return found
 
 
-async def _engines(bus: "Bus", root: Path, model: Path, chosen: Path | None) -> list[Compared]:
+async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None") -> list[Compared]:
     import aiohttp
 
     from bus.liveness.heartbeats import LiveView
@@ -185,13 +205,13 @@ async def _engines(bus: "Bus", root: Path, model: Path, chosen: Path | None) -> 
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), headers=await api_keys(bus).headers()) as session:
         for row in sorted(rows, key=lambda row: row.id):
-            directory = chosen or (model if row.version == 0 else root / "snapshots" / f"v{row.version}")
+            directory = chosen[0] if chosen else model if row.version == 0 else root / "snapshots" / f"v{row.version}"
             what = f"engine {row.id}, version {row.version}, and {directory}"
             try:
                 if not directory.is_dir():
                     cure = "compare with a directory of these weights: --model DIR (final/ for the last version of a run)"
                     raise ValueError(f"no snapshot of version {row.version} is on this machine; {cure}")
-                tensors = await asyncio.to_thread(tensors_of, directory)
+                tensors = chosen[1] if chosen else await asyncio.to_thread(tensors_of, directory)
                 found.append(with_report(what, await _report(session, row.address), tensors))
             except ValueError as error:
                 found.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))

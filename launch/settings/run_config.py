@@ -367,14 +367,6 @@ def _refuse_debug(config: RunConfig) -> None:
         raise ValueError(
             f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {config.learner.num_epochs}; set learner.steps"
         )
-    whole = (
-        config.learner.data_parallel * config.learner.tensor_parallel == config.learner.num_ranks and not config.learner.sequence_parallel
-    )
-    if debug.dump_modules.step and not whole:
-        raise ValueError(
-            "debug.dump_modules: want a learner with data and tensor parallelism alone, whose ranks have every layer and whole prompts; "
-            "set learner.pipeline_parallel, context_parallel: 1 and sequence_parallel: false"
-        )
     if debug.trains_only and debug.save_rollout:
         raise ValueError(f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them")
 

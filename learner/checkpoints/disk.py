@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 NO_WEIGHTS = "no_weights"
 """File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
+TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
+"""Files of every checkpoint with weights, which are in Megatron's format torch_dist; those of Megatron's own training have them, too."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 
 
@@ -40,6 +42,11 @@ class Checkpoint:
     step: int
     epoch: int
     path: Path
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its content."""
+    return all((directory / name).is_file() for name in TORCH_DIST)
 
 
 def staging(root: Path, *, step: int, epoch: int) -> Path:

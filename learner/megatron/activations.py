@@ -1,12 +1,16 @@
 """Outputs of the modules of Megatron's model for single prompts, under names that other implementations of the model share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
 
-Shape letters: T = tokens of one prompt, H = hidden size.
+    rank: its layers, its tokens, its heads -> whole outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages, in order
+
+The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to an expert, else 0.
+Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H = hidden size, W = width of an output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -17,14 +21,18 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.layout import stages
 from learner.layout.parallel import Parallel
-from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.layers.attention import packed_row
+from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.layers.attention import PackedRow, packed_row
+from learner.megatron.layers.context import gather_parts, own_part
 from learner.megatron.layers.output_layer import output_weight
 from learner.megatron.logprobs import log_probs_and_entropy
 from learner.megatron.model import Policy
+from learner.megatron.schedule import run_rows
 
 Take = Callable[[Any, Any, Any], None]
+LOG_PROBS = "log_probs"
 
 
 def parallel_info(here: Parallel) -> dict[str, int]:
@@ -41,55 +49,100 @@ def parallel_info(here: Parallel) -> dict[str, int]:
     }
 
 
-def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """This rank's part of a prompt, as an input of the model."""
 
-    One prompt at a time, without padding beyond that of tensor parallelism, under the current weights. Collective over the
-    tensor-parallel ranks. With tensor parallelism the outputs that are split over ranks (attention.qkv, attention.core) are left out;
-    latent attention has no attention.qkv.
+    tokens_T: Tensor
+    targets_T: Tensor
+    packed: PackedRow
+
+
+def _with_bias(output: Any) -> Tensor:
+    """Return the output with its bias, where Megatron returns that apart."""
+    value, bias = output[:2] if isinstance(output, tuple) else (output, None)
+    whole: Tensor = value + bias if isinstance(bias, Tensor) and bias.ndim == 1 else value
+    return whole
+
+
+def _sent(output: tuple[Tensor, Tensor]) -> Tensor:
+    """Return 1 for each token and expert to which a router has sent it, else 0."""
+    return output[1].float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A module and what is taken of it."""
+
+    name: str
+    module: Any
+    together: Callable[[Tensor], Tensor]
+    """Puts together the values [C, W] of the tensor-parallel ranks; collective."""
+    of: Callable[[Any], Tensor] = _with_bias
+    """Value in the output of the module."""
+
+
+def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, W].
+
+    One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all ranks; rank 0 gets the
+    whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
     """
-    found: dict[str, NDArray[np.float32]] = {}
+    here, found = policy.parallel, {}
+    in_first_column = here.dp_rank == here.tp_rank == here.cp_rank == 0
     policy.memory.want("a forward pass")
-    with megatron_device(), torch.no_grad():
-        for number, tokens in enumerate(prompts):
-            taken: dict[str, Tensor] = {}
-            with _hooked(policy, taken):
-                hidden_TH = _forward(policy, tokens)
-            targets_T = torch.tensor([*tokens[1:], 0], device=policy.parallel.device)
-            padded_T = torch.nn.functional.pad(targets_T, (0, len(hidden_TH) - len(tokens)))
-            with plain_torch():
-                weight_VH = output_weight(policy.module)
-                taken["log_probs"] = log_probs_and_entropy(hidden_TH, weight_VH, padded_T, group=policy.parallel.tp_group)[0][:, None]
-            for name, value in taken.items():
-                if fnmatchcase(name, names):
-                    last = len(tokens) - (name == "log_probs")  # the last token has no target
-                    found[f"{number}.{name}"] = value[:last].float().cpu().numpy()
+    for number, tokens in enumerate(prompts):
+        own = _of_stage(policy, tokens, names)
+        if not in_first_column:
+            continue
+        whole = dict(own if here.pp_size == 1 else stages.of_all(iter(own), here))
+        if here.rank == 0:
+            for name in sorted(whole, key=_order):
+                last = len(tokens) - (name == LOG_PROBS)  # the last token has no target
+                found[f"{number}.{name}"] = whole[name][:last].float().cpu().numpy()
     return found
 
 
-def _forward(policy: Policy, tokens: Sequence[int]) -> Tensor:
-    """Return the hidden states that the output layer gets, [T, H]."""
-    padding = -len(tokens) % policy.parallel.tp_size
-    device = policy.parallel.device
-    ids_T = torch.tensor([*tokens, *[0] * padding], device=device)
-    ends = [0, len(tokens), *([len(ids_T)] if padding else [])]
-    positions_T = torch.cat([torch.arange(end - start, device=device) for start, end in pairwise(ends)])
-    packed = packed_row(np.array(ends, np.int32), positions_T)
-    with plain_torch():
-        output = policy.ddp(
-            input_ids=ids_T[None],
-            position_ids=positions_T[None],
-            attention_mask=None,
-            packed_seq_params=packed,
-            **({"fp32_output": False} if policy.config.bf16 else {}),
-        )
-    return output[0]  # type: ignore[no-any-return]
+def _order(name: str) -> float:
+    """Return the place of a module among those of other stages; modules of one layer are in order already."""
+    layer = name.split(".")[1] if name.startswith("layers.") else ""
+    return int(layer) if layer else -1 if name == "embedding" else np.inf
+
+
+@torch.no_grad()
+def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[str, Tensor]]:
+    """Return the whole outputs [T, W] of this rank's stage, in the order of computation; collective over all ranks."""
+    here, taken = policy.parallel, dict[str, Tensor]()
+    places = [place for place in _places(policy) if fnmatchcase(place.name, names)]
+
+    def finish(prompt: _Prompt, hidden_CH: Tensor) -> tuple[Tensor, None]:
+        """Take the log-probs. Returns a loss that is not used."""
+        if fnmatchcase(LOG_PROBS, names):
+            weight_VH = output_weight(policy.chunks[-1])
+            taken[LOG_PROBS] = log_probs_and_entropy(hidden_CH, weight_VH, prompt.targets_T, group=here.tp_group)[0][:, None]
+        return hidden_CH.new_zeros(()), None
+
+    with _hooked(places, taken), megatron_device():
+        run_rows(policy, [_prompt(tokens, here)], finish, forward_only=True)
+    together = {place.name: place.together for place in places}
+    whole = [(name, together[name](value) if name in together else value) for name, value in taken.items()]
+    return [(name, gather_parts(value, here.cp_group) if here.cp_size > 1 else value) for name, value in whole]
+
+
+def _prompt(tokens: Sequence[int], here: Parallel) -> _Prompt:
+    """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide its tokens."""
+    padding = -len(tokens) % (here.tp_size * here.cp_size)
+    ends = [0, len(tokens), *([len(tokens) + padding] if padding else [])]
+    ids_T, targets_T = torch.tensor([*tokens, *[0] * padding]), torch.tensor([*tokens[1:], *[0] * (padding + 1)])
+    positions_T = torch.cat([torch.arange(end - start) for start, end in pairwise(ends)])
+    ids_C, targets_C, positions_C = (own_part(one, here.cp_rank, here.cp_size).to(here.device) for one in (ids_T, targets_T, positions_T))
+    return _Prompt(tokens_T=ids_C, targets_T=targets_C, packed=packed_row(np.array(ends, np.int32), positions_C))
 
 
 @contextmanager
-def _hooked(policy: Policy, taken: dict[str, Tensor]) -> Iterator[None]:
+def _hooked(places: Sequence[_Place], taken: dict[str, Tensor]) -> Iterator[None]:
     """Take the outputs of the modules while entered, in ``taken``."""
-    handles = [module.register_forward_hook(_taking(name, change, taken)) for name, module, change in _places(policy)]
+    handles = [place.module.register_forward_hook(_taking(place, taken)) for place in places]
     try:
         yield
     finally:
@@ -97,40 +150,52 @@ def _hooked(policy: Policy, taken: dict[str, Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _taking(name: str, change: Callable[[Tensor], Tensor], taken: dict[str, Tensor]) -> Take:
+def _taking(place: _Place, taken: dict[str, Tensor]) -> Take:
     def take(module: Any, inputs: Any, output: Any) -> None:
-        """Keep a copy of the output, with its bias, where Megatron returns that apart."""
-        value, bias = output[:2] if isinstance(output, tuple) else (output, None)
-        is_bias = isinstance(bias, Tensor) and bias.ndim == 1
-        value = change((value + bias if is_bias else value).detach())
-        taken[name] = value.reshape(-1, value.shape[-1]).clone()
+        """Keep a copy of the value. The rows behind the prompt are padding of the pipeline's schedule."""
+        if place.name not in taken:
+            value = place.of(output).detach()
+            taken[place.name] = value.reshape(-1, value.shape[-1]).clone()
 
     return take
 
 
-def _places(policy: Policy) -> Iterator[tuple[str, Any, Callable[[Tensor], Tensor]]]:
-    """Yield name, module, and the change of layout of its output."""
+def _places(policy: Policy) -> Iterator[_Place]:
+    """Yield the places of this rank's layers."""
+    here, config = policy.parallel, policy.config
 
-    def same(value: Tensor) -> Tensor:
-        return value
+    def tokens(value: Tensor) -> Tensor:
+        """Return the tokens of all tensor-parallel ranks, which sequence parallelism divides."""
+        return gather_parts(value, here.tp_group) if here.sequence_parallel else value
 
-    model, whole = policy.module, policy.parallel.tp_size == 1
-    yield "embedding", model.embedding, same
-    for index, layer in enumerate(model.decoder.layers):
-        attention, at = layer.self_attention, f"layers.{index}"
-        if whole and not policy.config.multi_latent_attention:  # which has no joint projection
-            yield f"{at}.attention.qkv", attention.linear_qkv, lambda value: _query_key_value(value, policy.config)
-        if whole:
-            yield f"{at}.attention.core", attention.core_attention, same
-        yield f"{at}.attention", attention, same
-        yield f"{at}.mlp", layer.mlp, same
-        yield at, layer, same
-    yield "norm", model.decoder.final_layernorm, same
+    def heads(value_CW: Tensor) -> Tensor:
+        """Return the heads of all tensor-parallel ranks, in their order."""
+        return gather_parts(value_CW.t(), here.tp_group).t() if here.tp_size > 1 else value_CW
+
+    def query_key_value(value_CW: Tensor) -> Tensor:
+        """Return all queries, all keys, all values of all ranks."""
+        return torch.cat([heads(part) for part in _split(value_CW, config, here.tp_size)], dim=-1)
+
+    for model in policy.chunks:
+        if model.pre_process:
+            yield _Place("embedding", model.embedding, tokens)
+        for layer in model.decoder.layers:
+            attention, at = layer.self_attention, f"layers.{layer.layer_number - 1}"
+            if not config.multi_latent_attention:  # which has no joint projection
+                yield _Place(f"{at}.attention.qkv", attention.linear_qkv, query_key_value)
+            yield _Place(f"{at}.attention.core", attention.core_attention, heads)
+            yield _Place(f"{at}.attention", attention, tokens)
+            if (router := getattr(layer.mlp, "router", None)) is not None:
+                yield _Place(f"{at}.mlp.experts", router, tokens, _sent)
+            yield _Place(f"{at}.mlp", layer.mlp, tokens)
+            yield _Place(at, layer, tokens)
+        if model.post_process:
+            yield _Place("norm", model.decoder.final_layernorm, tokens)
 
 
-def _query_key_value(mixed: Tensor, config: Any) -> Tensor:
-    """Return all queries, all keys, all values; Megatron has them group by group."""
-    groups, size = config.num_query_groups, config.kv_channels
-    queries = config.num_attention_heads // groups
-    parts = mixed.unflatten(-1, (groups, queries + 2, size)).split((queries, 1, 1), dim=-2)
-    return torch.cat([part.flatten(-3) for part in parts], dim=-1)
+def _split(mixed_CW: Tensor, config: Any, tp_size: int) -> tuple[Tensor, ...]:
+    """Return this rank's queries, keys and values; Megatron has them group by group."""
+    groups, size = config.num_query_groups // tp_size, config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups
+    parts = mixed_CW.unflatten(-1, (groups, queries + 2, size)).split((queries, 1, 1), dim=-2)
+    return tuple(part.flatten(-3) for part in parts)

@@ -27,19 +27,12 @@ from learner.layout import parallel
 from learner.layout.parallel import Parallel
 from learner.megatron import state
 from learner.megatron.adapter_files import ADAPTER, write_adapter
-from learner.megatron.model import DTYPES, build_policy
+from learner.megatron.model import DTYPES, Policy, build_policy
 from learner.megatron.tuning import Tuning
 from learner.settings.lora import LoraConfig
 from weightstore.store import snapshot
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-MEGATRON = ("metadata.json", ".metadata", "common.pt")
-"""Files of every checkpoint in the format torch_dist."""
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """Return whether a directory has the files of a torch_dist checkpoint."""
-    return all((directory / name).is_file() for name in MEGATRON)
 
 
 def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> int:
@@ -48,17 +41,16 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> in
     Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``. Raises ConfigRefused
     for a checkpoint of another model, CheckpointCorrupt, OSError.
     """
-    if (checkpoint / MANIFEST).exists():
-        disk.verify(checkpoint)
-    with _readable(checkpoint):
-        lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
-        tuning = Tuning(lora=_lora(lora), trains=False)
-        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning)
-        step = state.load_model(checkpoint, policy=policy, setting="--model")
+    policy, step = _loaded(checkpoint, model_dir, here)
     snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
         write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
     return step
+
+
+def weights_of(checkpoint: Path, model_dir: Path, here: Parallel) -> dict[str, torch.Tensor]:
+    """Return the weights that ``to_model`` writes, with adapters merged into them. Raises as it does."""
+    return dict(_loaded(checkpoint, model_dir, here)[0].export())
 
 
 def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
@@ -74,6 +66,17 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _loaded(checkpoint: Path, model_dir: Path, here: Parallel) -> tuple[Policy, int]:
+    """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt, OSError."""
+    if (checkpoint / MANIFEST).exists():
+        disk.verify(checkpoint)
+    with _readable(checkpoint):
+        lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
+        tuning = Tuning(lora=_lora(lora), trains=False)
+        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning)
+        return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 
 @contextmanager

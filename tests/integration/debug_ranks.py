@@ -1,7 +1,11 @@
-"""Body of one rank of a world of two, which trains a recorded step with data parallelism, then with tensor parallelism. Run by the test."""
+"""Bodies of the ranks of a world of two: a recorded step with data parallelism, then with tensor parallelism; dumps of modules at every
+layout, with faults planted in some of them. Run by the tests.
+"""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,12 +14,14 @@ from learner.data.batch import StepBatch
 from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
 from learner.debug.collector import Collector, Target
+from learner.debug.module_file import write_modules
 from learner.debug.rollout_file import Packing, load_rollout, planned_again
 from learner.layout import parallel
-from learner.megatron.activations import parallel_info
-from learner.megatron.model import build_policy
+from learner.megatron.activations import module_outputs, parallel_info
+from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
+from tests.integration.expert_ranks import LAYOUTS, OF_FOUR
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import joined
 
@@ -44,3 +50,69 @@ def _train(model_dir: Path, file: Path, out: Path, name: str, here: parallel.Par
     target = Target(path=path, rank=here.rank, parallel_info=info, writes=info["tp_rank"] == 0, anchor=str(config.anchor))
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, collector=Collector(target))
     trainer.train(packed(file, data_parallel=here.dp_size, max_tokens=80, pad_to=here.tp_size)[here.dp_rank])
+
+
+# ---- dumps of modules
+
+PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
+DENSE, EXPERTS, LATENT = "qwen3", "qwen3_moe", "deepseek_v3"
+MODULE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {"TP2 without SP": {"tensor_parallel_size": 2}, **LAYOUTS}
+MODULE_LAYOUTS_OF_FOUR: Mapping[str, Mapping[str, Any]] = {
+    **OF_FOUR,
+    "TP2 PP2 VP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+}
+DUMPED = [
+    *((DENSE, layout) for layout in ("TP2 without SP", "TP2", "PP2", "CP2")),
+    *((EXPERTS, layout) for layout in ("DP2", "EP2", "TP2 EP2", "CP2 EP2", "PP2 VP2")),
+    (LATENT, "TP2"),
+]
+"""(model, layout)"""
+DUMPED_OF_FOUR = [*((EXPERTS, layout) for layout in OF_FOUR), (DENSE, "TP2 PP2 VP2")]
+
+
+def offset_stage(policy: Policy, other: Path) -> None:
+    """Give the second stage the weights of another directory: there, its layers have those of the first stage."""
+    if policy.parallel.pp_rank == 1:
+        policy.bridge.load(policy.chunks, other)
+
+
+def stale_shard(part: str, policy: Policy, other: Path) -> None:
+    """Give the second tensor-parallel rank the weights of another version where their names begin with ``part``."""
+    if policy.parallel.tp_rank == 1:
+        kept = {name: weight.detach().clone() for name, weight in policy.named_weights() if not name.startswith(part)}
+        policy.bridge.load(policy.chunks, other)
+        with torch.no_grad():
+            for name, weight in policy.named_weights():
+                if name in kept:
+                    weight.copy_(kept[name])
+
+
+Plant = Callable[[Policy, Path], None]
+
+
+def modules(model_dirs: Mapping[str, Path], dumps: list[tuple[str, str]], faults: list[tuple[str, str, Plant, Path]], out: Path) -> None:
+    """Write ``<model> <layout>.safetensors`` for each of ``dumps``, and ``<fault>.safetensors`` of the dense model with each of ``faults``:
+    (name, layout, function, a directory for it).
+    """
+    for layout, sizes in (MODULE_LAYOUTS if os.environ["WORLD_SIZE"] == "2" else MODULE_LAYOUTS_OF_FOUR).items():
+        if layout not in {of for _, of, *_ in (*dumps, *faults)}:
+            continue
+        with joined(**sizes) as here:
+            for model, of in dumps:
+                if of == layout:
+                    policy = build_policy(model_dirs[model], dtype="float32", parallel=here)
+                    _write(policy, out / f"{model} {layout}.safetensors")
+            for name, of, plant, other in faults:
+                if of == layout:
+                    policy = build_policy(model_dirs[DENSE], dtype="float32", parallel=here)
+                    plant(policy, other)
+                    _write(policy, out / f"{name}.safetensors")
+    (out / f"rank-{os.environ['RANK']}.json").write_text("{}")
+
+
+def _write(policy: Policy, file: Path) -> None:
+    outputs = module_outputs(policy, PROMPTS)
+    if policy.parallel.rank == 0:
+        write_modules(file, outputs, prompts=PROMPTS, dtype="float32", source="learner")
+    else:
+        assert outputs == {}

@@ -1,5 +1,6 @@
 """``tidemill convert``: checkpoints of any layout as model directories and back, bit for bit; damaged and foreign files in one line."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,6 +15,11 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
+from bus.streams.bus import connect
+from bus.wire.messages import LiveRow
 from launch.cli.main import main
 from learner.checkpoints import disk
 from learner.errors import ConfigRefused
@@ -25,6 +31,7 @@ from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
+from tests.engine_serving import serving
 from tests.integration.megatron_lora import STEPS, learner, take
 from tests.integration.megatron_ranks import VOCAB
 from tests.integration.megatron_sharding import WAYS, saved
@@ -82,6 +89,11 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
     assert "there: the model of step 3" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "there"), str(tmp_path / "back")]) == 0
     assert main(["convert", str(tmp_path / "back"), str(tmp_path / "again"), "--model", str(model_dir)]) == 0
+    for sides in ((checkpoint, tmp_path / "there"), (tmp_path / "back", checkpoint)):
+        assert main(["debug", "weights", *map(str, sides), "--model", str(model_dir)]) == 0
+        assert "tensors, all equal" in capsys.readouterr().out, "debug weights"
+    assert main(["debug", "weights", str(checkpoint), str(model_dir), "--model", str(model_dir)]) == 1  # it was trained
+    assert "DIFFERS in" in capsys.readouterr().out
     there, again = weights(tmp_path / "there"), weights(tmp_path / "again")
     assert_equal(there, again)
     assert next(iter(there.values())).dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
@@ -96,7 +108,9 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
             state.load(tmp_path / "back", policy=policy, optimizer=optimizer)
 
 
-def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(model_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run" / "checkpoints"
     run.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(f"run: r\nmodel: {{path: {model_dir}}}\n")
@@ -110,6 +124,50 @@ def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(model_dir: 
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 0  # the model is the run's
     assert_equal(weights(tmp_path / "out"), wanted)
     assert_merged(tmp_path / "out", model_dir)
+    capsys.readouterr()
+    assert main(["debug", "weights", str(checkpoint), str(tmp_path / "out")]) == 0
+    adapted = [
+        f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+    ]
+    assert main(["debug", "weights", str(model_dir), str(checkpoint), "--json"]) == 1
+    differs = json.loads(capsys.readouterr().out.splitlines()[-1])["differs"]
+    assert [line.partition(":")[0] for line in differs] == adapted
+
+
+async def test_an_engine_is_compared_with_a_checkpoint(
+    model_dir: Path, nats_server: EmbeddedServer, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One by its address, and those of a run: a stale tensor in the engine is named, with its layer."""
+    run, name = tmp_path / "run", "model.layers.1.mlp.up_proj.weight"
+    checkpoint = run / "checkpoints" / "step-3-epoch-1"
+    checkpoint.parent.mkdir(parents=True)
+    assert main(["convert", str(model_dir), str(checkpoint)]) == 0
+    (run / "config.yaml").write_text(f"run: {run_id}\nmodel: {{path: {model_dir}}}\nbus: {{url: '{nats_server.url}'}}\n")
+    async with (
+        serving(model_dir, version=3) as served,
+        connect(nats_server.url, run_id, BusConfig(), name="test", wait_s=10) as bus,
+    ):
+        await bus.create_layout()
+        row = LiveRow(role="engine", id="e0", host="test", pid=1, phase="serving", version=3, address=served.engine.url)
+
+        async def compared() -> list[tuple[int, str]]:
+            """Return exit code and output of both comparisons."""
+            found = []
+            for words in ([served.engine.url, str(checkpoint)], ["--run-dir", str(run), "--model", str(checkpoint)]):
+                capsys.readouterr()
+                code = await asyncio.to_thread(main, ["debug", "weights", *words])
+                found.append((code, capsys.readouterr().out))
+            return found
+
+        async with HeartbeatPublisher(bus, row, every_s=0.2) as heartbeat:
+            while heartbeat.written_s < 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for code, shown in await compared():
+                assert code == 0 and "all equal" in shown, shown
+            assert f"engine e0, version 3, and {checkpoint}: " in shown
+            served.engine.updates._served.named[name][3, 5] += 0.5
+            for code, shown in await compared():
+                assert code == 1 and "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown, shown
 
 
 def megatrons(model_dir: Path, directory: Path, vocab: int) -> dict[str, Tensor]:
@@ -156,6 +214,8 @@ def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_pa
         damaged = shutil.copytree(back, tmp_path / f"damaged-{name}")
         cut_short(damaged / name)
         refused(str(damaged), out, "--model", str(model_dir), want=f"damaged-{name}/{name}: want ")
+        assert main(["debug", "weights", str(damaged), str(model_dir), "--model", str(model_dir)]) == 2
+        assert f"damaged-{name}/{name}: want " in capsys.readouterr().err
         (damaged / "manifest.json").unlink()  # as Megatron's own have none
         refused(str(damaged), out, "--model", str(model_dir), want="want a readable torch_dist checkpoint, got")
     assert not Path(out).exists()

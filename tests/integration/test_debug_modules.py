@@ -6,26 +6,35 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 
 from actors.serving.builtin.scoring import score_directory
 from launch.cli.debug_weights import between_tensors, tensors_of
 from launch.cli.main import main
 from learner.debug.comparison import Comparison, compare_modules
-from learner.debug.module_file import ModuleDump, write_modules
+from learner.debug.module_file import ModuleDump, read_modules, write_modules
 from learner.layout import parallel
 from learner.megatron.activations import module_outputs
 from learner.megatron.model import build_policy
 from tests.engine_serving import serving
-from tests.tiny_models import FAMILIES, write_tiny_model
+from tests.integration import debug_ranks
+from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
+from tests.integration.expert_ranks import VOCAB
+from tests.learner_steps import run_ranks
+from tests.tiny_models import SERVED, write_tiny_model
 
-PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [17, 3, 200]]
 LAYER = "model.layers.1.self_attn"
 
 
@@ -39,14 +48,17 @@ def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison
     return compare_modules(dump(module_outputs(policy, PROMPTS), "learner"), dump(score_directory(engine, PROMPTS), "engine"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str) -> None:
-    model = write_tiny_model(tmp_path, family)
+@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})])
+def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = write_tiny_model(tmp_path, family, **changes)
     found = compared(here, model, model)
     assert found.first is None
     assert found.notes == []
-    parts = ("attention.qkv", "attention.core", "attention", "mlp")
-    layers = [name for layer in (0, 1) for name in (*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}")]
+    layers = []
+    for layer in (0, 1):
+        mixed = family == "qwen3_moe" and layer not in changes.get("mlp_only_layers", ())
+        parts = ("attention.qkv", "attention.core", "attention", *(["mlp.experts"] if mixed else []), "mlp")
+        layers += [*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}"]
     assert list(found.compared) == ["embedding", *layers, "norm", "log_probs"]
 
 
@@ -86,20 +98,49 @@ def untied_head(tensors: dict[str, torch.Tensor], model: Path) -> None:
     tensors["lm_head.weight"][40:60] *= 1.5
 
 
-FAULTS: list[tuple[Callable[..., None], str, list[str]]] = [
-    (permuted, "layers.1.attention.qkv", [f"{LAYER}.q_proj.weight"]),
-    (without_bias, "layers.1.attention.qkv", [f"{LAYER}.k_proj.bias"]),
-    (rotary, "layers.0.attention.core", []),
-    (stale, "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "gate", "up")]),
-    (untied_head, "log_probs", ["lm_head.weight"]),
+def dropped_expert(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Zero an expert of layer 1, to which tokens of the prompts go."""
+    tensors[f"{EXPERT.format(6)}.down_proj.weight"].zero_()
+
+
+def exchanged_experts(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Exchange two experts of layer 1, but not their rows of the router."""
+    for part in PARTS:
+        one, other = (tensors[f"{EXPERT.format(number)}.{part}_proj.weight"] for number in (2, 6))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def unreachable_expert(tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """Take the row of an expert out of the router of layer 1: its tokens go to others."""
+    tensors["model.layers.1.mlp.gate.weight"][6].zero_()
+
+
+EXPERT = "model.layers.1.mlp.experts.{}"
+PARTS = ("down", "gate", "up")
+FAULTS: list[tuple[Callable[..., None], str, str, list[str]]] = [
+    (permuted, "qwen2", "layers.1.attention.qkv", [f"{LAYER}.q_proj.weight"]),
+    (without_bias, "qwen2", "layers.1.attention.qkv", [f"{LAYER}.k_proj.bias"]),
+    (rotary, "qwen2", "layers.0.attention.core", []),
+    (stale, "qwen2", "layers.1.mlp", [f"model.layers.1.mlp.{part}_proj.weight" for part in PARTS]),
+    (untied_head, "qwen2", "log_probs", ["lm_head.weight"]),
+    (dropped_expert, "qwen3_moe", "layers.1.mlp", [f"{EXPERT.format(6)}.down_proj.weight"]),
+    (unreachable_expert, "qwen3_moe", "layers.1.mlp.experts", ["model.layers.1.mlp.gate.weight"]),
+    (
+        exchanged_experts,
+        "qwen3_moe",
+        "layers.1.mlp",
+        [f"{EXPERT.format(number)}.{part}_proj.weight" for number in (2, 6) for part in PARTS],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("plant", "module", "names"), FAULTS, ids=[one[0].__name__ for one in FAULTS])
+@pytest.mark.parametrize(("plant", "family", "module", "names"), FAULTS, ids=[one[0].__name__ for one in FAULTS])
 def test_a_planted_fault_is_found_with_its_layer(
-    here: parallel.Parallel, tmp_path: Path, plant: Callable[..., None], module: str, names: list[str]
+    here: parallel.Parallel, tmp_path: Path, plant: Callable[..., None], family: str, module: str, names: list[str]
 ) -> None:
-    sound, faulty = write_tiny_model(tmp_path / "sound", "qwen2"), tmp_path / "faulty"
+    sound, faulty = write_tiny_model(tmp_path / "sound", family), tmp_path / "faulty"
     shutil.copytree(sound, faulty)
     tensors = load_file(faulty / "model.safetensors")
     plant(tensors, faulty)
@@ -109,6 +150,86 @@ def test_a_planted_fault_is_found_with_its_layer(
     assert found.first.name == module
     differs = between_tensors("", tensors_of(sound), tensors_of(faulty)).differs
     assert [line.partition(":")[0] for line in differs] == names
+
+
+# ---- every layout, in a world of two
+
+
+def renumbered(model: Path, to: Path) -> Path:
+    """Write the model with the weights of layers 0 and 1 as those of layers 2 and 3."""
+    shutil.copytree(model, to)
+    tensors = load_file(model / "model.safetensors")
+    for name in tensors:
+        for layer in (2, 3):
+            if f".layers.{layer}." in name:
+                tensors[name] = tensors[name.replace(f".{layer}.", f".{layer - 2}.", 1)].clone()
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+class World:
+    """The dumps of one process and of the ranks."""
+
+    def __init__(self, here: parallel.Parallel, root: Path) -> None:
+        self.models = {
+            family: write_tiny_model(root / family, family, vocab_size=VOCAB, num_hidden_layers=4) for family in (DENSE, EXPERTS, LATENT)
+        }
+        self.out = root / "out"
+        self.out.mkdir()
+        for family, model in self.models.items():
+            outputs = module_outputs(build_policy(model, dtype="float32", parallel=here), PROMPTS)
+            write_modules(self.of_one(family), outputs, prompts=PROMPTS, dtype="float32", source="learner")
+        offset = renumbered(self.models[DENSE], root / "offset")
+        old = write_tiny_model(root / "old", DENSE, vocab_size=VOCAB, num_hidden_layers=4, seed=1)
+        faults = [
+            ("offset", "PP2", debug_ranks.offset_stage, offset),
+            ("stale layer", "TP2", partial(debug_ranks.stale_shard, "decoder.layers.2."), old),
+            ("stale mlp", "TP2 without SP", partial(debug_ranks.stale_shard, "decoder.layers.1.mlp."), old),
+        ]
+        run_ranks(debug_ranks.modules, (self.models, DUMPED, faults), world=2, out=self.out, timeout_s=300)
+
+    def of_one(self, family: str) -> Path:
+        return self.out / f"{family}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def world(here: parallel.Parallel, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(here, tmp_path_factory.mktemp("world"))
+
+
+def assert_same_modules(ours: Path, wanted: Path) -> None:
+    found = compare_modules(read_modules(ours), read_modules(wanted))
+    assert found.first is None and found.notes == []
+    assert list(read_modules(ours).outputs) == list(read_modules(wanted).outputs), "in the order of computation"
+
+
+@pytest.mark.parametrize(("family", "layout"), DUMPED)
+def test_the_modules_of_every_layout_are_those_of_one_process(world: World, family: str, layout: str) -> None:
+    """Whole ones, with queries, keys and values of all ranks, and with the layers' numbers in the whole model."""
+    assert_same_modules(world.out / f"{family} {layout}.safetensors", world.of_one(family))
+
+
+@pytest.mark.slow
+def test_the_modules_of_four_ranks_are_those_of_one_process(world: World) -> None:
+    run_ranks(debug_ranks.modules, (world.models, DUMPED_OF_FOUR, []), world=4, out=world.out, timeout_s=300)
+    for family, layout in DUMPED_OF_FOUR:
+        assert_same_modules(world.out / f"{family} {layout}.safetensors", world.of_one(family))
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"), [("offset", "layers.2.attention.qkv"), ("stale layer", "layers.2.attention.qkv"), ("stale mlp", "layers.1.mlp")]
+)
+def test_a_fault_of_one_rank_is_found_with_its_layer(
+    world: World, fault: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage with the layers of another one, and a tensor-parallel rank with older weights: against the engine, by the command."""
+    engine = tmp_path / "engine.safetensors"
+    write_modules(engine, score_directory(world.models[DENSE], PROMPTS), prompts=PROMPTS, dtype="float32", source="engine")
+    assert main(["debug", "compare", str(world.out / f"{fault}.safetensors"), str(engine)]) == 1
+    equal, first, *_ = capsys.readouterr().out.splitlines()
+    before = list(dict.fromkeys(name.split(".", 1)[1] for name in read_modules(engine).outputs))
+    assert equal == f"equal: {', '.join(before[: before.index(module)])}"
+    assert first.startswith(f"DIFFERS first in {module}: ")
 
 
 def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parallel, tmp_path: Path) -> None:
@@ -184,6 +305,75 @@ async def test_a_running_engine_scores_prompts_as_its_directory(
     assert "DIFFERS first in log_probs" in capsys.readouterr().out
 
 
+@asynccontextmanager
+async def reporting(url: str, info: dict[str, str]) -> AsyncIterator[str]:
+    """Serve the scores of the engine at ``url`` as an engine with another /server_info; yield its address."""
+
+    async def score(request: web.Request) -> web.Response:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=await request.read()) as answer:
+            return web.json_response(await answer.json())
+
+    async def server_info(request: web.Request) -> web.Response:
+        return web.json_response(info)
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", score), web.get("/server_info", server_info)])
+    async with TestServer(app) as server:
+        yield str(server.make_url("/"))
+
+
+async def test_the_dtype_of_a_running_engine_decides_what_is_equal(
+    here: parallel.Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An output weight that is 1 % too large: found between two sides in float32, below the tolerance of bfloat16."""
+    model, other, prompts = write_tiny_model(tmp_path / "model"), tmp_path / "other", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    ours = tmp_path / "learner.safetensors"
+    outputs = module_outputs(build_policy(model, dtype="float32", parallel=here), PROMPTS)
+    write_modules(ours, outputs, prompts=PROMPTS, dtype="float32", source="learner")
+
+    async def ran(*words: str) -> tuple[int, str]:
+        """Run a word of ``tidemill debug``; return its exit code and all that it printed."""
+        code = await asyncio.to_thread(main, ["debug", *words])
+        return code, "".join(capsys.readouterr())
+
+    async def scored(url: str, *words: str) -> tuple[str, int, str]:
+        """Return the dtype in the dump of an engine, the exit code of its comparison with the learner, and the notice of the default."""
+        file = tmp_path / "engine.safetensors"
+        code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(file), *words)
+        assert code == 0, text
+        notice = next((line for line in text.splitlines() if line.startswith("the engine reports no dtype")), "")
+        return read_modules(file).dtype, (await ran("compare", str(ours), str(file)))[0], notice
+
+    async with serving(model) as served:
+        assert await scored(served.engine.url) == ("float32", 0, "")
+    async with serving(other) as served:
+        url = served.engine.url
+        assert await scored(url) == ("float32", 1, "")
+        code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(tmp_path / "no"), "--dtype", "bfloat16")
+        assert code == 2 and "--dtype: want float32, which the engine reports, got bfloat16" in text
+        for info in ({}, {"dtype": "auto"}):
+            async with reporting(url, info) as silent:
+                dtype, code, notice = await scored(silent)
+                assert (dtype, code) == ("bfloat16", 0) and "bfloat16 is written" in notice
+                assert await scored(silent, "--dtype", "float32") == ("float32", 1, "")
+        async with reporting(url, {"dtype": "torch.bfloat16"}) as half:
+            assert await scored(half) == ("bfloat16", 0, "")
+
+
+def test_weights_of_two_dtypes_are_compared_in_the_narrower_one() -> None:
+    whole = {"w": torch.tensor([1.0, 1.001, 3.0])}
+    half = {"w": whole["w"].bfloat16()}
+    assert between_tensors("", whole, half).differs == between_tensors("", half, whole).differs == []
+    half["w"][2] = 2.5
+    for sides in ((whole, half), (half, whole)):
+        assert between_tensors("", *sides).differs == ["w: 1 of 3 numbers, largest difference 0.5"]
+
+
 async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over HTTP, by checksums: a flipped bit is found with its tensor."""
     model = write_tiny_model(tmp_path / "model", tied=True)
@@ -197,4 +387,6 @@ async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, 
         shown = capsys.readouterr().out
         assert "DIFFERS in 1 of 24 tensors" in shown and f"  {name} (float32): want sum64" in shown
     assert await asyncio.to_thread(main, ["debug", "weights", str(model)]) == 2
-    assert "want two of DIR|URL" in capsys.readouterr().err
+    assert "want two of DIR|CHECKPOINT|URL" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["debug", "weights", str(model), str(model), "--model", str(model)]) == 2
+    assert "--model: want none without --run-dir or a checkpoint" in capsys.readouterr().err

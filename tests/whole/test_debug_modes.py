@@ -34,6 +34,7 @@ def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
         f"debug.save_train={output}",
         "debug.dump_modules.step=2",
         f"debug.dump_modules.prompts={prompts}",
+        "learner.context_parallel=2",
     )
     write_request(tmp_path / "second" / "run", ProfileRequest(steps=50))
     with up(tmp_path / "second", *settings, *modes) as run:
@@ -49,6 +50,6 @@ def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
     assert "report step=1 ok   log-probs, learner - engine: mean |delta|" in log
     assert "report step=2" in log and "memory, host" in log and "report step=3" not in log
     dumped = read_modules(run.directory / "debug" / "modules.safetensors")
-    assert dumped.source == "learner, step 2" and "0.layers.0.attention.qkv" in dumped.outputs
+    assert dumped.source == "learner, step 2" and len(dumped.outputs["0.layers.0.attention.qkv"]) == 4  # tokens of both ranks
     assert (run.directory / "debug" / "profile_1_3.json.gz").exists()  # the run ended before the request
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == STEPS

@@ -1,8 +1,9 @@
 """Outputs of the modules of the built-in engine's decoder for single prompts, under names that other implementations share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
 
-The decoder itself is not changed: the calls by which it multiplies with a weight are intercepted.
+Of a mixture of experts ``.mlp.experts`` is 1 where a token is sent to an expert, else 0, and ``.mlp`` the sum over a token's experts.
+The decoder itself is not changed: its calls with a weight, the routers' choices and the additions to the residual stream are intercepted.
 Shape letters: T = tokens of one prompt.
 """
 
@@ -78,44 +79,50 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 class _Taking(TorchFunctionMode):
-    """Takes inputs and outputs of the products with known weights while entered."""
+    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual stream."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()
         self.found: dict[str, Tensor] = {}
-        self._weights = weights
         self._residual: Tensor | None = None
+        """The stream, which only the sublayer of ``_entered`` adds to."""
+        self._entered = ""
+        self._sublayers = {weights.norm.data_ptr(): "norm"}
+        """Names behind each norm, by the address of its weight."""
         self._products: dict[int, tuple[str, str]] = {}
         """Names of the input and the output of a weight's product, by the weight's address; empty = not taken."""
         for index, layer in enumerate(weights.layers):
             at = f"layers.{index}"
+            self._sublayers |= {layer.input_norm.data_ptr(): f"{at}.attention", layer.mlp_norm.data_ptr(): f"{at}.mlp"}
             self._products[layer.qkv_QE.data_ptr()] = ("", f"{at}.attention.qkv")
-            self._products[layer.output.data_ptr()] = (f"{at}.attention.core", f"{at}.attention")
-            self._products[layer.down.data_ptr()] = ("", f"{at}.mlp")
+            self._products[layer.output.data_ptr()] = (f"{at}.attention.core", "")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call; take its operands if it is one of the products."""
+        """Run the call; take its operands or its result if it is at one of the places."""
         result = func(*args, **(kwargs or {}))
         if func is functional.embedding:
             self._take("embedding", result)
-            self._residual = result
-        elif func is functional.rms_norm and (kwargs or {}).get("weight") is self._weights.norm:
-            self._take("norm", result)
-        elif func is functional.linear and (names := self._products.get(args[1].data_ptr())) is not None:
-            before, after = names
-            if before:
-                self._take(before, args[0])
+        elif func is functional.rms_norm and (weight := (kwargs or {}).get("weight")) is not None:
+            self._enter(self._sublayers.get(weight.data_ptr(), ""), args[0], result)
+        elif func is functional.linear:
+            before, after = self._products.get(args[1].data_ptr(), ("", ""))
+            self._take(before, args[0])
             self._take(after, result)
-            if not after.endswith(".qkv"):
-                self._add(after, result)
+        elif func is Tensor.topk and self._entered:  # the router's choice
+            self._take(f"{self._entered}.experts", torch.zeros_like(args[0]).scatter_(-1, result.indices, 1.0))
+        elif func is Tensor.add and args[0] is self._residual:
+            self._take(self._entered, args[1])  # of a mixture of experts the sum over a token's experts
+            if self._entered.endswith(".mlp"):
+                self._take(self._entered.removesuffix(".mlp"), result)
         return result
 
-    def _add(self, name: str, output: Tensor) -> None:
-        """Add the output to the residual stream, as the decoder does; behind the MLP it is the output of the layer."""
-        assert self._residual is not None, "the embedding comes first"
-        self._residual = self._residual + output
-        if name.endswith(".mlp"):
-            self._take(name.removesuffix(".mlp"), self._residual)
+    def _enter(self, name: str, stream: Tensor, normed: Tensor) -> None:
+        """Note the sublayer whose norm reads the residual stream; behind the last norm there is none."""
+        if name == "norm":
+            self._take(name, normed)
+        elif name:
+            self._entered, self._residual = name, stream
 
     def _take(self, name: str, value: Tensor) -> None:
-        self.found[name] = value.detach().reshape(-1, value.shape[-1]).clone()
+        if name:
+            self.found[name] = value.detach().reshape(-1, value.shape[-1]).clone()
