@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from bus.errors import WireError
 from bus.system.foreign import described, errors_as, repr_of
 from bus.wire.invariants import check_reward
+from rewards.code import sandbox
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.port import Parts, RewardRequest, Scorer
@@ -53,6 +54,8 @@ ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code"}
 """Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
+SANDBOXED = frozenset({"code"})
+"""Built-in rewards that run programs in a sandbox, which not every machine has."""
 COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"})
 """Built-in rewards that compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
@@ -124,6 +127,8 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     Raises UnknownReward, RewardNotImported (its module raised something else than ImportError), BadRewardOption.
     """
     contract = contract or REWARD
+    if contract is REWARD and name in SANDBOXED and (reason := sandbox.obstacle()):
+        raise UnknownReward(name, reason)
     function = _find(name, contract)
     own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
     if not inspect.isclass(function):

@@ -22,7 +22,7 @@ from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, Unk
 from rewards.group import GROUP
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import ASKING, COMPARING, SEVERAL, TABLE, bind, load
+from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0
@@ -136,7 +136,7 @@ def _check_one(
         report.error("reward", where, want=f"{name} imported", got=error.reason, cure="fix the module")
         return
     except UnknownReward as error:
-        severity = report.error if here or ":" not in name else report.warning
+        severity = report.error if here or (":" not in name and name not in SANDBOXED) else report.warning
         cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
         severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
         return

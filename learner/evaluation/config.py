@@ -45,6 +45,10 @@ class EvalSet:
     """Overrides ``data.metadata_key`` for this set."""
     template: str | None = None
     """Overrides ``data.template`` for this set."""
+    system_prompt: str | None = None
+    """Overrides ``data.system_prompt`` for this set; empty = none."""
+    chat_template_args: dict[str, typing.Any] | None = None
+    """Overrides ``data.chat_template_args`` for this set."""
     reward: str | None = None
     """Overrides ``data.reward`` for this set: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to."""
     reward_key: str | None = None
@@ -60,9 +64,7 @@ class EvalSet:
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else those of the training prompts."""
-        names = tuple(
-            one.name for one in dataclasses.fields(SourceConfig) if one.name not in ("path", "weight", "system_prompt", "responses_key")
-        )
+        names = {one.name for one in dataclasses.fields(SourceConfig)} - {"path", "weight", "responses_key"} | {"chat_template_args"}
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(training, path=self.path, sources={}, shuffle=False, max_prompt_tokens=0, responses_key="", **own)
 

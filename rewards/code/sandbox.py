@@ -53,10 +53,11 @@ class Outcome:
     """Why it did not end well: an error's name and text, ``time``, ``output``, or the signal that ended it."""
 
 
-def refuse_machine() -> None:
-    """Raise RewardFailed on a machine that has no such sandbox."""
-    if sys.platform != "linux" or platform.machine() not in jail.ARCHITECTURES:
-        raise RewardFailed("code", f"want Linux on {' or '.join(jail.ARCHITECTURES)}, this is {sys.platform} on {platform.machine()}")
+def obstacle() -> str:
+    """Return why this machine has no such sandbox; empty if it has one."""
+    if sys.platform == "linux" and platform.machine() in jail.ARCHITECTURES:
+        return ""
+    return f"want Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox, this is {sys.platform} on {platform.machine()}"
 
 
 def run(
@@ -66,7 +67,8 @@ def run(
 
     ``python``: interpreter; default this one. Raises RewardFailed where no process can be started or confined.
     """
-    refuse_machine()
+    if reason := obstacle():
+        raise RewardFailed("code", reason)
     word = secrets.token_hex(16)
     settings = {
         "program": program,

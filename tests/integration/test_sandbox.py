@@ -11,8 +11,9 @@ import pytest
 from bus.wire.messages import Status
 from rewards.children.limits import Limits, children_of
 from rewards.code.sandbox import Bounds, Outcome, run
-from rewards.errors import RewardFailed
+from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
+from rewards.registry import bind
 from rewards.scorers.single import opened
 
 BOUNDS = Bounds(seconds=20.0, memory_mb=512)
@@ -159,9 +160,11 @@ def test_programs_run_beside_each_other() -> None:
     assert [one.output for one in found] == ["499999500000\n"] * 8
 
 
-def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_is_refused_before_the_first_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(RewardFailed, match="want Linux on x86_64 or aarch64, this is linux on riscv64"):
+    with pytest.raises(UnknownReward, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"):
+        bind("code")
+    with pytest.raises(RewardFailed, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"):
         run("print(1)", BOUNDS)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.wire.messages import Kind, Sample, Status, Task
+from learner.data.config import DataConfig
 from learner.evaluation.best import BestScore
 from learner.evaluation.config import EvalConfig, EvalSet
 from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
@@ -298,6 +299,13 @@ def test_sets_have_defaults() -> None:
     config = EvalConfig(every=5, sets={"gsm8k": {"path": "x.jsonl", "temperature": 0}})
     assert config.parsed == {"gsm8k": EvalSet(path="x.jsonl", temperature=0)}
     assert EvalConfig().parsed == {}
+
+
+def test_a_set_has_its_own_prompts_or_those_settings_of_training() -> None:
+    training = DataConfig(path="t.jsonl", system_prompt="Think.", template="Q: {prompt}", chat_template_args={"thinking": True})
+    assert EvalSet(path="x.jsonl").data(training) == replace(training, path="x.jsonl", shuffle=False)
+    own = {"system_prompt": "", "template": "{prompt}", "chat_template_args": {"thinking": False}}
+    assert EvalSet(path="x.jsonl", **own).data(training) == replace(training, path="x.jsonl", shuffle=False, **own)
 
 
 @pytest.mark.parametrize(
