@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.layers.attention import packed_row
 from learner.megatron.layers.output_layer import output_weight
@@ -25,20 +23,6 @@ from learner.megatron.logprobs import log_probs_and_entropy
 from learner.megatron.model import Policy
 
 Take = Callable[[Any, Any, Any], None]
-
-
-def parallel_info(here: Parallel) -> dict[str, int]:
-    """Return ranks and sizes of the data-, tensor-, pipeline- and context-parallel groups of this rank."""
-    return {
-        "dp_rank": here.dp_rank,
-        "dp_size": here.dp_size,
-        "tp_rank": here.tp_rank,
-        "tp_size": here.tp_size,
-        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
-        "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "cp_rank": parallel_state.get_context_parallel_rank(),
-        "cp_size": parallel_state.get_context_parallel_world_size(),
-    }
 
 
 def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
