@@ -128,16 +128,19 @@ def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
 
 
 def _profile(args: argparse.Namespace) -> int:
+    from launch.settings.config_loader import load
     from launch.settings.run_config import CONFIG_FILE
-    from learner.debug.profile_request import DIRECTORY, ProfileRequest, write_request
+    from learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
 
     root = Path(args.run_dir)
     if not (root / CONFIG_FILE).exists():
         raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {args.run_dir}")
     try:
-        request = ProfileRequest(steps=args.steps, memory=args.memory)
+        request = ProfileRequest(steps=args.steps, memory=args.memory, rank=args.rank)
+        request.refuse_unknown_rank(load(root / CONFIG_FILE).config.learner.num_ranks)
     except ValueError as bad:
         raise ValueError(f"--{bad}") from None
     write_request(root, request)
-    print(f"requested: rank 0 profiles its next {args.steps} steps, and writes {root / DIRECTORY}/profile_<first>_<last>.json.gz")
+    trace = root / DIRECTORY / trace_name(args.rank, "<first>", "<last>")
+    print(f"requested: rank {args.rank} profiles its next {args.steps} steps, and writes {trace}")
     return 0

@@ -40,7 +40,8 @@ def add(commands: "Commands") -> None:
     weights.add_argument("--model", type=Path, default=None, metavar="DIR", help=model)
     weights.add_argument("--json", action="store_true", help="print one JSON object per comparison")
 
-    profile = words.add_parser("profile", help="profile the next steps of a running learner (rank 0)")
+    profile = words.add_parser("profile", help="profile the next steps of one rank of a running learner")
     profile.add_argument("--run-dir", required=True, help="the run's directory on the machine of rank 0")
     profile.add_argument("--steps", type=int, default=2, metavar="N", help="steps to profile (default 2)")
+    profile.add_argument("--rank", type=int, default=0, metavar="R", help="rank that profiles (default 0)")
     profile.add_argument("--memory", action="store_true", help="record allocations as well")

@@ -25,6 +25,7 @@ from bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
 from launch.run import evaluated
 from launch.run.summary import SKIPPED
 from launch.samples.block import plain
+from learner.debug.report import LOOKS
 
 _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
@@ -106,6 +107,8 @@ class RunStatus(TypedDict):
     step: int
     planned: int
     minibatches_skipped: int
+    report_look: dict[int, int]
+    """Lines of the report on the first steps that want a look, by step; without ``debug.report`` empty."""
     reward: float | None
     evaluations: list[JsonObject]
     """Newest scores of each evaluation set."""
@@ -149,6 +152,7 @@ async def read_status(bus: Bus) -> RunStatus:
         "step": plans.newest.step if plans.newest is not None else 0,
         "planned": plans.planned,
         "minibatches_skipped": int(sum(plans.skipped.values())),
+        "report_look": plans.report_look,
         "reward": metrics.get("data/reward_mean"),
         "evaluations": [evaluated.line_of(record) for record in plans.evaluated.values()],
         "best": (await bus.rows("run").read(subjects.BEST_KEY))[0],
@@ -231,6 +235,7 @@ class _Plans:
     """Number of tasks given up, by reason."""
     skipped: dict[int, float] = field(default_factory=dict)
     """Number of minibatches with a loss or gradients that were not finite, by step."""
+    report_look: dict[int, int] = field(default_factory=dict)
     evaluated: dict[str, Evaluated] = field(default_factory=dict)
     """Newest scores of each evaluation set."""
 
@@ -249,6 +254,8 @@ async def _read_plans(bus: Bus) -> _Plans:
                 plans.dropped[record.reason] += len(record.seqs)
         elif isinstance(record, Done):
             plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
+            if LOOKS in record.metrics:
+                plans.report_look[record.step] = int(record.metrics[LOOKS])
             if plans.newest is None or record.step >= plans.newest.step:
                 plans.newest = record
         elif isinstance(record, Evaluated):
@@ -297,6 +304,11 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
     return sum(counts.values()) + sum(first is None or id < first for id in settled)
 
 
+def _report_in_words(look: Mapping[int, int]) -> str:
+    found = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
+    return found + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
+
+
 def print_status(console: Console, status: RunStatus) -> None:
     """Print the result of ``read_status`` as text and a table."""
     head = status["head"]
@@ -316,6 +328,8 @@ def print_status(console: Console, status: RunStatus) -> None:
         console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:
         console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
+    if status["report_look"]:
+        console.print(f"report  {_report_in_words(status['report_look'])}", markup=False)
     tasks, samples = status["tasks"], status["samples"]
     given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(

@@ -1,13 +1,13 @@
 """Collects the token-level data of a training step beside the trainer, and writes one file for each step and rank.
 
-    trainer --- record, row, update ---> copies on the CPU --- end of the step ---> file
+    trainer, critic --- record, row, update ---> copies on the CPU --- end of the step: routing of the earlier stages ---> files
 
 Nothing of it goes through Megatron's logging dictionary: its entries stay on the device until the step ends. Tensors are detached and
 copied to pinned host memory without waiting; one synchronization at the end of the step comes before they are read.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,152 +18,160 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bus.wire.json_object import JsonObject
-from learner.algorithms import diagnostics
-from learner.algorithms.objective import Tokens
-from learner.algorithms.outcome import TokenLoss
 from learner.data.batch import MicroBatch, StepBatch
 from learner.debug import train_file
+from learner.debug.fields import Fields
+from learner.layout.parallel import Parallel
+from learner.layout.stages import is_last, of_all
 
 log = logging.getLogger(__name__)
 
 LOGITS_POSITIONS = 4
 """Trainable tokens of each micro-batch whose logits are saved."""
-ACTOR = "actor"
-"""Role of the policy."""
+ACTOR, CRITIC = "actor", "critic"
+"""Roles: the policy, and the model of its values."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Files of one rank."""
-
-    path: str
-    """With ``{step}`` and ``{rank}``."""
-    rank: int
-    parallel_info: Mapping[str, int]
-    writes: bool
-    """False for a rank that has the same values as another one, or no logits: it collects nothing."""
-    anchor: str
-    """Log-probs that the importance ratio is against, as in ``AlgorithmConfig.anchor``."""
-    role: str = ACTOR
-    routing_layers: Sequence[int] = ()
-    """Layers with experts of the last pipeline stage."""
+Routed = Mapping[int, Sequence[Tensor]]
+"""Layer -> the fields ``train_file.ROUTING`` of all tokens of a row, in host memory."""
 
 
 @dataclass(slots=True)
-class _Update:
-    """The optimizer step under way, and its rows so far."""
+class _Pass:
+    """An optimizer step, or the record."""
 
+    micro_batches: Sequence[MicroBatch] = ()
     rows: list[dict[str, Tensor]] = field(default_factory=list)
-    loss_dict: dict[str, float] = field(default_factory=dict)
+    """Fields of each micro-batch."""
+    routed: Sequence[Routed] = ()
+    loss_dict: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
 
 
 class Collector:
-    """The data of one step at a time. A trainer without one has no cost."""
+    """The data of one step of one model at a time. A model without one has no cost. All methods are called on all ranks."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, path: str, here: Parallel, *, role: str = ACTOR) -> None:
+        """``path``: with ``{step}`` and ``{rank}``; the critic's file has another name beside it."""
+        self._path, self._here, self._role = path, here, role
+        self._keeps = here.tp_rank == 0
+        """False for a rank that has the same values as the first of its tensor-parallel group."""
+        self.writes = self._keeps and is_last(here)
+        """True for a rank that has the results of the model, which are those of the last stage, and writes files of them."""
         self._batch: StepBatch | None = None
-        self._record: list[dict[str, Tensor]] = []
-        self._updates: list[_Update] = []
-        self._open = _Update()
+        self._record, self._open = _Pass(), _Pass()
+        self._updates: list[_Pass] = []
 
-    def begin(
-        self, batch: StepBatch, first_pass: Sequence[tuple[Tensor, Tensor]], routed: Sequence[Mapping[str, Tensor]] | None = None
-    ) -> None:
-        """Begin a step. ``first_pass``: log-probs and entropies of each micro-batch before the first optimizer step.
+    def begin(self, batch: StepBatch, first_pass: Sequence[Fields], routed: Sequence[Routed] = ()) -> None:
+        """Begin a step. ``first_pass``: fields of each micro-batch before the first optimizer step; ``routed``: as for ``update``."""
+        self._batch, self._updates, self._open = batch, [], _Pass()
+        rows = [_on_host(fields) for fields in first_pass] if self.writes else []
+        self._record = _Pass(rows=rows, routed=routed if self._keeps else ())
 
-        ``routed``: the fields about the routing of each, if the model has experts.
-        """
-        self._batch, self._updates, self._open = batch, [], _Update()
-        rows = zip(first_pass, routed or [{}] * len(first_pass), strict=True) if self._target.writes else ()
-        self._record = [_on_host({"log_probs": a_T, "entropy": b_T, **more}) for (a_T, b_T), more in rows]
+    def row(self, fields: Fields) -> None:
+        """Take the fields of the next micro-batch; they come in the order of the batch."""
+        if self.writes:
+            self._open.rows.append(_on_host(fields))
 
-    def row(
-        self, seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, routed: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Take the values of the next micro-batch; they come in the order of the batch. ``routed``: as for ``begin``."""
-        if not self._target.writes:
-            return
-        values = {"advantages": seen.advantages_T, "current_log_probs": log_probs_T, "current_entropy": entropy_T}
-        anchor_T = seen.old_T if seen.old_T is not None else log_probs_T
-        if self._target.anchor == "rollout":
-            anchor_T = seen.rollout_T
-        ratio_T = (log_probs_T.detach() - anchor_T.detach()).exp()
-        values["policy_importance_ratio"] = torch.where(seen.mask_T, ratio_T, 1.0)
-        optional = {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T, "teacher_log_probs": seen.teacher_T}
-        optional |= {"values": seen.values_T, "returns": seen.returns_T}
-        if loss.weights is not None:
-            optional["tis_importance_weights"] = loss.weights.weight_T
-        values |= {name: value_T for name, value_T in optional.items() if value_T is not None}
-        self._open.rows.append(_on_host(values | dict(routed or {})))
+    def logits(self, logits_KV: Tensor, at_K: Tensor) -> None:
+        """Take logits of the micro-batch whose ``row`` came last: those that predict the targets at ``at_K``."""
+        if self.writes:
+            self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
-    def logits(self, hidden_TH: Tensor, weight_VH: Tensor, mask_T: Tensor, temperature: float) -> None:
-        """Take the logits of the first trainable tokens of the micro-batch whose ``row`` came last."""
-        if not self._target.writes:
-            return
-        at_K = mask_T.nonzero()[:LOGITS_POSITIONS, 0]
-        with torch.no_grad():
-            logits_KV = (hidden_TH.detach()[at_K] @ weight_VH.detach().t()).float() / (temperature or 1.0)
-        self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
-
-    def update(self, sums: diagnostics.Sums, grad_norm: float | None) -> None:
-        """End an optimizer step. ``sums``: diagnostics of this rank's rows."""
-        if self._target.writes:
-            self._open.loss_dict = {"loss": float(sums.totals["loss"]), **diagnostics.finalize(sums)}
-            self._open.grad_norm = grad_norm
-            self._updates.append(self._open)
-        self._open = _Update()
+    def update(self, loss_dict: Mapping[str, float], grad_norm: float | None, routed: Sequence[Routed] = ()) -> None:
+        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: where this stage sent each row; empty without experts."""
+        self._open.loss_dict, self._open.grad_norm = loss_dict, grad_norm
+        self._open.routed = routed if self._keeps else ()
+        self._updates.append(self._open)
+        self._open = _Pass()
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks."""
-        batch, target, self._batch = self._batch, self._target, None
+        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks. Collective over the stages."""
+        batch, self._batch = self._batch, None
         assert batch is not None, "begin comes before end"
-        if not target.writes:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the copies to pinned memory
-        path = Path(target.path.format(step=batch.step, rank=target.rank))
-        self._write(path, train_file.TRAIN, batch, self._updates, metrics)
-        record = _Update(rows=self._record)
-        self._write(train_file.record_path(path), train_file.RECORD, batch, [record], {})
-        log.info("training data saved step=%d path=%s", batch.step, path)
-        self._updates, self._record = [], []
+        if self._keeps:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # the copies to pinned memory
+            self._record.micro_batches = batch.micro_batches
+            size = len(batch.micro_batches) // len(self._updates)
+            for number, update in enumerate(self._updates):
+                update.micro_batches = batch.micro_batches[number * size : (number + 1) * size]
+            layers = self._with_routing()
+            if self.writes:
+                self._write(batch, metrics, layers)
+        self._updates, self._record = [], _Pass()
 
-    def _write(self, path: Path, kind: str, batch: StepBatch, updates: Sequence[_Update], metrics: Mapping[str, float]) -> None:
-        per_update = len(batch.micro_batches) // len(updates)
-        tensors: dict[str, NDArray[Any]] = {}
-        for number, update in enumerate(updates):
-            mine = batch.micro_batches[number * per_update : (number + 1) * per_update]
-            tensors |= {f"steps.{number}.{name}": value for name, value in _columns(batch, mine, update.rows).items()}
-        steps = [{"step_id": number, "loss_dict": update.loss_dict, "grad_norm": update.grad_norm} for number, update in enumerate(updates)]
-        header = {
-            "kind": kind,
-            "step": batch.step,
-            "rank": self._target.rank,
-            "role": self._target.role,
-            "num_steps": len(updates),
-            "parallel_info": dict(self._target.parallel_info),
-            "routing_layers": list(self._target.routing_layers),
-            "metrics": dict(metrics),
-            "steps": steps,
-        }
-        train_file.write(path, header, tensors)
+    # ---- routing
+
+    def _with_routing(self) -> list[int]:
+        """Add the routing of all stages to the rows of every pass, on the last stage. Returns the layers."""
+        passes, last = [self._record, *self._updates], is_last(self._here)
+        found = dict(_routing(passes)) if last else {}
+        if self._here.pp_size > 1:
+            sent = ((name, tensor.to(self._here.device)) for name, tensor in _routing(() if last else passes))
+            for name, tensor in of_all(sent, self._here):
+                if last:
+                    found[name] = tensor.cpu()
+        layers = sorted({int(name.split(".")[1]) for name in found})
+        for number, one in enumerate(passes if layers else ()):
+            lengths = [len(row.tokens_T) for row in one.micro_batches]
+            for name in train_file.ROUTING:
+                whole_TLX = torch.stack([found[f"{number}.{layer}.{name}"] for layer in layers], dim=1)
+                for row, values_TLX in zip(one.rows, whole_TLX.split(lengths), strict=True):
+                    row[name] = values_TLX
+        return layers
+
+    # ---- files
+
+    def _write(self, batch: StepBatch, metrics: Mapping[str, float], layers: Sequence[int]) -> None:
+        path = Path(self._path.format(step=batch.step, rank=self._here.rank))
+        path = path if self._role == ACTOR else train_file.critic_path(path)
+        for kind in (train_file.TRAIN, train_file.RECORD):
+            is_record = kind == train_file.RECORD
+            passes = [self._record] if is_record else self._updates
+            header = {
+                "kind": kind,
+                "rollout_id": batch.step,
+                "step": batch.step,
+                "rank": self._here.rank,
+                "role": self._role,
+                "num_steps": len(passes),
+                "parallel_info": self._here.info,
+                "routing_layers": list(layers),
+                "metrics": {} if is_record else dict(metrics),
+                "steps": [
+                    {"step_id": number, "loss_dict": dict(one.loss_dict), "grad_norm": one.grad_norm} for number, one in enumerate(passes)
+                ],
+            }
+            columns = [_columns(batch, one.micro_batches, one.rows) for one in passes]
+            tensors = {f"steps.{number}.{name}": value for number, fields in enumerate(columns) for name, value in fields.items()}
+            train_file.write(train_file.record_path(path) if is_record else path, header, tensors)
+        log.info("training data saved step=%d role=%s path=%s", batch.step, self._role, path)
 
 
-def _on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _routing(passes: Sequence[_Pass]) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``<pass>.<layer>.<field>`` of the layers of this stage, for the rows of the pass in one, [T, ...]."""
+    for number, one in enumerate(passes):
+        for layer in one.routed[0] if one.routed else ():
+            for place, name in enumerate(train_file.ROUTING):
+                yield f"{number}.{layer}.{name}", torch.cat([row[layer][place] for row in one.routed])
+
+
+def _on_host(values: Fields) -> dict[str, Tensor]:
     """Return detached copies in host memory; those of a device are complete after a synchronization."""
     return {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
 
 
-def _columns(batch: StepBatch, micro_batches: Sequence[MicroBatch], rows: Sequence[Mapping[str, Tensor]]) -> dict[str, NDArray[Any]]:
+def _columns(batch: StepBatch, micro_batches: Sequence[MicroBatch], rows: Sequence[Fields]) -> dict[str, NDArray[Any]]:
     """Return the fields of all sequences of these micro-batches, each flat."""
     parts: dict[str, list[NDArray[Any]]] = {}
     for micro_batch, values in zip(micro_batches, rows, strict=True):
         arrays = {name: value.numpy() for name, value in values.items()}
-        for name in ("logits_sample", "logits_positions"):
-            if name in arrays:
-                parts.setdefault(name, []).append(arrays.pop(name))
+        if "logits_sample" in arrays:
+            at_K = arrays.pop("logits_positions")
+            starts_K = micro_batch.cu_seqlens[np.searchsorted(micro_batch.cu_seqlens, at_K, side="right") - 1]
+            parts.setdefault("logits_sample", []).append(arrays.pop("logits_sample"))
+            parts.setdefault("logits_sequences", []).append(micro_batch.sequence_T[at_K])
+            parts.setdefault("logits_positions", []).append((at_K - starts_K + 1).astype(np.int32))
         for one in _sequences(batch, micro_batch, arrays):
             for name, value in one.items():
                 parts.setdefault(name, []).append(np.atleast_1d(value))

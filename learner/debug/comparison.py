@@ -14,7 +14,7 @@ from learner.debug.train_file import RECORD, ROUTING, TRAIN, Step, TrainDump
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative error of a module's output between two implementations that compute the same, by the coarser of their dtypes."""
-DECISIONS = ROUTING[0]
+DECISIONS, LOGITS = ROUTING[0], "logits_sample"
 VALUE_TOLERANCE = 1e-6
 """Largest difference between two values by token that count as equal."""
 IN_ORDER = (
@@ -30,10 +30,16 @@ IN_ORDER = (
         "values",
         "returns",
     ),
-    *("advantages", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
+    *("advantages", "logits_sample", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
+    "current_values",
 )
 """Fields of a train dump, each after those that it is made of."""
-OF_RECORD = (*((name, name) for name in ROUTING), ("current_log_probs", "log_probs"), ("current_entropy", "entropy"))
+OF_RECORD = (
+    *((name, name) for name in ROUTING),
+    ("current_log_probs", "log_probs"),
+    ("current_entropy", "entropy"),
+    ("current_values", "values"),
+)
 """Fields of a train dump, and the fields of its record that must be equal to them in the first optimizer step."""
 HINTS = (
     ("attention.qkv", "weights, order or biases of query, key and value, or the norm before them"),
@@ -121,8 +127,10 @@ def _of_module(name: str, ours: ModuleDump, theirs: ModuleDump) -> Difference:
 def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = None) -> Comparison:
     """Compare two train dumps, two records, or a train dump with its record: the sequences that both have, field by field.
 
-    Raises ValueError for dumps of different steps, or without a common sequence.
+    Raises ValueError for dumps of different steps or roles, or without a common sequence.
     """
+    if ours.role != theirs.role:
+        raise ValueError(f"role: want the same in both dumps, got {ours.role} and {theirs.role}")
     if ours.step != theirs.step:
         raise ValueError(f"step: want the same in both dumps, got {ours.step} and {theirs.step}")
     limit = VALUE_TOLERANCE if tolerance is None else tolerance
@@ -175,7 +183,8 @@ def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str
                 continue
             compared[left] = None
             of = _of_decisions if left == DECISIONS else _of_field
-            found = of(left, ours, matches, theirs.debug_data[right])
+            places = _matches_of_logits(ours.debug_data, theirs.debug_data) if left == LOGITS else matches
+            found = of(left, ours, places, theirs.debug_data[right])
             if not found.largest <= limit:
                 differences.append(found)
     if not shared:
@@ -189,6 +198,17 @@ def _matches(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int
     there = {int(one): index for index, one in enumerate(theirs.get("sequence_ids", ()))}
     here = enumerate(ours.get("sequence_ids", ()))
     return [(int(one), index, there[int(one)]) for index, one in here if int(one) in there]
+
+
+def _matches_of_logits(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int]]:
+    """Return (sequence, row of logits in ours, in theirs) of the tokens that both have logits of; older files have no place of them."""
+    keys = [
+        [(int(sequence), int(position)) for sequence, position in zip(one["logits_sequences"], one["logits_positions"], strict=True)]
+        if "logits_sequences" in one
+        else []
+        for one in (ours, theirs)
+    ]
+    return [(key[0], index, keys[1].index(key)) for index, key in enumerate(keys[0]) if key in keys[1]]
 
 
 def _of_decisions(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:

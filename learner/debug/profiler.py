@@ -1,6 +1,7 @@
-"""The profiler of rank 0: traces of the steps that a request asks for.
+"""The profiler of one rank: traces of the steps that a request asks for.
 
-<run>/debug/profile.request -> torch profiler around the next steps -> <run>/debug/profile_<first>_<last>.json.gz
+<run>/debug/profile.request -> rank 0 -> the rank: torch profiler around its next steps
+    -> <run>/debug/profile_rank<r>_<first>_<last>.json.gz
 """
 
 import logging
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from learner.debug.profile_request import DIRECTORY, ProfileRequest, take_request
+from learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +21,20 @@ MEMORY_EVENTS = 100_000
 
 
 class Profiler:
-    """Profiles steps on request. Without a request a step costs one look for a file."""
+    """Profiles steps on request. Without a request it does nothing."""
 
-    def __init__(self, root: Path, *, on_cuda: bool) -> None:
+    def __init__(self, root: Path, *, rank: int, on_cuda: bool) -> None:
         """``root``: directory of the run."""
-        self._root, self._on_cuda = root, on_cuda
+        self._root, self._rank, self._on_cuda = root, rank, on_cuda
         self._running: profile | None = None
         self._request: ProfileRequest | None = None
+        self._pending: ProfileRequest | None = None
         self._first = self._last = 0
+
+    def request(self, request: ProfileRequest) -> None:
+        """Profile the next steps, behind a profile that is running; the newest request counts. One for another rank is passed over."""
+        if request.rank == self._rank:
+            self._pending = request
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -45,10 +52,7 @@ class Profiler:
             self._end(max(self._first, self._last))
 
     def _begin(self, step: int) -> None:
-        try:
-            self._request = take_request(self._root)
-        except ValueError as error:
-            log.warning("profile not begun: %s", error)
+        self._request, self._pending = self._pending, None
         if self._request is None:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
@@ -57,14 +61,14 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=self._request.memory)
         self._running.__enter__()
-        log.info("profile begun step=%d steps=%d memory=%s", step, self._request.steps, self._request.memory)
+        log.info("profile begun rank=%d step=%d steps=%d memory=%s", self._rank, step, self._request.steps, self._request.memory)
 
     def _end(self, step: int) -> None:
         running, request = self._running, self._request
         assert running is not None and request is not None
         self._running = self._request = None
         running.__exit__(None, None, None)
-        trace = self._root / DIRECTORY / f"profile_{self._first}_{step}.json.gz"
+        trace = self._root / DIRECTORY / trace_name(self._rank, self._first, step)
         trace.parent.mkdir(parents=True, exist_ok=True)
         aside = trace.with_name(f".{trace.name}")  # the profiler compresses a name that ends in .gz
         running.export_chrome_trace(str(aside))

@@ -4,10 +4,14 @@ Source of the questions: "Aligning Precision" of slime's debugging page.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from learner.debug.excerpt import Excerpt
+
 OK, LOOK = "ok", "LOOK"
+LOOKS = "debug/report_look"
+"""Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
 """Mean log-prob (nats, negated) of sampled tokens above which they are unlikely under the model that sampled them."""
 UNIFORM_SHARE = 0.7
@@ -33,9 +37,11 @@ class Facts:
     own_reference: bool
     """True if the reference model has the weights that step 1 starts from."""
     minibatches: int
-    memory: Mapping[str, float]
-    """Bytes by kind: ``host`` (resident), ``device`` (peak of the step)."""
-    before: Mapping[str, float] | None = None
+    memory: Mapping[str, Sequence[float]]
+    """Bytes of each rank by kind: ``host`` (resident), ``device`` (peak of the step)."""
+    excerpt: Excerpt | None = None
+    """A sampled text; None = no token was sampled."""
+    before: Mapping[str, Sequence[float]] | None = None
     """``memory`` of the step before; None for the first."""
 
 
@@ -69,6 +75,8 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
         )
         found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}"
         lines.append(Line(subject="rollout", found=found, good=-facts.log_prob_mean <= UNLIKELY, look_at=look))
+    if facts.excerpt is not None:
+        lines.append(_text(facts.excerpt))
     if "train/entropy" in metrics:
         uniform = math.log(facts.vocab_size)
         found = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
@@ -79,6 +87,19 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
         look = "sampling.max_new_tokens, the end tokens of the model, and whether the text is coherent (tidemill tail)"
         lines.append(Line(subject="finished responses", found=f"{finished:.0%}", good=finished >= FINISHED_SHARE, look_at=look))
     return lines
+
+
+def _text(one: Excerpt) -> Line:
+    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a verdict."""
+    shown = f"...{one.prompt!r} -> {one.response!r}..."
+    if one.missing:
+        shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
+    look = (
+        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, the chat template, or a model "
+        "that was not tuned on such text"
+    )
+    found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
+    return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= UNLIKELY, look_at=look)
 
 
 def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
@@ -122,11 +143,16 @@ def _gradient(metrics: Mapping[str, float]) -> Line:
     return Line(subject="gradient", found=found, good=good, look_at=look)
 
 
-def _memory(before: Mapping[str, float], now: Mapping[str, float]) -> list[Line]:
+def _memory(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> list[Line]:
+    """Compare the memory of every rank with that after the step before; the largest of each is shown."""
     lines = []
     for kind in sorted(before.keys() & now.keys()):
-        growth = now[kind] / before[kind] if before[kind] else 1.0
-        found = f"{now[kind] / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
+        growths = [after / was if was else 1.0 for after, was in zip(now[kind], before[kind], strict=True)]
+        largest, growth = max(now[kind]), max(growths)
+        found = f"{largest / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
+        if len(growths) > 1:
+            ranks = now[kind].index(largest), growths.index(growth)
+            found = f"at most {largest / 2**20:.0f} MiB (rank {ranks[0]}), {growth:.2f} x that of the step before (rank {ranks[1]})"
         look = "learner.max_tokens_per_micro_batch, and memory that stays after a step (tidemill debug profile --memory)"
         lines.append(Line(subject=f"memory, {kind}", found=found, good=growth <= GROWTH, look_at=look))
     return lines

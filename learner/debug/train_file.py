@@ -1,11 +1,11 @@
 """The training data of one step and rank in a file, and its reader. Knows numpy, no torch.
 
-    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, step, rank, role, parallel_info, routing_layers, metrics,
-    steps}
+    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, rollout_id, step, rank, role, parallel_info,
+    routing_layers, metrics, steps}; rollout_id and step are the same number
     tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or total_lengths
 
 ``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``, ``entropy`` and the
-routing in place of the rest.
+routing in place of the rest; that of a critic (role ``critic``) has ``values``.
 """
 
 import json
@@ -25,12 +25,13 @@ from learner.errors import DebugFileRefused
 
 Array = NDArray[Any]
 METADATA, TRAIN, RECORD, MODULES = "tidemill", "train", "record", "modules"
-ROUTING = ("routing_decisions", "routing_scores")
-"""Fields with a value for each layer with experts and each expert of a token, [layers, K]."""
+ROUTING = ("routing_decisions", "routing_weights", "routing_scores")
+"""Fields by token and layer with experts: its experts, their weights, and its affinities to all experts."""
 BY_TOTAL = ("unconcat_tokens", *ROUTING)
 """Fields with values for each token of a sequence."""
 BY_RESPONSE = (
-    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns", "values"),
+    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns"),
+    *("values", "current_values"),
     *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "log_probs", "entropy"),
 )
 """Fields with a value for each token of a response."""
@@ -48,7 +49,7 @@ class Step:
     grad_norm: float | None
     """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
     debug_data: JsonMapping
-    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_sample)."""
+    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_*)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,12 @@ class TrainDump:
     """Metrics of the whole step over all ranks; empty in a record."""
     steps: Sequence[Step]
     routing_layers: Sequence[int] = ()
-    """Layers of the fields ``ROUTING``: those with experts of the last pipeline stage."""
+    """Layers of the fields ``ROUTING``: those with experts."""
+
+    @property
+    def rollout_id(self) -> int:
+        """``step``, by the name that slime has for it."""
+        return self.step
 
     @property
     def num_steps(self) -> int:
@@ -75,6 +81,11 @@ class TrainDump:
 def record_path(path: Path) -> Path:
     """Return the file of the forward pass that belongs to a train dump: ``name_record.suffix``."""
     return path.with_name(f"{path.stem}_record{path.suffix}")
+
+
+def critic_path(path: Path) -> Path:
+    """Return the file of the critic that belongs to a train dump: ``name_critic.suffix``."""
+    return path.with_name(f"{path.stem}_critic{path.suffix}")
 
 
 def write(path: Path, header: Mapping[str, object], tensors: Mapping[str, Array]) -> None:

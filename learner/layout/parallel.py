@@ -59,6 +59,17 @@ class Parallel:
         }
 
     @property
+    def info(self) -> dict[str, int]:
+        """Ranks and sizes of the data-, tensor-, pipeline- and context-parallel groups of this rank."""
+        places = {
+            "dp": (self.dp_rank, self.dp_size),
+            "tp": (self.tp_rank, self.tp_size),
+            "pp": (self.pp_rank, self.pp_size),
+            "cp": (self.cp_rank, self.cp_size),
+        }
+        return {f"{axis}_{name}": value for axis, place in places.items() for name, value in zip(("rank", "size"), place, strict=True)}
+
+    @property
     def last_stage(self) -> int:
         """Global rank of the last stage of this rank's pipeline."""
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)

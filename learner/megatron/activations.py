@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,20 +32,6 @@ from learner.megatron.schedule import run_rows
 
 Take = Callable[[Any, Any, Any], None]
 LOG_PROBS = "log_probs"
-
-
-def parallel_info(here: Parallel) -> dict[str, int]:
-    """Return ranks and sizes of the data-, tensor-, pipeline- and context-parallel groups of this rank."""
-    return {
-        "dp_rank": here.dp_rank,
-        "dp_size": here.dp_size,
-        "tp_rank": here.tp_rank,
-        "tp_size": here.tp_size,
-        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
-        "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "cp_rank": parallel_state.get_context_parallel_rank(),
-        "cp_size": parallel_state.get_context_parallel_world_size(),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,9 @@ from torch import Tensor
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.gae_vtrace import value_clipped, value_loss
 from learner.algorithms.objective import Tokens
+from learner.data.batch import StepBatch
+from learner.debug.collector import Collector
+from learner.debug.fields import Fields, of_critic
 from learner.layout.stages import of_last, tensors_of_last
 from learner.megatron.layers.context import gather_parts
 from learner.megatron.layers.kernels import Wanted
@@ -53,9 +56,9 @@ class _Update:
 class Critic:
     """A value function that is trained beside a policy. All methods are collective over all ranks."""
 
-    def __init__(self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig) -> None:
-        """``model``: one with a value head (``build_policy(..., value_head=True)``)."""
-        self.model, self.optimizer, self._config = model, optimizer, config
+    def __init__(self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig, collector: Collector | None = None) -> None:
+        """``model``: one with a value head (``build_policy(..., value_head=True)``). ``collector``: gets the values of each token."""
+        self.model, self.optimizer, self._config, self._collector = model, optimizer, config, collector
         self._clip = config.value_clip or math.inf
 
     def warms_up(self, step: int) -> bool:
@@ -74,15 +77,34 @@ class Critic:
         values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
-    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], step: int, *, summed: Summed) -> dict[str, float]:
-        """Take an optimizer step for each minibatch; its rows have ``values_T`` and ``returns_T``. Returns the metrics ``critic/``.
+    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed) -> dict[str, float]:
+        """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
+
+        Returns the metrics ``critic/``.
 
         The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks. A
         minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would still move.
         """
-        fit = summed(torch.stack([_fit_sums(row.seen) for rows, _ in minibatches for row in rows]).sum(0))
-        updates = [self._minibatch(rows, denominators, step) for rows, denominators in minibatches if denominators.tokens]
+        every = [row.seen for rows, _ in minibatches for row in rows]
+        fit = summed(torch.stack([_fit_sums(seen) for seen in every]).sum(0))
+        if self._collector is not None:
+            self._collector.begin(batch, [_first_pass(seen) for seen in every])
+        updates = []
+        for rows, denominators in minibatches:
+            if denominators.tokens:
+                updates.append(self._minibatch(rows, denominators, batch.step))
+            elif self._collector is not None:
+                for _ in rows:
+                    self._collector.row({})
+                self._collector.update({}, None)
         self.model.gather()
+        metrics = self._metrics(updates, fit, summed=summed)
+        if self._collector is not None:
+            self._collector.end(metrics)
+        return metrics
+
+    def _metrics(self, updates: Sequence[_Update], fit: Tensor, *, summed: Summed) -> dict[str, float]:
+        """Return the metrics of the optimizer steps that were not skipped, over all ranks."""
         taken = [update for update in updates if update.norm is not None]
         metrics = {
             "critic/skipped_minibatches": float(len(updates) - len(taken)),
@@ -104,6 +126,9 @@ class Critic:
         here = self.model.parallel
         sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), here).to(here.device)
         norm, rate = self.optimizer.step(step, loss=float(sums[0]))
+        if self._collector is not None:
+            loss, clipped, tokens = sums.tolist()
+            self._collector.update({"loss": loss, "clip_fraction": clipped / max(1.0, tokens)}, norm)
         return _Update(sums, norm, rate)
 
     def _whole(self, values_C1: Tensor) -> Tensor:
@@ -114,13 +139,15 @@ class Critic:
     def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
         seen, values_T = row.seen, self._whole(values_C1)[:, 0]
         assert seen.values_T is not None and seen.returns_T is not None
+        if self._collector is not None:
+            self._collector.row(of_critic(seen, values_T))
         place = (values_T, seen.values_T, seen.returns_T, seen.mask_T)
         total = aggregate(value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean")
         clipped = value_clipped(*place, clip=self._clip).sum()
         return total, torch.stack([total.detach().double(), clipped.double(), seen.mask_T.sum().double()])
 
 
-def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path) -> Critic | None:
+def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path, collector: Collector | None = None) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
     It starts from ``learner.critic.path``, or from ``model_dir``, with a value head of zeros. Its routers, if it has any, choose anew in
@@ -138,7 +165,12 @@ def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path) -> Crit
         value_head=True,
     )
     optimizer = PolicyOptimizer(model, learner.critic.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
-    return Critic(model, optimizer, learner.critic)
+    return Critic(model, optimizer, learner.critic, collector)
+
+
+def _first_pass(seen: Tokens) -> Fields:
+    assert seen.values_T is not None
+    return {"values": seen.values_T}
 
 
 def _fit_sums(seen: Tokens) -> Tensor:

@@ -10,7 +10,6 @@ Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,16 +21,6 @@ from torch import Tensor
 from learner.layout.parallel import Parallel
 from learner.megatron.layers.attention import PackedRow
 from learner.megatron.layers.context import gather_parts
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """Where one pass has sent the tokens of a row; L = layers with experts of this pipeline stage, in order."""
-
-    experts_TLK: Tensor
-    """int32, in ascending order of the ids."""
-    shares_TLK: Tensor
-    """Weights of these experts in the token's output."""
 
 
 class Routing:
@@ -86,38 +75,26 @@ class Routing:
                 replay.clear_router_replay_action()
                 replay.clear_indices()
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers of this stage that have experts."""
-        return tuple(sorted(self._all))
+    def observe(self, here: Parallel) -> None:
+        """From now on every row keeps in ``PackedRow.routed`` where its last pass sent the tokens of the whole row.
 
-    def observe(self) -> None:
-        """From now on every row keeps where its last pass sent its tokens, for ``routed``. Costs a synchronization per layer."""
-        for layer, router in self._all.items():
-            router.register_forward_hook(partial(self._note, layer))
-
-    def _note(self, layer: int, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        if self._row is not None:  # not in a pass of recomputation, which comes behind that of its row
-            shares_TE, sent_TE = (output.detach() for output in outputs)
-            experts_TK = sent_TE.nonzero()[:, 1].view(-1, router.topk)
-            self._row.routed[layer] = experts_TK.int(), shares_TE.gather(1, experts_TK)
-
-    def routed(self, packed: PackedRow, here: Parallel) -> Routed | None:
-        """Return where the last pass sent the tokens of the whole row, on every rank of it, and forget it; None without experts.
-
-        Collective over the ranks of a row.
+        A layer costs a synchronization, and a collective where other ranks have other tokens of the row.
         """
-        if not packed.routed:
-            return None
-        layers = [packed.routed.pop(layer) for layer in self.layers]
-        found = []
-        for values in zip(*layers, strict=True):
-            values_TLK = torch.stack(values, dim=1)
+        for layer, router in self._all.items():
+            router.register_forward_hook(partial(self._note, layer, here))
+
+    def _note(self, layer: int, here: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        if self._row is None:  # a pass of recomputation, which comes behind that of its row
+            return
+        with torch.no_grad():
+            weights_TE, sent_TE = outputs
+            experts_TK = sent_TE.nonzero()[:, 1].view(-1, router.topk)
+            found: tuple[Tensor, ...] = experts_TK.int(), weights_TE.gather(1, experts_TK), _affinities(router, inputs[0])
             # With experts, tensor parallelism is never without sequence parallelism.
             for size, group in ((here.tp_size, here.tp_group), (here.cp_size, here.cp_group)):
-                values_TLK = gather_parts(values_TLK, group) if size > 1 else values_TLK
-            found.append(values_TLK)
-        return Routed(*found)
+                found = tuple(gather_parts(values, group) for values in found) if size > 1 else found
+            # To the host at once: the rows of a step together would fill the device.
+            self._row.routed[layer] = tuple(values.to("cpu", non_blocking=True) for values in found)
 
     @contextmanager
     def row(self, packed: PackedRow) -> Iterator[None]:
@@ -148,3 +125,9 @@ class Routing:
     def _act(self, action: RouterReplayAction) -> None:
         for replay in self._replays:
             replay.set_router_replay_action(action)
+
+
+def _affinities(router: Any, hidden: Tensor) -> Tensor:
+    """Return the affinity of each token to all experts, [T, E] float32: before groups, the bias of experts and the choice."""
+    logits_TE = router.gating(hidden).flatten(0, -2).float()
+    return logits_TE.sigmoid() if router.score_function == "sigmoid" else logits_TE.softmax(-1)

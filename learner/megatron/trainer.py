@@ -28,10 +28,12 @@ from learner.algorithms.supervised import Supervised
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.data.batch import StepBatch
 from learner.data.truncation import without_truncated
-from learner.debug.collector import Collector
+from learner.debug import fields
+from learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from learner.errors import ConfigRefused
 from learner.layout.stages import of_last, tensors_of_last
 from learner.megatron.balance import balanced
+from learner.megatron.chosen_logits import logits_at
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
 from learner.megatron.layers.context import gather_parts
@@ -92,7 +94,7 @@ class Trainer:
         """
         self._collector = collector
         if collector is not None:
-            policy.routing.observe()
+            policy.routing.observe(policy.parallel)
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, others.proximal, others.reference
         self._others = OtherWeights(policy)
         self._objective, self._algorithm = Objective(algorithm), algorithm
@@ -150,7 +152,8 @@ class Trainer:
             if self._collector is not None:
                 with self._policy.routing.given():
                     first_pass = self._forward_only(rows, step.temperature)
-                    self._collector.begin(batch, first_pass, [self._routed(row) for row in rows])
+                passed = [{"log_probs": log_probs_T, "entropy": entropy_T} for log_probs_T, entropy_T in first_pass]
+                self._collector.begin(batch, passed, _routed(rows))
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
             minibatches = [
@@ -159,7 +162,7 @@ class Trainer:
             ]
             taught = {}
             if self._critic is not None:
-                taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch.step, summed=self._summed)
+                taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed)
             updates = [self._minibatch(part, step, terms, batch.step) for part, terms in minibatches]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
@@ -276,7 +279,7 @@ class Trainer:
             parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
         sums = self._sums(parts)
         if warms_up:  # the metrics are those of the policy that stays
-            return self._collected(_Update(sums=sums, norm=0.0, rate=0.0))
+            return self._collected(_Update(sums=sums, norm=0.0, rate=0.0), rows)
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
@@ -286,15 +289,16 @@ class Trainer:
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
                 bias.copy_(before)
-        return self._collected(_Update(sums=sums, norm=norm, rate=rate))
+        return self._collected(_Update(sums=sums, norm=norm, rate=rate), rows)
 
     def _warms_up(self, step: int) -> bool:
         """Return whether the critic alone is trained in this step."""
         return self._critic is not None and self._critic.warms_up(step)
 
-    def _collected(self, update: _Update) -> _Update:
+    def _collected(self, update: _Update, rows: list[Row]) -> _Update:
         if self._collector is not None:
-            self._collector.update(update.sums, update.norm)
+            losses = {"loss": float(update.sums.totals["loss"]), **diagnostics.finalize(update.sums)}
+            self._collector.update(losses, update.norm, _routed(rows))
         return update
 
     def _denominators(self, step: Step, minibatch: int) -> _Terms:
@@ -397,11 +401,6 @@ class Trainer:
             found = gather_parts(found, here.cp_group)
         return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None
 
-    def _routed(self, row: Row) -> dict[str, Tensor]:
-        """Return where the last pass sent the tokens of a row, as fields of a dump. Collective over the ranks of a row."""
-        found = self._policy.routing.routed(row.packed, self._policy.parallel)
-        return {} if found is None else {"routing_decisions": found.experts_TLK, "routing_scores": found.shares_TLK}
-
     def _loss(
         self,
         row: Row,
@@ -418,9 +417,12 @@ class Trainer:
             log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale, listed_TK=listed_TK
         )
         if self._collector is not None:
-            self._collector.row(seen, log_probs_T, entropy_T, loss, self._routed(row))
-            if self._policy.parallel.cp_size == 1:  # else the hidden states are of a part of the row
-                self._collector.logits(hidden_TH, output_weight(self._policy.chunks[-1]), seen.mask_T, step.temperature)
+            self._collector.row(fields.of_policy(seen, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor)))
+            at_K = seen.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
+            if len(at_K):
+                weight_VH = output_weight(self._policy.chunks[-1])
+                logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=step.temperature)
+                self._collector.logits(logits_KV, at_K)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
         )
@@ -438,6 +440,11 @@ class Trainer:
         if self._algorithm.ess_lr:
             more["ess"] = sequence_weight_sums(log_probs_T, seen)
         return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
+
+
+def _routed(rows: list[Row]) -> list[Routed]:
+    """Return where the last pass sent the tokens of each row, in the layers of this stage."""
+    return [dict(row.packed.routed) for row in rows]  # a copy, because the next pass writes into the same map
 
 
 def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:

@@ -5,21 +5,25 @@ Consumes the batches and metrics of the rank, beside its steps. Produces files a
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from learner.data.batch import StepBatch
-from learner.debug.collector import Collector, Target
+from learner.debug.collector import CRITIC, Collector
 from learner.debug.config import DebugConfig, DumpModulesConfig
+from learner.debug.excerpt import excerpt
 from learner.debug.module_file import write_modules
+from learner.debug.profile_request import ProfileRequest, take_request
 from learner.debug.profiler import Profiler
 from learner.debug.prompts import read_prompts
-from learner.debug.report import Facts, report
-from learner.megatron.activations import module_outputs, parallel_info
+from learner.debug.report import LOOKS, Facts, report
+from learner.layout.parallel import Parallel
+from learner.megatron.activations import module_outputs
 from learner.megatron.model import Policy
 from learner.settings.config import LearnerConfig
 
@@ -31,26 +35,29 @@ REPORTED_STEPS = 2
 class RankDebug:
     """The tools that the settings ask for. With the default settings it has one log report, and no cost after step 2."""
 
-    def __init__(self, config: DebugConfig, learner: LearnerConfig, policy: Policy, root: Path) -> None:
-        """``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy, self._root = config, learner, policy, root
-        self._memory: dict[str, float] | None = None
-        on_cuda = policy.parallel.device.type == "cuda"
-        self._profiler = Profiler(root, on_cuda=on_cuda) if policy.parallel.rank == 0 else None
-        self.collector: Collector | None = None
-        if config.save_train:
-            info = parallel_info(policy.parallel)
-            writes = info["tp_rank"] == 0 and info["pp_rank"] == info["pp_size"] - 1
-            anchor = str(learner.algorithm.anchor)
-            target = Target(
-                path=config.save_train,
-                rank=policy.parallel.rank,
-                parallel_info=info,
-                writes=writes,
-                anchor=anchor,
-                routing_layers=policy.routing.layers,
-            )
-            self.collector = Collector(target)
+    def __init__(self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path) -> None:
+        """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
+        self._config, self._learner, self._policy, self._model_dir, self._root = config, learner, policy, model_dir, root
+        here = policy.parallel
+        self._memory = StepMemory(here)
+        self._before: Mapping[str, Sequence[float]] | None = None
+        self._profiler = Profiler(root, rank=here.rank, on_cuda=here.device.type == "cuda")
+        self.collector = Collector(config.save_train, here) if config.save_train else None
+        self.critic_collector = Collector(config.save_train, here, role=CRITIC) if config.save_train else None
+
+    def take_request(self) -> ProfileRequest | None:
+        """Return the request for a profile that a command has written, on rank 0; None without one, and on the others."""
+        if self._policy.parallel.rank:
+            return None
+        try:
+            return take_request(self._root, dist.get_world_size())
+        except ValueError as error:
+            log.warning("profile not begun: %s", error)
+            return None
+
+    def profile(self, request: ProfileRequest) -> None:
+        """Profile the next steps, if the request names this rank."""
+        self._profiler.request(request)
 
     @contextmanager
     def around(self, batch: StepBatch) -> Iterator[None]:
@@ -58,7 +65,9 @@ class RankDebug:
         dump = self._config.dump_modules
         if dump.step and batch.step == dump.step:
             self._dump(dump, batch.step)
-        with self._profiler.around(batch.step) if self._profiler is not None else nullcontext():
+        if self._reports(batch):
+            self._memory.begin()
+        with self._profiler.around(batch.step):
             yield
 
     def _dump(self, dump: DumpModulesConfig, step: int) -> None:
@@ -71,34 +80,66 @@ class RankDebug:
 
     def close(self) -> None:
         """End a profile that has not ended."""
-        if self._profiler is not None:
-            self._profiler.close()
+        self._profiler.close()
 
-    def after(self, batch: StepBatch, metrics: dict[str, float]) -> None:
-        """Log the report after the first two steps of a run."""
-        if not self._config.report or self._policy.parallel.rank != 0 or batch.step > REPORTED_STEPS:
-            return
-        memory = self._measured()
+    def _reports(self, batch: StepBatch) -> bool:
+        return self._config.report and batch.step <= REPORTED_STEPS
+
+    def after(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
+        """Log the report after the first two steps of a run, on rank 0. Collective over all ranks.
+
+        Returns the metric ``debug/report_look``, where there is a report.
+        """
+        if not self._reports(batch):
+            return {}
+        memory = self._memory.of_all_ranks()
+        if self._policy.parallel.rank != 0:
+            return {}
         facts = Facts(
             vocab_size=self._policy.bridge.hf_config.vocab_size,
             dtype=self._policy.dtype,
             log_prob_mean=_log_prob_mean(batch),
+            excerpt=excerpt(batch, self._model_dir),
             own_reference=not self._learner.algorithm.kl.reference,
             minibatches=batch.num_minibatches,
             memory=memory,
-            before=self._memory,
+            before=self._before,
         )
-        self._memory = memory
-        for line in report(batch.step, metrics, facts):
+        self._before = memory
+        lines = report(batch.step, metrics, facts)
+        for line in lines:
             log.log(logging.INFO if line.good else logging.WARNING, "report step=%d %s", batch.step, line)
+        return {LOOKS: float(sum(not line.good for line in lines))}
 
-    def _measured(self) -> dict[str, float]:
-        """Return the resident memory of this process, and the peak of its device so far."""
+
+class StepMemory:
+    """Memory of a step: the resident memory of the process behind it, and the peak of its device."""
+
+    def __init__(self, here: Parallel) -> None:
+        self._here, self._on_cuda, self._allocated = here, here.device.type == "cuda", 0
+
+    def begin(self) -> None:
+        """Begin a step: its peak is apart from that of loading the model."""
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._here.device)
+            self._allocated = torch.cuda.memory_allocated(self._here.device)
+
+    def of_all_ranks(self) -> dict[str, list[float]]:
+        """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
+
+        The peak of a step is increased by what the step has left allocated. In the first one that is the optimizer's state, beside which
+        the activations of the second one are.
+        """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        found = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}
-        if self._policy.parallel.device.type == "cuda":
-            found["device"] = float(torch.cuda.memory_allocated(self._policy.parallel.device))
-        return found
+        kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}
+        if self._on_cuda:
+            device = self._here.device
+            left = max(0, torch.cuda.memory_allocated(device) - self._allocated)
+            kinds["device"] = float(torch.cuda.max_memory_allocated(device) + left)
+        own_K = torch.tensor(list(kinds.values()), dtype=torch.float64, device=self._here.device)
+        found_RK = [torch.empty_like(own_K) for _ in range(dist.get_world_size())]
+        dist.all_gather(found_RK, own_K)
+        return dict(zip(kinds, torch.stack(found_RK, dim=1).tolist(), strict=True))
 
 
 def _log_prob_mean(batch: StepBatch) -> float | None:

@@ -54,6 +54,7 @@ from learner.ranks.checkpoints import Checkpoints
 from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.saved_models import SavedModels
+from learner.ranks.step_agreement import agreed
 from learner.settings.config import LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
@@ -97,7 +98,7 @@ def _take_steps(
             feed = stack.enter_context(_feed_client(places, here, on_wait=idle))
             start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
             policy = _policy(places.model_dir, learner, here)
-            tools = RankDebug(debug, learner, policy, places.final_dir.parent)
+            tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
             stack.callback(tools.close)
             rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
             # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
@@ -226,7 +227,7 @@ class Rank:
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._reference = open_reference(policy, places.model_dir, learner.algorithm)
-        critic = open_critic(learner, policy, places.model_dir)
+        critic = open_critic(learner, policy, places.model_dir, debug.critic_collector)
         self._trainer = Trainer(
             policy,
             self._optimizer,
@@ -323,8 +324,10 @@ class Rank:
     def _step(self, batch: StepBatch, start: Start) -> None:
         with self._debug.around(batch):
             trained = self._trainer.train(batch)
-        self._debug.after(batch, trained)
-        metrics = self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
+        reported = self._debug.after(batch, trained)
+        metrics = (
+            reported | self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
+        )
         note_step(self._places.progress)
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
@@ -389,11 +392,10 @@ class Rank:
             except Draining:
                 batch = None
         assert not isinstance(batch, End), f"the feeder ends before step {step}"
-        # All ranks leave or none: a rank that went on alone would wait for the others in its first collective.
-        leaving = torch.tensor([batch is None], dtype=torch.int32, device=self._here.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(leaving, dist.ReduceOp.MAX)
-        return None if leaving.item() else batch
+        leave, request = agreed(leaves=batch is None, request=self._debug.take_request(), here=self._here)
+        if request is not None:
+            self._debug.profile(request)
+        return None if leave else batch
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

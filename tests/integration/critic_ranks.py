@@ -10,6 +10,7 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
+from learner.debug.collector import Collector
 from learner.layout.parallel import Parallel, Replicas
 from learner.megatron import state
 from learner.megatron.critic import Critic, open_critic
@@ -80,17 +81,20 @@ def build(
     learner: LearnerConfig | None = None,
     offload: bool = False,
     recompute: str = "none",
+    saves: str = "",
     **algorithm: Any,
 ) -> Built:
-    """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``."""
+    """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``. ``saves``: place of dumps."""
     learner = learner or LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm)))
     learner = replace(learner, offload_optimizer=offload, recompute=recompute)
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
     optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
     reference = open_reference(policy, model_dir, learner.algorithm)
-    critic = open_critic(learner, policy, model_dir)
+    collectors = [Collector(saves, here, role=role) if saves else None for role in ("actor", "critic")]
+    critic = open_critic(learner, policy, model_dir, collectors[1])
     assert critic is not None
-    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=OtherPolicies(reference=reference.weights), critic=critic)
+    others = OtherPolicies(reference=reference.weights)
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others, critic=critic, collector=collectors[0])
     return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
 
 
@@ -114,7 +118,8 @@ def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> Non
         }
     for name, sizes in LAYOUTS.items():
         with joined(**sizes) as here:
-            results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none")
+            saves = f"{out}/{name}_{{step}}_{{rank}}.safetensors"
+            results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none", saves=saves)
             results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
     for name, sizes in {
         "ep2 of experts": {"expert_parallel_size": 2},

@@ -12,6 +12,7 @@ from torch import Tensor
 from bus.config import BusConfig
 from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
+from learner.debug.config import DebugConfig
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.places import RankPlaces
 from learner.ranks.rank import main
@@ -43,4 +44,5 @@ def run(settings: dict[str, dict[str, object]]) -> int:
         staleness=StalenessConfig(**settings["staleness"]),  # type: ignore[arg-type]
         weights=WeightsConfig(**settings["weights"]),  # type: ignore[arg-type]
         bus=BusConfig(),
+        debug=DebugConfig(**settings["debug"]),  # type: ignore[arg-type]
     )

@@ -16,9 +16,8 @@ from torch import Tensor
 from bus.wire.routed_experts import RoutedShape
 from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import StepBatch
-from learner.debug.collector import Collector, Target
+from learner.debug.collector import Collector
 from learner.layout import parallel
-from learner.megatron.activations import parallel_info
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy
 from learner.megatron.trainer import OtherPolicies, Trainer
@@ -135,8 +134,8 @@ def main(model_dirs: dict[str, Path], out: Path) -> None:
 
 # ---- where the tokens went, in dumps of debug.save_train
 
-DUMPED = ("TP2 EP2", "CP2 EP2", "PP2")
-"""Layouts of two ranks with one replica, so that a file has every sequence."""
+DUMPED = {"TP2 EP2": "qwen3_moe", "CP2 EP2": "qwen3_moe", "PP2": "qwen3_moe", "PP2 VP2": DEEP}
+"""Layouts of two ranks with one replica, so that a file has every sequence, and the model of each."""
 
 
 def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> StepBatch:
@@ -144,12 +143,10 @@ def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> Ste
     shape = RoutedShape.of(json.loads((model_dir / "config.json").read_text()))
     assert shape is not None
     chosen = WAYS.get(way) or EXPERT_WAYS[way]
-    made, info = learner(model_dir, here, chosen), parallel_info(here)
-    writes = info["tp_rank"] == 0 and info["pp_rank"] == info["pp_size"] - 1
-    layers = made.policy.routing.layers
-    target = Target(path=path, rank=here.rank, parallel_info=info, writes=writes, anchor="old", routing_layers=layers)
+    made = learner(model_dir, here, chosen)
+    collector = Collector(path, here)
     trainer = Trainer(
-        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(), collector=Collector(target)
+        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(), collector=collector
     )
     samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, groups=6), shape, unknown_share=0.2)
     batches = make_batches(
@@ -165,8 +162,8 @@ def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> Ste
     return batches[here.dp_rank]
 
 
-def dump_in_layouts(model_dir: Path, out: Path) -> None:
-    for layout in DUMPED:
+def dump_in_layouts(model_dirs: dict[str, Path], out: Path) -> None:
+    for layout, family in DUMPED.items():
         with joined(**LAYOUTS[layout]) as here:
-            dumped(model_dir, here, "given", f"{out}/{layout} {{step}} {{rank}}.safetensors")
+            dumped(model_dirs[family], here, "given", f"{out}/{layout} {{step}} {{rank}}.safetensors")
     (out / f"rank-{os.environ['RANK']}.json").write_text("{}")

@@ -10,19 +10,18 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
-from learner.debug.collector import LOGITS_POSITIONS, Collector, Target
+from learner.debug.collector import LOGITS_POSITIONS, Collector
 from learner.debug.comparison import compare_train
 from learner.debug.rollout_file import save_rollout
-from learner.debug.train_file import TrainDump, read_train, record_path
+from learner.debug.train_file import TrainDump, read, read_train, record_path
 from learner.layout import parallel
-from learner.megatron.activations import parallel_info
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
+from tests.integration.debug_ranks import STEP_LAYOUTS, packed
 from tests.integration.debug_ranks import main as two_ranks
-from tests.integration.debug_ranks import packed
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
 
@@ -36,15 +35,13 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
     def build(*, saves: bool = True, reference: bool = False, path: str = FILES, **algorithm: Any) -> tuple[Trainer, Any]:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
         config = AlgorithmConfig(**algorithm)
-        anchor = str(config.anchor)
-        target = Target(path=str(tmp_path / path), rank=0, parallel_info=parallel_info(here), writes=True, anchor=anchor)
         trainer = Trainer(
             policy,
             PolicyOptimizer(policy, OPTIMIZER, steps=400),
             config,
             max_lag=2,
             others=OtherPolicies(reference=WeightBackup(policy) if reference else None),
-            collector=Collector(target) if saves else None,
+            collector=Collector(str(tmp_path / path), here) if saves else None,
         )
         return trainer, policy
 
@@ -69,7 +66,9 @@ def test_a_dump_has_every_field_and_the_step_the_same_numbers(make: Any, tmp_pat
     assert numbers(metrics) == numbers(plain.train(batch))
     assert policy.digest() != digest
     dump = read_train(tmp_path / "t_3_0.safetensors")
-    assert (dump.kind, dump.step, dump.rank, dump.role, dump.num_steps) == ("train", 3, 0, "actor", 2)
+    header = read(tmp_path / "t_3_0.safetensors")[0]
+    assert header["rollout_id"] == header["step"] == 3
+    assert (dump.kind, dump.rollout_id, dump.rank, dump.role, dump.num_steps) == ("train", 3, 0, "actor", 2)
     assert dump.parallel_info == {f"{axis}_{what}": int(what == "size") for axis in ("dp", "tp", "pp", "cp") for what in ("rank", "size")}
     assert {name: dump.metrics[name] for name in dump.metrics} == {name: metrics[name] for name in dump.metrics}
     assert np.mean([one.grad_norm for one in dump.steps]) == pytest.approx(metrics["train/grad_norm"])
@@ -113,7 +112,9 @@ def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) 
     assert "tis_importance_weights" not in record.steps[0].debug_data and record.steps[0].grad_norm is None
     first = dump.steps[0].debug_data
     logits = torch.from_numpy(first["logits_sample"][0]).log_softmax(-1)
-    token = int(first["unconcat_tokens"][0][first["total_lengths"][0] - first["response_lengths"][0]])
+    place = first["total_lengths"][0] - first["response_lengths"][0]
+    assert (first["logits_sequences"][0], first["logits_positions"][0]) == (first["sequence_ids"][0], place)
+    token = int(first["unconcat_tokens"][0][place])
     assert float(logits[token]) == pytest.approx(float(first["current_log_probs"][0][0]), abs=1e-5)
 
 
@@ -147,17 +148,31 @@ def losses(dumps: list[TrainDump]) -> dict[str, float]:
 
 
 def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_dir: Path, tmp_path: Path) -> None:
-    """One rank, one rank with many micro-batches, two replicas, two tensor-parallel ranks: from one file."""
+    """One rank, one rank with many micro-batches, and two ranks in every way: from one file. Logits are those of the whole vocabulary."""
     file = tmp_path / "rollout_3.msgpack"
     save_rollout(file, rollout())
     found = {}
-    for name, max_tokens in (("whole", 1 << 20), ("split", 40)):
+    for name, max_tokens in (("whole", 1 << 20), ("split", 40), ("as two ranks", 80)):
         make(path=f"{name}_{{step}}_{{rank}}.safetensors")[0].train(packed(file, data_parallel=1, max_tokens=max_tokens)[0])
         found[name] = [read_train(tmp_path / f"{name}_3_0.safetensors")]
-    run_ranks(two_ranks, (model_dir, file), world=2, out=tmp_path)
-    found["dp2"] = [read_train(tmp_path / f"dp2_3_{rank}.safetensors") for rank in (0, 1)]
-    found["tp2"] = [read_train(tmp_path / "tp2_3_0.safetensors")]
-    assert not (tmp_path / "tp2_3_1.safetensors").exists()  # the same values as rank 0
+    ranks = run_ranks(two_ranks, (model_dir, file), world=2, out=tmp_path)
+    for name in STEP_LAYOUTS:
+        files = [tmp_path / f"{name}_3_{rank}.safetensors" for rank in (0, 1)]
+        # Of tensor-parallel ranks the first, because the others have the same values; of stages the last, which has logits.
+        writes = [not name.startswith("pp"), not name.startswith("tp")]
+        assert [one.exists() for one in files] == writes
+        found[name] = [read_train(one) for one, written in zip(files, writes, strict=True) if written]
+    for name in ("tp2", "tp2 in sequence", "cp2", "pp2"):  # one replica has the rows of one rank
+        for dump in found[name]:
+            same = compare_train(dump, found["as two ranks"][0], 1e-4)
+            assert same.first is None and "logits_sample" in same.compared, name
+            logits = dump.steps[0].debug_data["logits_sample"]
+            assert logits.shape == found["as two ranks"][0].steps[0].debug_data["logits_sample"].shape and logits.shape[1] == VOCAB
+            assert np.abs(logits).min(-1).max() > 0, "zeros of another part of the row"
+    for rank in ranks:  # all ranks know the memory of each, and what rank 0 was asked for
+        assert rank["memory"] == ranks[0]["memory"]
+        assert rank["agreed"] == [[False, {"steps": 3, "memory": True, "rank": 1}], [True, {"steps": 3, "memory": True, "rank": 1}]]
+    assert ranks[0]["memory"]["host"] == pytest.approx([rank["own memory"] for rank in ranks], rel=0.05)
     want = found["whole"][0]
     assert want.metrics["train/grad_norm"] > 0
     covered: set[int] = set()

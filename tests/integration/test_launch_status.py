@@ -31,6 +31,9 @@ async def tidemill(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.out, done.errors
 
 
+METRICS = {"data/reward_mean": 0.25, "train/skipped_minibatches": 2.0, "debug/report_look": 3.0}
+
+
 async def make_run(bus: Bus) -> None:
     """Make three tasks of two samples: one trained in step 1, one given up, one waiting."""
     await bus.tasks.fence(1)
@@ -58,7 +61,7 @@ async def make_run(bus: Bus) -> None:
         )
     )
     for epoch in (1, 1):  # trained again after a restart
-        await bus.plans.append(Done(epoch=epoch, step=1, metrics={"data/reward_mean": 0.25, "train/skipped_minibatches": 2.0}))
+        await bus.plans.append(Done(epoch=epoch, step=1, metrics=METRICS))
     await bus.plans.append(
         Settle(epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2)
     )
@@ -75,6 +78,7 @@ async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
     for wanted in ("step 1", "reward 0.250", "3 issued: 2 settled, 1 open", "2 trained, dropped: 2 stale", "sequences 1 to 6"):
         assert wanted in text, text
     assert "skipped 2 minibatches" in text, "counted once, though the step was taken twice"
+    assert "report  step 1 3 x LOOK; the lines are in the learner's log" in text
     assert trimmed["tasks"]["issued"] == 3, "settled tasks that are gone from the stream count"
     status = json.loads(line)
     counts = {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}

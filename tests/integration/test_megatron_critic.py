@@ -1,6 +1,7 @@
 """A critic beside the policy on the real Megatron: against plain torch, for every split and layout, skipped, resumed; moving references."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from actors.serving.builtin.shape import ModelShape
 from launch.devices.memory_table import rank_parameters, valued
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
+from learner.debug.comparison import compare_train
+from learner.debug.train_file import critic_path, read_train, record_path
 from learner.errors import ConfigRefused
 from learner.layout import parallel
 from learner.megatron import state
@@ -208,8 +211,11 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Data, tensor, sequence, pipeline, context and expert parallel, and from the checkpoint of one rank: every metric to 1e-5."""
-    one = build(model_dir, here, kl=MOVING)
+    """Data, tensor, sequence, pipeline, context and expert parallel, and from the checkpoint of one rank: every metric to 1e-5.
+
+    Dumps of policy and critic have the same values by token.
+    """
+    one = build(model_dir, here, kl=MOVING, saves=f"{tmp_path}/one_{{step}}_{{rank}}.safetensors")
     metrics = []
     (tmp_path / "checkpoint").mkdir()
     for step in STEPS:
@@ -229,6 +235,37 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
                     same(each, other)
                 except AssertionError as error:
                     raise AssertionError(f"{name}: {error}") from None
+    for step, name in product(STEPS, critic_ranks.LAYOUTS):
+        files = [tmp_path / f"{name}_{step}_{int(name == 'pp2')}.safetensors", tmp_path / f"one_{step}_0.safetensors"]
+        for pair in (files, list(map(critic_path, files)), list(map(record_path, map(critic_path, files)))):
+            found = compare_train(*map(read_train, pair), 1e-4)
+            assert found.first is None and found.notes == ["16 sequences compared"], f"{pair[0]}: {found.first}"
+
+
+def test_the_critic_has_a_dump_of_its_own(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
+    built = build(model_dir, here, saves=f"{tmp_path}/{{step}}_{{rank}}.safetensors", sft_coef=0.5)
+    with_random_head(built)
+    metrics = built.train(STEPS[0], here)
+    file = tmp_path / f"{STEPS[0]}_0.safetensors"
+    dump, policy, record = (read_train(path) for path in (critic_path(file), file, record_path(critic_path(file))))
+    assert (dump.role, policy.role, dump.num_steps) == ("critic", "actor", 1)
+    assert (dump.steps[0].grad_norm, dump.steps[0].loss_dict["loss"]) == (metrics["critic/grad_norm"], metrics["critic/loss"])
+    assert dump.metrics == {name: value for name, value in metrics.items() if name.startswith("critic/")}
+    data, of_policy = dump.steps[0].debug_data, policy.steps[0].debug_data
+    for name in ("values", "returns", "advantages", "unconcat_tokens"):
+        np.testing.assert_array_equal(np.concatenate(data[name]), np.concatenate(of_policy[name]))
+    gaps = np.concatenate(data["current_values"]) - np.concatenate(data["returns"])
+    assert 0.5 * np.square(gaps).mean() == pytest.approx(metrics["critic/loss"], rel=1e-5)
+    found = compare_train(dump, record, 0.0)
+    assert found.first is None and found.compared == ["current_values"]  # the first pass has the weights of the step's
+    with pytest.raises(ValueError, match="role: want the same in both dumps, got critic and actor"):
+        compare_train(dump, policy)
+
+    batch = make_batches(make_samples(vocab=VOCAB, step=STEPS[1]), step=STEPS[1], max_tokens=60, minibatches=2, pad_to=2)[0]
+    built.trainer.train(replace(batch, demonstration_N=batch.minibatches_N == 0))  # of which the critic trains none
+    taught, trained = read_train(tmp_path / critic_path(Path(f"{STEPS[1]}_0.safetensors"))).steps
+    assert taught.grad_norm is None and "current_values" not in taught.debug_data
+    assert trained.grad_norm is not None and trained.debug_data["sequence_ids"].tolist() == np.flatnonzero(batch.minibatches_N).tolist()
 
 
 def test_vtrace_trains(here: parallel.Parallel, model_dir: Path) -> None:

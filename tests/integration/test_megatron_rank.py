@@ -19,6 +19,8 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
 from learner.checkpoints.disk import listed
+from learner.debug.profile_request import ProfileRequest, write_request
+from learner.debug.train_file import read_train
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
@@ -43,6 +45,7 @@ class Learner:
     staleness: dict[str, Any]
     weights: dict[str, Any]
     algorithm: dict[str, Any]
+    debug: dict[str, Any]
     respond: Callable[[Task, int], Sample] | None = None
     """Response of the scripted actors; None = the world's own."""
     ranks: list[Forked] = field(default_factory=list)
@@ -94,7 +97,13 @@ class Learner:
             "final_dir": str(self.directory / "final"),
         }
         nodes = [{"node": node, "checkpoints": str(root)} for node, root in enumerate(self.roots)] or [{}] * world_size
-        settings = {"learner": self.settings, "algorithm": self.algorithm, "staleness": self.staleness, "weights": self.weights}
+        settings = {
+            "learner": self.settings,
+            "algorithm": self.algorithm,
+            "staleness": self.staleness,
+            "weights": self.weights,
+            "debug": self.debug,
+        }
         logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
             await asyncio.to_thread(
@@ -154,6 +163,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
         staleness: dict[str, Any] | None = None,
         weights: dict[str, Any] | None = None,
         algorithm: dict[str, Any] | None = None,
+        debug: dict[str, Any] | None = None,
         **changes: Any,
     ) -> AsyncIterator[Learner]:
         settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
@@ -170,7 +180,13 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 config=BusConfig(lease_s=5.0),
             )
             yield Learner(
-                world=world, directory=tmp_path, settings=settings, staleness=lag, weights=weights or {}, algorithm=algorithm or {}
+                world=world,
+                directory=tmp_path,
+                settings=settings,
+                staleness=lag,
+                weights=weights or {},
+                algorithm=algorithm or {},
+                debug=debug or {},
             )
 
     return opened
@@ -178,10 +194,16 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
 
 @pytest.mark.parametrize("split", ["data_parallel", "pipeline_parallel", "context_parallel"])
 async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
-    """Every step is done, every version is of a step, the final model has the last digest and loads in transformers."""
+    """Every step is done, every version is of a step, the final model has the last digest and loads in transformers.
+
+    The debugging tools are those of all ranks: the report, a profile of the second one, and the dumps of a policy and its critic.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    async with open_learner(**{split: 2}) as learner:
+    with_critic = split == "context_parallel"
+    debug = {"save_train": f"{tmp_path}/{{step}}_{{rank}}"} if with_critic else {}
+    write_request(tmp_path, ProfileRequest(steps=2, rank=1))
+    async with open_learner(algorithm={"advantage": "gae"} if with_critic else {}, debug=debug, **{split: 2}) as learner:
         await learner.finish()
         assert sorted(await learner.digests()) == [1, 2, 3, 4, 5]
         registry = VersionRegistry(learner.world.bus)
@@ -190,6 +212,11 @@ async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner
         assert await registry.steps() == {version: version for version in range(6)}
         done = next(record for record in await learner.world.records() if isinstance(record, Done) and record.step == 5)
         assert 0 <= done.metrics["train/wait_share"] <= 1 and done.metrics["offpolicy/lag_max"] <= 1
+    assert [path.name for path in (tmp_path / "debug").iterdir()] == ["profile_rank1_1_2.json.gz"]
+    report = (tmp_path / "rank-0.log").read_text()
+    assert "report step=1 ok   sampled text: ...'" in report and "memory, host: at most " in report
+    if with_critic:
+        assert [read_train(tmp_path / name).role for name in ("2_0", "2_0_critic")] == ["actor", "critic"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4-epoch-1", "step-5-epoch-1"]
     final = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, tmp_path / "final", dtype=torch.float32)
     first = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, tmp_path / "model", dtype=torch.float32)

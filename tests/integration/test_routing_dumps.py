@@ -8,8 +8,9 @@ import pytest
 
 from learner.data.batch import StepBatch
 from learner.debug.comparison import compare_train
-from learner.debug.train_file import TrainDump, read_train, record_path
+from learner.debug.train_file import ROUTING, TrainDump, read_train, record_path
 from tests.integration import routing_ranks
+from tests.integration.expert_ranks import DEEP, MODELS
 from tests.integration.routing_ranks import DUMPED, STEP, VOCAB, dumped
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
@@ -42,16 +43,18 @@ def changed(dump: TrainDump, record: TrainDump) -> list[int]:
     return [sum(int((experts != before[sequence]).any(-1).sum()) for sequence, experts in step.items()) for step in steps]
 
 
-def test_a_dump_has_the_experts_of_every_token_and_their_weights(model_dir: Path, tmp_path: Path) -> None:
+def test_a_dump_has_the_experts_of_every_token_their_weights_and_its_affinity_to_all(model_dir: Path, tmp_path: Path) -> None:
     dump, record, _ = trained(model_dir, tmp_path, "plain")
     assert dump.routing_layers == record.routing_layers == [0, 1]
     data = dump.steps[0].debug_data
-    for tokens, experts, weights in zip(data["unconcat_tokens"], data["routing_decisions"], data["routing_scores"], strict=True):
-        assert experts.shape == weights.shape == (len(tokens), 2, 2)
-        assert (np.diff(experts, axis=-1) > 0).all() and (weights > 0).all()
-        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    for tokens, experts, weights, scores in zip(data["unconcat_tokens"], *(data[name] for name in ROUTING), strict=True):
+        assert experts.shape == weights.shape == (len(tokens), 2, 2) and scores.shape == (len(tokens), 2, 8)
+        np.testing.assert_allclose(scores.sum(-1), 1, rtol=1e-5)
+        np.testing.assert_array_equal(experts, np.sort(scores.argsort(-1)[..., -2:], -1))  # the router's own choice
+        chosen = np.take_along_axis(scores, experts.astype(np.int64), -1)
+        np.testing.assert_allclose(weights, chosen / chosen.sum(-1, keepdims=True), rtol=1e-5)
     found = compare_train(dump, record)
-    assert found.first is None and list(found.compared)[:2] == ["routing_decisions", "routing_scores"]
+    assert found.first is None and list(found.compared)[:3] == list(ROUTING)
 
 
 def test_replay_is_seen(model_dir: Path, tmp_path: Path) -> None:
@@ -78,15 +81,18 @@ def test_the_samples_experts_are_seen(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_every_layout_of_two_ranks_has_the_experts_of_one(model_dir: Path, tmp_path: Path) -> None:
-    one, record, _ = trained(model_dir, tmp_path, "given")
-    run_ranks(routing_ranks.dump_in_layouts, (model_dir,), world=2, out=tmp_path, timeout_s=300)
-    for layout in DUMPED:
-        file = tmp_path / f"{layout} {STEP} {int(layout == 'PP2')}.safetensors"
-        for ours, wanted in ((read_train(file), one), (read_train(record_path(file)), record)):
+    """With pipelines the last stage has the layers of all; a stage with several chunks has layers that are not neighbours."""
+    family, changes = MODELS[DEEP]
+    directories = {"qwen3_moe": model_dir, DEEP: write_tiny_model(tmp_path / "deep", family, vocab_size=VOCAB, **changes)}
+    wanted_of = {model: trained(directory, tmp_path, "given")[:2] for model, directory in directories.items()}
+    run_ranks(routing_ranks.dump_in_layouts, (directories,), world=2, out=tmp_path, timeout_s=300)
+    for layout, model in DUMPED.items():
+        file = tmp_path / f"{layout} {STEP} {int(layout.startswith('PP2'))}.safetensors"
+        for ours, wanted in zip((read_train(file), read_train(record_path(file))), wanted_of[model], strict=True):
             found = compare_train(ours, wanted, 1e-4)
             assert found.first is None, f"{layout}: {found.first}"
-            assert "routing_decisions" in found.compared
-            assert ("routing in one dump only: layers 0" in found.notes) is (layout == "PP2")
+            assert set(ROUTING) < set(found.compared)
+            assert list(ours.routing_layers) == list(wanted.routing_layers) == ([1, 3] if model == DEEP else [0, 1])
 
 
 def test_a_token_that_went_elsewhere_is_named(model_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from learner.debug.excerpt import Excerpt
 from learner.debug.report import Facts, Line, report
 
 GOOD = {
@@ -17,7 +18,7 @@ GOOD = {
     "offpolicy/fresh_logprob_diff_abs": 2e-4,
     "offpolicy/logprob_diff_max": 3e-3,
 }
-FACTS = Facts(vocab_size=1000, dtype="float32", log_prob_mean=-0.3, own_reference=True, minibatches=1, memory={"host": 1e9})
+FACTS = Facts(vocab_size=1000, dtype="float32", log_prob_mean=-0.3, own_reference=True, minibatches=1, memory={"host": [1e9]})
 
 
 def wrong(lines: list[Line]) -> list[str]:
@@ -29,7 +30,7 @@ def test_a_sound_run_has_no_wrong_line() -> None:
     assert wrong(first) == []
     assert len(first) == 7
     assert all(str(line).startswith("ok ") for line in first)
-    second = report(2, GOOD, replace(FACTS, before={"host": 0.95e9}))
+    second = report(2, GOOD, replace(FACTS, before={"host": [0.95e9]}))
     assert [line.subject for line in second] == ["log-probs, learner - engine", "gradient", "memory, host"]
     assert wrong(second) == []
 
@@ -38,6 +39,7 @@ def test_a_sound_run_has_no_wrong_line() -> None:
     ("metrics", "facts", "subject"),
     [
         ({}, {"log_prob_mean": -6.0}, "rollout"),
+        ({}, {"excerpt": Excerpt(prompt="", response="", log_prob_mean=-6.0)}, "sampled text"),
         ({"train/entropy": 6.5}, {}, "entropy"),
         ({"train/truncated_share": 0.9}, {}, "finished responses"),
         ({"train/kl_reference": 1e-4}, {}, "log-probs, learner - reference"),
@@ -46,7 +48,7 @@ def test_a_sound_run_has_no_wrong_line() -> None:
         ({"train/grad_norm_max": 400.0}, {}, "gradient"),
         ({"train/grad_norm_max": math.inf}, {}, "gradient"),
         ({"train/skipped_minibatches": 1.0}, {}, "gradient"),
-        ({}, {"before": {"host": 0.5e9}}, "memory, host"),
+        ({}, {"before": {"host": [0.5e9]}}, "memory, host"),
     ],
 )
 def test_each_fault_has_its_line_with_a_cure(metrics: dict[str, float], facts: dict[str, object], subject: str) -> None:
@@ -64,3 +66,21 @@ def test_what_need_not_be_equal_is_not_judged() -> None:
     lines = report(2, stale, FACTS)
     assert wrong(lines) == [] and "of older weights" in str(lines[0])
     assert wrong(report(1, {"train/skipped_minibatches": 1.0}, replace(FACTS, log_prob_mean=None))) == ["gradient"]
+
+
+def test_a_sampled_text_is_shown_escaped_or_the_reason_why_not() -> None:
+    shown = Excerpt(prompt="2 + 2?\n", response="4\x1b[31m \u202e", log_prob_mean=-0.25)
+    lines = [
+        str(report(1, GOOD, replace(FACTS, excerpt=one))[1]) for one in (shown, replace(shown, missing="m/tokenizer.json: no such file"))
+    ]
+    assert lines[0] == r"ok   sampled text: ...'2 + 2?\n' -> '4\x1b[31m \u202e'... mean log-prob -0.2500"
+    assert "cannot be decoded (m/tokenizer.json: no such file)" in lines[1] and lines[1].endswith("mean log-prob -0.2500")
+    assert "sampled text" not in str([str(line) for line in report(2, GOOD, replace(FACTS, excerpt=shown))])
+
+
+def test_memory_is_that_of_every_rank() -> None:
+    """The rank with most is named, and the one that has grown most, which has the verdict."""
+    before, now = {"device": [4e9, 2e9, 2e9]}, {"device": [4e9, 3e9, 2e9]}
+    line = report(2, GOOD, replace(FACTS, before=before, memory=now))[-1]
+    assert (line.subject, line.good) == ("memory, device", False)
+    assert line.found == "at most 3815 MiB (rank 0), 1.50 x that of the step before (rank 1)"

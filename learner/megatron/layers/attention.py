@@ -47,8 +47,9 @@ class PackedRow(PackedSeqParams):
     experts: tuple[Tensor, ...] = ()
     """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
     -1 = not known."""
-    routed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Layer -> experts to which the last pass sent this rank's tokens, and their shares, [T, K] each, where routers are observed."""
+    routed: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Layer of this stage -> (experts of all tokens, in ascending order, [T, K] int32; their weights, [T, K]; affinities to all experts,
+    [T, E]) of the last pass, where routers are observed. In host memory; those of a device are complete after a synchronization."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:

@@ -1,0 +1,46 @@
+"""Fields of a training step by response token, as a dump has them: those of the policy and those of the critic.
+
+Source of names and meanings: the training output of slime's debugging page.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.objective import Tokens
+from learner.algorithms.outcome import TokenLoss
+
+Fields = Mapping[str, Tensor]
+"""Values of a micro-batch by name, [T, ...]."""
+
+
+def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
+    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in ``AlgorithmConfig.anchor``."""
+    anchor_T = seen.old_T if seen.old_T is not None else log_probs_T
+    if anchor == "rollout":
+        anchor_T = seen.rollout_T
+    ratio_T = (log_probs_T.detach() - anchor_T.detach()).exp()
+    found = {
+        "advantages": seen.advantages_T,
+        "current_log_probs": log_probs_T,
+        "current_entropy": entropy_T,
+        "policy_importance_ratio": torch.where(seen.mask_T, ratio_T, 1.0),
+        "old_log_probs": seen.old_T,
+        "ref_log_probs": seen.reference_T,
+        "teacher_log_probs": seen.teacher_T,
+        "values": seen.values_T,
+        "returns": seen.returns_T,
+        "tis_importance_weights": None if loss.weights is None else loss.weights.weight_T,
+    }
+    return _present(found)
+
+
+def of_critic(seen: Tokens, values_T: Tensor) -> Fields:
+    """Return the fields of a pass of the critic, with the values of that pass."""
+    found = {"advantages": seen.advantages_T, "returns": seen.returns_T, "values": seen.values_T, "current_values": values_T}
+    return _present(found | {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T})
+
+
+def _present(values: Mapping[str, Tensor | None]) -> Fields:
+    return {name: value_T for name, value_T in values.items() if value_T is not None}
