@@ -172,6 +172,11 @@ class AlgorithmConfig:
         return self.advantage in BY_CRITIC
 
     @property
+    def own_estimator(self) -> bool:
+        """True if the advantages are those of a function by import path."""
+        return ":" in self.advantage
+
+    @property
     def rejects(self) -> tuple[RejectRule, ...]:
         """The rules of ``reject``. Raises ValueError for one that cannot be parsed."""
         return tuple(reject_rule(text) for text in self.reject or ())

@@ -5,6 +5,7 @@
 Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -239,7 +240,10 @@ class Trainer:
             return advantages_N
         parts = replace(step.parts, values_NK=step.parts.values_NK[kept_N])
         columns = (rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
-        advantages_N[kept_N] = self._objective.advantages(*(column_N[kept_N] for column_N in columns), parts=parts)
+        metadata = list(itertools.compress(step.metadata, kept_N.tolist()))
+        advantages_N[kept_N] = self._objective.advantages(
+            *(column_N[kept_N] for column_N in columns), parts=parts, truncated_N=step.truncated_N[kept_N], metadata=metadata
+        )
         return advantages_N
 
     def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:

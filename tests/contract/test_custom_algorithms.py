@@ -5,6 +5,7 @@ pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from learner.algorithms.aggregation import Denominators, Reducer, coefficients
 from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
-from learner.algorithms.objective import Coupled, Objective, Tokens, imported
+from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
+from learner.algorithms.own_functions import imported
 from learner.algorithms.policy_losses import PolicyLoss
 from learner.algorithms.presets import PRESETS
 
@@ -29,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "objective" in metafunc.fixturenames:
         metafunc.parametrize("objective", [*LOSSES, *metafunc.config.getoption("--loss")], indirect=True)
     if "estimator" in metafunc.fixturenames:
-        metafunc.parametrize("estimator", [*ADVANTAGES, *metafunc.config.getoption("--advantage")], indirect=True)
+        metafunc.parametrize("estimator", [*ADVANTAGES, EXAMPLES + "by_level", *metafunc.config.getoption("--advantage")], indirect=True)
     if "level" in metafunc.fixturenames:
         metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
     if "mode" in metafunc.fixturenames:
@@ -152,8 +154,23 @@ RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2, 7])
 TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2, 7])
 
 
-def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor, trainable: Tensor = TRAINABLE) -> Tensor:
-    return estimator.advantages(rewards, groups, lengths, trainable)
+TRUNCATED = torch.tensor([False, False, True, False, True, False, False, True, True, False])
+
+
+def advantages(
+    estimator: Objective,
+    rewards: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    trainable: Tensor = TRAINABLE,
+    *,
+    truncated: Tensor = TRUNCATED,
+    order: Sequence[int] = range(len(GROUPS)),
+) -> Tensor:
+    """Call the estimator with all that one may ask for. ``order``: of the samples, whose metadata is that of their groups."""
+    parts = RewardParts(names=("right",), values_NK=rewards[:, None])
+    metadata = [{"level": "hard" if int(GROUPS[at]) == 3 else "easy"} for at in order]
+    return estimator.advantages(rewards, groups, lengths, trainable, parts=parts, truncated_N=truncated, metadata=metadata)
 
 
 def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -> None:
@@ -167,7 +184,8 @@ def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -
 def test_order_and_names_of_groups_do_not_matter(estimator: Objective) -> None:
     found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
     order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1))
-    again = advantages(estimator, REWARDS[order], 100 - GROUPS[order], RESPONSES[order], TRAINABLE[order])
+    columns = (REWARDS[order], 100 - GROUPS[order], RESPONSES[order], TRAINABLE[order])
+    again = advantages(estimator, *columns, truncated=TRUNCATED[order], order=order.tolist())
     torch.testing.assert_close(again, found[order], atol=1e-12, rtol=0)
 
 
@@ -188,6 +206,67 @@ def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -
         Objective(AlgorithmConfig(loss=path))
     with pytest.raises(ValueError, match=rf"advantage: want .*{reason}"):
         Objective(AlgorithmConfig(advantage=path))
+
+
+def asks_for_all(
+    rewards_N: Tensor,
+    groups_N: Tensor,
+    lengths_N: Tensor,
+    *,
+    truncated_N: Tensor,
+    parts: Mapping[str, Tensor],
+    metadata: Sequence[Mapping[str, object]],
+    own: float = 1.0,
+) -> Tensor:
+    levels_N = torch.tensor([len(str(one["level"])) for one in metadata])
+    return own * parts["right"] + 10 * truncated_N + 100 * lengths_N + 1000 * levels_N
+
+
+def older(rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor) -> Tensor:
+    return rewards_N + lengths_N
+
+
+def any_names(rewards_N: Tensor, groups_N: Tensor, **more: object) -> Tensor:
+    assert not more
+    return rewards_N
+
+
+def of_one(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    return rewards_N.mean()
+
+
+def misspelt(rewards_N: Tensor, groups_N: Tensor, *, metdata: object) -> Tensor:
+    raise AssertionError("never called")
+
+
+def of_rewards_alone(rewards_N: Tensor) -> Tensor:
+    raise AssertionError("never called")
+
+
+def by_path(function: Callable[..., Tensor]) -> Objective:
+    return Objective(AlgorithmConfig(advantage=f"{__name__}:{function.__name__}"))
+
+
+def test_an_estimator_gets_what_its_parameters_name() -> None:
+    estimator = by_path(asks_for_all)
+    assert estimator.asks == {"lengths_N", "truncated_N", "parts", "metadata"}
+    levels_N = torch.full_like(REWARDS, 4)  # of "easy" as of "hard"
+    wanted = REWARDS + 10 * TRUNCATED + 100 * RESPONSES + 1000 * levels_N
+    torch.testing.assert_close(advantages(estimator, REWARDS, GROUPS, RESPONSES), wanted, atol=0, rtol=0)
+    assert by_path(older).asks == {"lengths_N"}
+    torch.testing.assert_close(advantages(by_path(older), REWARDS, GROUPS, RESPONSES), REWARDS + RESPONSES, atol=0, rtol=0)
+    torch.testing.assert_close(advantages(by_path(any_names), REWARDS, GROUPS, RESPONSES), REWARDS, atol=0, rtol=0)
+    assert Objective(AlgorithmConfig()).asks == frozenset()
+
+
+def test_an_estimator_that_cannot_be_called_is_refused_with_what_it_may_ask_for() -> None:
+    offered = r"advantage: want a function \(rewards_N, groups_N, \*, lengths_N, truncated_N, parts, metadata\).*"
+    with pytest.raises(ValueError, match=offered + "misspelt.*metdata"):
+        by_path(misspelt)
+    with pytest.raises(ValueError, match=offered + "too many positional"):
+        by_path(of_rewards_alone)
+    with pytest.raises(ValueError, match=r"of_one: want a tensor of shape \[10\], got \[\]"):
+        advantages(by_path(of_one), REWARDS, GROUPS, RESPONSES)
 
 
 def deltas(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Status
+from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
 from learner.data.batch import MicroBatch
@@ -105,6 +107,35 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
     padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
     _assert_same([make()[0].train(padded)], whole[:1])
+
+
+def centred(
+    rewards_N: torch.Tensor,
+    groups_N: torch.Tensor,
+    *,
+    truncated_N: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+    metadata: Sequence[Mapping[str, Any]],
+) -> torch.Tensor:
+    """grpo_no_std of a part that is the reward, for samples whose metadata says which they are."""
+    assert truncated_N.any() and truncated_N.tolist() == [one["truncated"] for one in metadata]
+    assert groups_N.tolist() == [one["task"] for one in metadata]
+    return grpo_no_std(parts["right"], groups_N)
+
+
+def test_an_estimator_of_ones_own_gets_parts_truncation_and_metadata(make: Any) -> None:
+    """Those of the samples of policies; the step is the same to the bit as with the built-in estimator that it is made of."""
+    samples = make_samples(vocab=VOCAB)
+    samples[6] = replace(samples[6], demonstration=True, rollout_log_probs=np.zeros_like(samples[6].rollout_log_probs))
+    samples = [replace(one, status=Status.TRUNCATED if one.index == 1 else Status.COMPLETED) for one in samples]
+    metadata = tuple({"task": one.task, "truncated": one.index == 1} for one in samples)
+    batch = replace(make_batches(samples)[0], metadata=metadata)
+    digests = set()
+    for advantage in ("grpo_no_std", f"{__name__}:centred"):
+        trainer, policy, _, _ = make(advantage=advantage, sft_coef=0.1)
+        assert trainer.train(batch)["train/grad_norm"] > 0
+        digests.add(policy.digest())
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["engine.kind=sglang", "engine.sglang.python=/no/python"], "engine.sglang.python: want the Python interpreter"),
         (["learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"], "kl.reference: want the directory of a model"),
         (["learner.critic.path=/no/such", "learner.algorithm.advantage=gae"], "learner.critic.path: want the directory of a Hugging Face"),
-        (["learner.algorithm.advantage=nothere:f"], "learner.algorithm.advantage: want a function (rewards_N, groups_N, *, lengths_N)"),
+        (["learner.algorithm.advantage=nothere:f"], "advantage: want a function (rewards_N, groups_N, *, lengths_N, truncated_N, parts"),
         (["learner.algorithm.advantage=json:nothing"], "json has no 'nothing'"),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),

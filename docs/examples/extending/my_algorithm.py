@@ -1,4 +1,7 @@
-"""A loss with a metric, an advantage estimator, a weight and an aggregation. T = tokens of a packed row, N = samples of the step."""
+"""A loss with a metric, two advantage estimators, a weight and an aggregation. T = tokens of a packed row, N = samples of the step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,17 @@ def median_baseline(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor) -
         here_N = groups_N == group
         advantages_N = torch.where(here_N, rewards_N - rewards_N[here_N].median(), advantages_N)
     return advantages_N
+
+
+def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Reward less the mean of the group's whole responses, twice as much for prompts of the level "hard"."""
+    advantages_N = torch.zeros_like(rewards_N)
+    for group in groups_N.unique():
+        here_N = groups_N == group
+        whole_N = here_N & ~truncated_N
+        baseline = rewards_N[whole_N if whole_N.any() else here_N].mean()
+        advantages_N = torch.where(here_N, rewards_N - baseline, advantages_N)
+    return advantages_N * torch.tensor([2.0 if one.get("level") == "hard" else 1.0 for one in metadata], dtype=rewards_N.dtype)
 
 
 def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
