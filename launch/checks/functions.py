@@ -35,6 +35,7 @@ CONTRACTS = {
     "weight": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
     "aggregation": (3, (), "(mask_T, sample_T, denominators)"),
 }
+HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
 """Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
 
 
@@ -178,19 +179,21 @@ def _is_answer(label: object, *, many: bool) -> bool:
 
 
 def check_algorithm(report: Report, config: RunConfig) -> None:
-    """Resolve ``loss`` and ``advantage`` given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
+    """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
-    for name, (count, offered, signature) in CONTRACTS.items():
-        path = getattr(config.learner.algorithm, name)
+    found = {f"algorithm.{name}": (getattr(config.learner.algorithm, name), contract) for name, contract in CONTRACTS.items()}
+    found |= {f"hooks.{name}": (path, HOOK) for name, path in config.learner.hooks.given.items()}
+    for name, (path, (count, offered, signature)) in found.items():
         if ":" not in path:
             continue
         try:
             reason = _misfit(path, count, offered)
         except (ImportError, ValueError, SyntaxError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
-        setting = f"learner.algorithm.{name}"
+        setting = f"learner.{name}"
         if reason:
-            cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/algorithms.md has the contract)"
+            page = "docs/extending.md" if name.startswith("hooks.") else "docs/algorithms.md"
+            cure = f"fix it; modules are searched in this directory and in PYTHONPATH ({page} has the contract)"
             report.error("algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure)
         else:
             report.good("algorithm", f"{setting}: {path} is there")

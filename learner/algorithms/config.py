@@ -197,6 +197,15 @@ class AlgorithmConfig:
         chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE or self.advantage == "vtrace"
         return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or chooses)
 
+    def needs_old(self, *, minibatches: int, published_every: int) -> bool:
+        """Return whether log-probs are needed before the first backward pass.
+
+        They are where weights are coupled, and where the proximal policy is not the trained one.
+        """
+        # Otherwise the proximal policy is the trained one, and its log-probs are those of the training pass, detached.
+        moved = minibatches > 1 or published_every > 1
+        return self.coupled or (self.anchor == "proximal" and self.proximal == "recompute" and moved)
+
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "anchor": ("proximal", "rollout", "none"),

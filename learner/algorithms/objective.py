@@ -204,15 +204,6 @@ class Objective:
         self.by_token = config.kl.reward_by == "token"
         """True: the advantages of samples are completed, and whitened, by ``with_divergences``."""
 
-    def needs_old(self, *, minibatches: int, published_every: int) -> bool:
-        """Return whether log-probs are needed before the first backward pass.
-
-        They are where weights are coupled, and where the proximal policy is not the trained one.
-        """
-        # Otherwise the proximal policy is the trained one, and its log-probs are those of the training pass, detached.
-        moved = minibatches > 1 or published_every > 1
-        return self.config.coupled or (self.config.anchor == "proximal" and self.config.proximal == "recompute" and moved)
-
     # ---- advantages, [N]
 
     def shaped_rewards(

@@ -244,6 +244,7 @@ class Rank:
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
             collector=debug.collector,
             critic=critic,
+            hooks=learner.hooks,
         )
         self.pushes = Pushes(
             policy,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from bus.wire.json_object import JsonObject
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
+from learner.settings.hooks import HooksConfig
 from learner.settings.lora import LoraConfig
 from learner.settings.megatron_arguments import refuse_ours
 from learner.settings.routing_replay import REPLAYS
@@ -191,6 +192,8 @@ class LearnerConfig:
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
+    """Functions of yours within a step (docs/extending.md)."""
 
     def __post_init__(self) -> None:
         batches = ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_micro_batch", "threads")
