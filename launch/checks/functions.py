@@ -199,6 +199,22 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
             report.good("algorithm", f"{setting}: {path} is there")
 
 
+def check_bridge(report: Report, config: RunConfig) -> None:
+    """Look for the class of ``learner.bridge`` in the source of its module, without importing it (that would load torch)."""
+    path = config.learner.bridge
+    if not path:
+        return
+    try:
+        reason = _misfit(path, 0, ())
+    except (ImportError, ValueError, SyntaxError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/models.md has the contract)"
+        report.error("model", report.at("learner.bridge"), want="a class of LocalLayers", got=f"{path!r}: {reason}", cure=cure)
+    else:
+        report.good("model", f"learner.bridge: {path} is there")
+
+
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
     """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.16."""
     algorithm, name = config.learner.algorithm, "learner.algorithm"

@@ -188,6 +188,8 @@ class RunConfig:
                 del parts["learner"][name]
         if not self.learner.hooks.given:
             del parts["learner"]["hooks"]
+        if not self.learner.bridge:
+            del parts["learner"]["bridge"]
         if not parts["learner"]["algorithm"]["sft_coef"]:
             del parts["learner"]["algorithm"]["sft_coef"]
         for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def imported(path: str, what: str) -> Callable[..., Any]:
-    """Return the function at ``module:function``. Raises ValueError with the missing part; ``what`` names the setting in it."""
+def imported(path: str, what: str, *, form: str = "module:function") -> Callable[..., Any]:
+    """Return the function or class at ``module:name``. Raises ValueError with the missing part; ``what`` names the setting in it."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ValueError(f"{what}: want module:function, got {path!r}: {error}") from None
+        raise ValueError(f"{what}: want {form}, got {path!r}: {error}") from None
     except AttributeError:
-        raise ValueError(f"{what}: want module:function, got {path!r}: {module} has no {name!r}") from None
+        raise ValueError(f"{what}: want {form}, got {path!r}: {module} has no {name!r}") from None
     if not callable(found):
-        raise ValueError(f"{what}: want module:function, got {path!r}: a {type(found).__name__}")
+        raise ValueError(f"{what}: want {form}, got {path!r}: a {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 

@@ -42,18 +42,18 @@ def is_checkpoint(directory: Path) -> bool:
     return all((directory / name).is_file() for name in MEGATRON)
 
 
-def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> int:
+def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> int:
     """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step of the checkpoint.
 
-    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``. Raises ConfigRefused
-    for a checkpoint of another model, CheckpointCorrupt, OSError.
+    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``.
+    ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model, CheckpointCorrupt, OSError.
     """
     if (checkpoint / MANIFEST).exists():
         disk.verify(checkpoint)
     with _readable(checkpoint):
         lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
         tuning = Tuning(lora=_lora(lora), trains=False)
-        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning)
+        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning, bridge_class=bridge_class)
         step = state.load_model(checkpoint, policy=policy, setting="--model")
     snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
@@ -61,11 +61,15 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> in
     return step
 
 
-def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
-    """Write the weights of a model directory as a checkpoint. Raises ConfigRefused, FileExistsError, OSError."""
+def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: str = "") -> None:
+    """Write the weights of a model directory as a checkpoint. ``bridge_class``: as for ``build_policy``.
+
+    Raises ConfigRefused, FileExistsError, OSError.
+    """
     if out.exists():
         raise FileExistsError(f"{out}: want a new directory, got one that exists")
-    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=Tuning(trains=False))
+    tuning = Tuning(trains=False)
+    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=tuning, bridge_class=bridge_class)
     aside = out.with_name(f"{out.name}-{nonce()}.tmp")
     aside.mkdir(parents=True)
     try:

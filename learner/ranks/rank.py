@@ -180,6 +180,7 @@ def _policy(model_dir: Path, learner: LearnerConfig, here: Parallel) -> Policy:
         memory=memory,
         tuning=Tuning.of(learner),
         mixture=Mixture.of(learner),
+        bridge_class=learner.bridge,
     )
 
 

@@ -1,16 +1,19 @@
 """Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
+from learner.megatron import convert
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
@@ -70,6 +73,79 @@ def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Pa
     assert exported.keys() == there.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, there[name]), name
+
+
+POND = "docs.examples.extending.my_bridge:Pond"
+NAMES = {
+    "input_layernorm.weight": "norm_before_attention.weight",
+    "post_attention_layernorm.weight": "norm_before_mlp.weight",
+    "mlp.down_proj.weight": "mlp.down.weight",
+}
+
+
+def as_pond(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a qwen2 model as the files of the family in the example have them."""
+    found = dict(weights)
+    for name in [name for name in weights if name.endswith("gate_proj.weight")]:
+        both = [found.pop(name), found.pop(name.replace("gate_proj", "up_proj"))]
+        found[name.replace("gate_proj", "gate_and_up")] = torch.cat(both)
+    for old, new in NAMES.items():
+        found = {name.replace(old, new): weight for name, weight in found.items()}
+    return found
+
+
+def write_pond(directory: Path) -> tuple[Path, Path]:
+    """Write a tiny qwen2 model and the same model as a ``pond``."""
+    qwen2, pond = write_tiny_model(directory / "qwen2", "qwen2"), directory / "pond"
+    shutil.copytree(qwen2, pond)
+    save_file(as_pond(load_file(qwen2 / "model.safetensors")), pond / "model.safetensors")
+    config = json.loads((qwen2 / "config.json").read_text())
+    (pond / "config.json").write_text(json.dumps(config | {"model_type": "pond"}))
+    return qwen2, pond
+
+
+def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_path: Path) -> None:
+    """It loads, trains and exports what the family with the same layers does, bit for bit."""
+    qwen2, pond = write_pond(tmp_path)
+    batch = make_batches(make_samples(vocab=299), max_tokens=100)[0]
+    exported = []
+    for directory, bridge in ((qwen2, ""), (pond, POND)):
+        policy = build_policy(directory, dtype="float32", parallel=here, bridge_class=bridge)
+        there, first = load_file(directory / "model.safetensors"), {name: tensor.clone() for name, tensor in policy.export()}
+        assert first.keys() == there.keys() and all(torch.equal(first[name], there[name]) for name in there)
+        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+        assert trainer.train(batch)["train/skipped_minibatches"] == 0
+        exported.append({name: tensor.clone() for name, tensor in policy.export()})
+        assert any(not torch.equal(tensor, first[name]) for name, tensor in exported[-1].items())
+    wanted, found = as_pond(exported[0]), exported[1]
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    convert.to_checkpoint(pond, tmp_path / "checkpoint", here, bridge_class=POND)
+    convert.to_model(tmp_path / "checkpoint", tmp_path / "again", pond, here, bridge_class=POND)
+    again, there = load_file(tmp_path / "again" / "model.safetensors"), load_file(pond / "model.safetensors")
+    assert again.keys() == there.keys() and all(torch.equal(again[name], there[name]) for name in there)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Pond", "want module:Class.*no_such_module"),
+        ("docs.examples.extending.my_bridge:Lake", "has no 'Lake'"),
+        ("docs.examples.extending.my_bridge:PondConfig", "want a class with the bases LocalLayers .*PondConfig"),
+        ("mbridge.models.qwen2:Qwen2Bridge", "want a class with the bases LocalLayers"),
+    ],
+)
+def test_what_is_no_bridge_is_refused(here: Any, tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"learner.bridge: .*{message}"):
+        build_policy(write_tiny_model(tmp_path, "qwen2"), dtype="float32", parallel=here, bridge_class=path)
+
+
+def test_a_family_without_a_bridge_is_refused_with_the_setting(here: Any, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "qwen2")
+    for name, message in (("gpt2", "or learner.bridge for another family, got 'gpt2'"), ("nowhere", "AutoConfig.register")):
+        (directory / "config.json").write_text(json.dumps({"model_type": name}))
+        with pytest.raises(ConfigRefused, match=message):
+            build_policy(directory, dtype="float32", parallel=here)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
