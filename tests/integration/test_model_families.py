@@ -1,14 +1,13 @@
 """Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
@@ -21,7 +20,7 @@ from learner.megatron.trainer import Trainer
 from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
-from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
+from tests.tiny_models import DENSE, EXPERTS, as_pond, write_tiny_model, write_tiny_pond
 
 YARN = {
     "rope_type": "yarn",
@@ -76,37 +75,11 @@ def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Pa
 
 
 POND = "docs.examples.extending.my_bridge:Pond"
-NAMES = {
-    "input_layernorm.weight": "norm_before_attention.weight",
-    "post_attention_layernorm.weight": "norm_before_mlp.weight",
-    "mlp.down_proj.weight": "mlp.down.weight",
-}
-
-
-def as_pond(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a qwen2 model as the files of the family in the example have them."""
-    found = dict(weights)
-    for name in [name for name in weights if name.endswith("gate_proj.weight")]:
-        both = [found.pop(name), found.pop(name.replace("gate_proj", "up_proj"))]
-        found[name.replace("gate_proj", "gate_and_up")] = torch.cat(both)
-    for old, new in NAMES.items():
-        found = {name.replace(old, new): weight for name, weight in found.items()}
-    return found
-
-
-def write_pond(directory: Path) -> tuple[Path, Path]:
-    """Write a tiny qwen2 model and the same model as a ``pond``."""
-    qwen2, pond = write_tiny_model(directory / "qwen2", "qwen2"), directory / "pond"
-    shutil.copytree(qwen2, pond)
-    save_file(as_pond(load_file(qwen2 / "model.safetensors")), pond / "model.safetensors")
-    config = json.loads((qwen2 / "config.json").read_text())
-    (pond / "config.json").write_text(json.dumps(config | {"model_type": "pond"}))
-    return qwen2, pond
 
 
 def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_path: Path) -> None:
     """It loads, trains and exports what the family with the same layers does, bit for bit."""
-    qwen2, pond = write_pond(tmp_path)
+    qwen2, pond = write_tiny_model(tmp_path / "qwen2", "qwen2"), write_tiny_pond(tmp_path / "pond")
     batch = make_batches(make_samples(vocab=299), max_tokens=100)[0]
     exported = []
     for directory, bridge in ((qwen2, ""), (pond, POND)):
