@@ -101,7 +101,7 @@ def waited_for_a_core_s() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for name in ("weight", "aggregation"):
+    for name in ("weight", "aggregation", "reject"):
         parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help=f"a {name} of yours, likewise")
     parser.addoption("--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests")
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")

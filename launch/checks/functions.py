@@ -34,6 +34,7 @@ CONTRACTS = {
     "advantage": (2, OFFERED, f"(rewards_N, groups_N, *, {', '.join(OFFERED)})"),
     "weight": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
     "aggregation": (3, (), "(mask_T, sample_T, denominators)"),
+    "reject": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
 }
 HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
 """Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
@@ -181,9 +182,11 @@ def _is_answer(label: object, *, many: bool) -> bool:
 def check_algorithm(report: Report, config: RunConfig) -> None:
     """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
-    found = {f"algorithm.{name}": (getattr(config.learner.algorithm, name), contract) for name, contract in CONTRACTS.items()}
-    found |= {f"hooks.{name}": (path, HOOK) for name, path in config.learner.hooks.given.items()}
-    for name, (path, (count, offered, signature)) in found.items():
+    algorithm = config.learner.algorithm
+    found = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
+    found += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
+    found += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
+    for name, path, (count, offered, signature) in found:
         if ":" not in path:
             continue
         try:

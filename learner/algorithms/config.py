@@ -13,7 +13,7 @@ from learner.algorithms.alarms import AlarmConfig
 from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, ANCHORED, BOUNDED, BY_COVARIANCE, BY_CRITIC, LOSSES, OF_TURNS
 from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.presets import DEFAULTS, PRESETS
-from learner.algorithms.reject_rules import RejectRule, reject_rule
+from learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class AlgorithmConfig:
     """Divide the weights by their mean over the update on all ranks."""
 
     reject: tuple[str, ...] | None = None
-    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
+    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function."""
     veto: float = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
@@ -178,8 +178,13 @@ class AlgorithmConfig:
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:
-        """The rules of ``reject``. Raises ValueError for one that cannot be parsed."""
-        return tuple(reject_rule(text) for text in self.reject or ())
+        """The rules of ``reject`` but those by import path. Raises ValueError for one that cannot be parsed."""
+        return tuple(reject_rule(text) for text in self.reject or () if not by_path(text))
+
+    @property
+    def own_rejects(self) -> tuple[str, ...]:
+        """The rules of ``reject`` by import path."""
+        return tuple(text for text in self.reject or () if by_path(text))
 
     @property
     def needs_reference(self) -> bool:

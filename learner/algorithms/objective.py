@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,10 +186,11 @@ class Objective:
         """Raises ValueError for a function by import path that cannot be imported, and for an estimator that cannot be called."""
         self.config = config
         assert config.loss is not None and config.weight is not None and config.aggregation is not None
-        self._level: str | WeightFunction = imported(config.weight, "weight") if ":" in config.weight else config.weight
-        self.mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        self._level: str | WeightFunction = _own(config.weight, "weight") if ":" in config.weight else config.weight
+        self.mode: str | Reducer = _own(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
         """The aggregation: a name, or a function of one's own."""
-        self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
+        self._own_rejects: dict[str, rejection.RejectFunction] = {path: _own(path, "reject") for path in config.own_rejects}
+        self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         self.asks: frozenset[str] = frozenset()
         """Arguments that an estimator by import path asks for, of ``OFFERED``."""
@@ -359,10 +361,14 @@ class Objective:
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, *tokens.by_sequence)
         rejected: dict[str, Tensor] = {}
-        if config.rejects or config.veto:
+        if config.reject or config.veto:
             delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
             for rule in config.rejects:
                 rejected[rule.name] = rejection.outside(delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high)
+            for path, function in self._own_rejects.items():
+                name = path.partition(":")[2]
+                found_T = _chosen_by(path, function(delta_T, *place), mask_T)
+                rejected[name] = found_T | rejected[name] if name in rejected else found_T
             if config.veto:
                 rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.veto)
         if config.binary_kl_limit:
@@ -463,6 +469,23 @@ class Objective:
         return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill_loss)
 
 
+_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
+_GIVEN: Mapping[str, tuple[str, ...]] = {
+    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
+    "weight": _OF_TOKENS,
+    "reject": _OF_TOKENS,
+    "aggregation": ("mask_T", "sample_T", "denominators"),
+}
+"""Arguments of a function by import path, by setting."""
+
+
+def _own(path: str, setting: str) -> Callable[..., Any]:
+    """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the setting."""
+    function = imported(path, setting)
+    asked_for(function, _GIVEN[setting], (), path=path, what=setting)
+    return function
+
+
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
     """Return ``(sum W, sum W^2, number of sequences)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
     place = (tokens.mask_T, *tokens.by_sequence)
@@ -471,6 +494,14 @@ def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
     there_N = sequence_sums(torch.ones_like(delta_T), *place) > 0
     weights_N = torch.where(there_N, weights_N, 0.0)
     return torch.stack([weights_N.sum(), weights_N.square().sum(), there_N.sum().double()])
+
+
+def _chosen_by(path: str, found_T: object, mask_T: Tensor) -> Tensor:
+    """Return the tokens that a rule by import path rejects. Raises ValueError for a result of another kind."""
+    if not isinstance(found_T, Tensor) or (found_T.shape, found_T.dtype) != (mask_T.shape, torch.bool):
+        got = f"{found_T.dtype} of {[*found_T.shape]}" if isinstance(found_T, Tensor) else type(found_T).__name__
+        raise ValueError(f"reject {path}: want a bool tensor of shape {[*mask_T.shape]}, got {got}")
+    return found_T & mask_T
 
 
 def _old(tokens: Tokens) -> Tensor:

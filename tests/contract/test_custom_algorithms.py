@@ -1,7 +1,7 @@
-"""The contracts of a loss, an advantage estimator, an importance weight and an aggregation, ours and yours.
+"""The contracts of a loss, an advantage estimator, an importance weight, a rejection and an aggregation, ours and yours.
 
 pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine \
-    --weight my_package.weights:mine --aggregation my_package.reducers:mine
+    --weight my_package.weights:mine --reject my_package.rules:mine --aggregation my_package.reducers:mine
 """
 
 import math
@@ -24,6 +24,7 @@ from learner.algorithms.presets import PRESETS
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""
+RULES = ("k1 token 0.5 2", "k2 seq_sum 0.5", "k3 seq_mean 0.05", "k1 seq_max 2")
 EXAMPLES = "docs.examples.extending.my_algorithm:"
 
 
@@ -34,6 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("estimator", [*ADVANTAGES, EXAMPLES + "by_level", *metafunc.config.getoption("--advantage")], indirect=True)
     if "level" in metafunc.fixturenames:
         metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
+    if "rule" in metafunc.fixturenames:
+        metafunc.parametrize("rule", [*RULES, EXAMPLES + "drifting", *metafunc.config.getoption("--reject")], indirect=True)
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", [*AGGREGATIONS, EXAMPLES + "by_root", *metafunc.config.getoption("--aggregation")], indirect=True)
 
@@ -54,6 +57,11 @@ def estimator(request: pytest.FixtureRequest) -> Objective:
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> str | WeightFunction:
     return imported(request.param, "weight") if ":" in request.param else request.param
+
+
+@pytest.fixture
+def rule(request: pytest.FixtureRequest) -> Objective:
+    return Objective(AlgorithmConfig(correction="bypass", reject=(request.param,)))
 
 
 @pytest.fixture
@@ -259,6 +267,13 @@ def test_an_estimator_gets_what_its_parameters_name() -> None:
     assert Objective(AlgorithmConfig()).asks == frozenset()
 
 
+@pytest.mark.parametrize("setting", ["loss", "weight", "aggregation", "reject"])
+def test_a_function_with_other_parameters_is_refused(setting: str) -> None:
+    path = f"{__name__}:of_rewards_alone"
+    with pytest.raises(ValueError, match=rf"{setting}: want a function \(.*, .*\), got '{path}': too many positional"):
+        Objective(AlgorithmConfig(**{setting: (path,) if setting == "reject" else path}))
+
+
 def test_an_estimator_that_cannot_be_called_is_refused_with_what_it_may_ask_for() -> None:
     offered = r"advantage: want a function \(rewards_N, groups_N, \*, lengths_N, truncated_N, parts, metadata\).*"
     with pytest.raises(ValueError, match=offered + "misspelt.*metdata"):
@@ -302,6 +317,52 @@ def test_a_weight_does_not_depend_on_other_sequences(level: str | WeightFunction
         torch.testing.assert_close(raw_weights(delta_T[at], mask_T[at], sequence_T[at], 4, level=level), whole_T[at], atol=1e-12, rtol=0)
 
 
+def rejected(rule: Objective, delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the tokens that the only rule rejects, for a policy with these log-ratios; rubbish where masked."""
+    zeros_T = torch.zeros_like(delta_T)
+    tokens = Tokens(
+        mask_T=mask_T,
+        sample_T=sequence_T,
+        num_samples=4,
+        rollout_T=torch.where(mask_T, zeros_T, math.nan),
+        lag_T=zeros_T.long(),
+        advantages_T=zeros_T,
+    )
+    [found_T] = rule._rejected(tokens, delta_T, delta_T, Coupled()).values()
+    return found_T
+
+
+def test_a_rule_rejects_nothing_on_fresh_data_and_where_masked(rule: Objective) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    assert not rejected(rule, torch.zeros_like(delta_T), mask_T, sequence_T).any()
+    far_T = rejected(rule, 60 * delta_T, mask_T, sequence_T)
+    assert (far_T.shape, far_T.dtype) == (mask_T.shape, torch.bool)
+    assert far_T[mask_T].any(), "it rejects nothing"
+    assert not far_T[~mask_T].any()
+
+
+def test_a_rule_does_not_depend_on_other_sequences(rule: Objective) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    whole_T = rejected(rule, 2 * delta_T, mask_T, sequence_T)
+    for sequence in range(4):
+        at = (sequence_T == sequence).nonzero()[:, 0]
+        assert torch.equal(rejected(rule, 2 * delta_T[at], mask_T[at], sequence_T[at]), whole_T[at])
+
+
+def no_mask(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    return delta_T
+
+
+def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    with pytest.raises(ValueError, match=r"reject .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"):
+        rejected(Objective(AlgorithmConfig(correction="bypass", reject=(f"{__name__}:no_mask",))), delta_T, mask_T, sequence_T)
+    both = Objective(AlgorithmConfig(correction="bypass", reject=("k1 token 0.5 2", EXAMPLES + "drifting"), veto=1e-4))
+    place = {"mask_T": mask_T, "sample_T": sequence_T, "num_samples": 4, "rollout_T": torch.zeros_like(delta_T)}
+    tokens = Tokens(**place, lag_T=sequence_T, advantages_T=delta_T)
+    assert set(both._rejected(tokens, delta_T, delta_T, Coupled())) == {"k1_token", "drifting", "veto"}
+
+
 def denominators(mask_T: Tensor, sample_T: Tensor) -> Denominators:
     trainable_N = torch.zeros(4, dtype=torch.int64).index_add(0, sample_T[mask_T], torch.ones(int(mask_T.sum()), dtype=torch.int64))
     groups_N = torch.tensor([5, 5, 2, 2])
@@ -335,6 +396,13 @@ def test_a_metric_of_another_shape_is_refused() -> None:
     objective._loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
     with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):
         objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())
+
+
+def test_a_rule_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="reject: want module:function, got 'no_such_module:f'"):
+        Objective(AlgorithmConfig(reject=("no_such_module:f",)))
+    with pytest.raises(ValueError, match=r"reject: want 'METRIC SPAN HIGH' .*, or module:function, got 'mine'"):
+        AlgorithmConfig(reject=("mine",))
 
 
 @pytest.mark.parametrize("name", ["weight", "aggregation"])

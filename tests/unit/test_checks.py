@@ -161,6 +161,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["learner.algorithm.advantage=nothere:f"], "advantage: want a function (rewards_N, groups_N, *, lengths_N, truncated_N, parts"),
         (["learner.algorithm.advantage=json:nothing"], "json has no 'nothing'"),
         (["learner.hooks.before_step=shutil:copytree_"], "learner.hooks.before_step: want a function (moment), got 'shutil:copytree_'"),
+        (["learner.algorithm.reject=[textwrap:dedent]"], "learner.algorithm.reject: want a function (delta_T, mask_T, sequence_T"),
         (["learner.hooks.before_step=textwrap:indent"], "it takes text, prefix, predicate; it is called with 1 arguments"),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),

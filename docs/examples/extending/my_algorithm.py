@@ -1,5 +1,9 @@
-"""A loss with a metric, two advantage estimators, a weight and an aggregation. T = tokens of a packed row, N = samples of the step."""
+"""A loss with a metric, two advantage estimators, a weight, a rejection and an aggregation.
 
+T = tokens of a packed row, N = samples of the step.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +14,7 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.policy_losses import PolicyLoss
-from learner.algorithms.ratios import log_ratio
+from learner.algorithms.ratios import log_ratio, sequence_means, spread
 
 
 def one_sided(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -45,6 +49,12 @@ def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metada
 def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """pi^2 / mu^2: old tokens that the policy has moved away from count even less."""
     return (2 * delta_T.clamp(-10, 10)).exp()
+
+
+def drifting(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Reject the sequences of which more than a tenth of the tokens are less than half, or more than twice, as likely as when sampled."""
+    far_T = (delta_T.abs() > math.log(2)).to(delta_T.dtype)
+    return spread(sequence_means(far_T, mask_T, sequence_T, num_sequences) > 0.1, sequence_T)
 
 
 def by_root(mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
