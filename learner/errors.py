@@ -63,6 +63,17 @@ class ReplayMismatch(LearnerError):
         return f"{self.where}: want {self.want}, got {self.got}"
 
 
+class HookFailed(LearnerError):
+    """A hook of the user has raised an error, which ends the rank."""
+
+    def __init__(self, setting: str, path: str, step: int, reason: str) -> None:
+        super().__init__(setting, path, step, reason)
+        self.setting, self.path, self.step, self.reason = setting, path, step, reason
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.path} failed at step {self.step}: {self.reason}"
+
+
 class CheckpointCorrupt(LearnerError):
     """A file of a checkpoint is missing, or its size or digest differs from the manifest."""
 

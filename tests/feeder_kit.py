@@ -46,6 +46,8 @@ class World:
     """Digests of the batches served to ranks, by step: one digest if they were always the same."""
     batches: list[StepBatch] = field(default_factory=list)
     num_nodes: int = 1
+    metadata: bool = False
+    """True if the ranks ask for the metadata of samples."""
 
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
@@ -122,7 +124,8 @@ class World:
             (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
             client.checkpointed(step, str(disk.commit(path, state)))
 
-        with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
+        place = {"rank": rank, "dp_rank": rank, "dp_size": self.learner.data_parallel}
+        with FeedClient(url, keys=KEYS, **place, metadata=self.metadata, silence_s=10) as client:
             start = client.hello()
             if rank == 0 and start.head_version < 0:
                 publish(0, initial=True)

@@ -5,10 +5,12 @@ Knows transformers (to write and to compare), nothing of Tidemill.
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FAMILIES = ("qwen3", "qwen2", "llama")
@@ -174,4 +176,29 @@ def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, t
     """Write a model directory that transformers, SGLang and the built-in engine can load; return it."""
     write_tiny_tokenizer(directory)
     tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def as_pond(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a qwen2 model as the files of ``model_type: pond`` have them (docs/examples/extending/my_bridge.py)."""
+    names = {
+        "input_layernorm.weight": "norm_before_attention.weight",
+        "post_attention_layernorm.weight": "norm_before_mlp.weight",
+        "mlp.down_proj.weight": "mlp.down.weight",
+    }
+    found = dict(weights)
+    for name in [name for name in weights if name.endswith("gate_proj.weight")]:
+        both = [found.pop(name), found.pop(name.replace("gate_proj", "up_proj"))]
+        found[name.replace("gate_proj", "gate_and_up")] = torch.cat(both)
+    for old, new in names.items():
+        found = {name.replace(old, new): weight for name, weight in found.items()}
+    return found
+
+
+def write_tiny_pond(directory: Path) -> Path:
+    """Write the tiny qwen2 model as a ``pond``, a family that transformers and the learner do not know; return its directory."""
+    write_tiny_model(directory, "qwen2")
+    save_file(as_pond(load_file(directory / "model.safetensors")), directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "pond"}))
     return directory

@@ -5,7 +5,7 @@ import asyncio
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from actors.rollout_settings import parse_rollouts
@@ -14,6 +14,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
+from learner.algorithms.choices import OFFERED
 from learner.data.filter_settings import read_filters
 from learner.data.filters import FILTER
 from learner.data.prompts import Row
@@ -30,12 +31,14 @@ CALL_S = 10.0
 GSPO_WIDE = 0.01
 """A clip range of GSPO's ratio that is wider than this belongs to another loss."""
 CONTRACTS = {
-    "loss": (4, "", "(log_probs_T, anchor_T, tokens, config)"),
-    "advantage": (2, "lengths_N", "(rewards_N, groups_N, *, lengths_N)"),
-    "weight": (4, "", "(delta_T, mask_T, sequence_T, num_sequences)"),
-    "aggregation": (3, "", "(mask_T, sample_T, denominators)"),
+    "loss": (4, (), "(log_probs_T, anchor_T, tokens, config)"),
+    "advantage": (2, OFFERED, f"(rewards_N, groups_N, *, {', '.join(OFFERED)})"),
+    "weight": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
+    "aggregation": (3, (), "(mask_T, sample_T, denominators)"),
+    "reject": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
 }
-"""Number of positional arguments that the learner passes, keyword argument besides, and the signature as messages show it."""
+HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
+"""Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
 
 
 def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bool, call: bool) -> None:
@@ -181,22 +184,42 @@ def _is_answer(label: object, *, many: bool) -> bool:
 
 
 def check_algorithm(report: Report, config: RunConfig) -> None:
-    """Resolve ``loss`` and ``advantage`` given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
+    """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
-    for name, (count, keyword, signature) in CONTRACTS.items():
-        path = getattr(config.learner.algorithm, name)
+    algorithm = config.learner.algorithm
+    found = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
+    found += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
+    found += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
+    for name, path, (count, offered, signature) in found:
         if ":" not in path:
             continue
         try:
-            reason = _misfit(path, count, keyword)
+            reason = _misfit(path, count, offered)
         except (ImportError, ValueError, SyntaxError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
-        setting = f"learner.algorithm.{name}"
+        setting = f"learner.{name}"
         if reason:
-            cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/algorithms.md has the contract)"
+            page = "docs/extending.md" if name.startswith("hooks.") else "docs/algorithms.md"
+            cure = f"fix it; modules are searched in this directory and in PYTHONPATH ({page} has the contract)"
             report.error("algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure)
         else:
             report.good("algorithm", f"{setting}: {path} is there")
+
+
+def check_bridge(report: Report, config: RunConfig) -> None:
+    """Look for the class of ``learner.bridge`` in the source of its module, without importing it (that would load torch)."""
+    path = config.learner.bridge
+    if not path:
+        return
+    try:
+        reason = _misfit(path, 0, ())
+    except (ImportError, ValueError, SyntaxError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/models.md has the contract)"
+        report.error("model", report.at("learner.bridge"), want="a class of LocalLayers", got=f"{path!r}: {reason}", cure=cure)
+    else:
+        report.good("model", f"learner.bridge: {path} is there")
 
 
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
@@ -218,7 +241,7 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
         report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
 
 
-def _misfit(path: str, count: int, keyword: str) -> str:
+def _misfit(path: str, count: int, offered: Sequence[str]) -> str:
     """Return the defect of the function at ``module:function``; empty if its source shows none."""
     module, _, name = path.partition(":")
     spec = importlib.util.find_spec(module)
@@ -231,7 +254,7 @@ def _misfit(path: str, count: int, keyword: str) -> str:
     if not found:
         known = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in tree.body)
         return "" if known else f"{module} has no {name!r}"
-    return _unlike(found[-1].args, count, keyword) if isinstance(found[-1], ast.FunctionDef) else ""
+    return _unlike(found[-1].args, count, offered) if isinstance(found[-1], ast.FunctionDef) else ""
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
@@ -244,15 +267,12 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
 
 
-def _unlike(arguments: ast.arguments, count: int, keyword: str) -> str:
+def _unlike(arguments: ast.arguments, count: int, offered: Sequence[str]) -> str:
     """Return how a signature differs from the call; empty if it fits."""
     positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    named = [*positional[count:], *(one.arg for one in arguments.kwonlyargs)]
     takes = ", ".join([*positional, *(one.arg for one in arguments.kwonlyargs)]) or "nothing"
-    if len(positional) < count and arguments.vararg is None:
-        return f"it takes {takes}; it is called with {count} arguments"
-    if keyword and keyword not in named and arguments.kwarg is None:
-        return f"it takes {takes}; it is called with {keyword}= as well"
-    if len(positional) - len(arguments.defaults) > count + (keyword in positional[count:]):
-        return f"it takes {takes}; it is called with {count} arguments"
-    return ""
+    named = [one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    needed = [*positional[count : len(positional) - len(arguments.defaults)], *named]
+    called = f"it is called with {count} arguments" + (f", and may ask for {', '.join(offered)}" if offered else "")
+    short = len(positional) < count and arguments.vararg is None
+    return f"it takes {takes}; {called}" if short or not set(needed) <= set(offered) else ""

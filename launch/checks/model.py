@@ -157,7 +157,8 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
 
 def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
     """Refuse values that the learner cannot train, or cannot divide over its ranks."""
-    for refused in refusals(values, where=where, **{name: getattr(config.learner, name) for name in SPLITS}):
+    own, splits = bool(config.learner.bridge), {name: getattr(config.learner, name) for name in SPLITS}
+    for refused in refusals(values, where=where, own_bridge=own, **splits):
         named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
@@ -185,7 +186,8 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
     """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless SGLang serves it."""
     family = values.get("model_type")
-    if family not in FAMILIES or (family not in DECODED and config.engine.kind == "sglang"):  # the former has been reported already
+    known = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
+    if not known or (family not in DECODED and config.engine.kind == "sglang"):
         return None
     try:
         return ModelShape.of(values, where=where)
@@ -300,7 +302,8 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         got = f"{vocabulary} tokens, context {positions} in {path}"
         report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
         return None
-    for refused in refusals(values, where=f"{path}/config.json", **{name: getattr(learner, name) for name in SPLITS}):
+    own, splits = bool(learner.bridge), {name: getattr(learner, name) for name in SPLITS}
+    for refused in refusals(values, where=f"{path}/config.json", own_bridge=own, **splits):
         report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
     if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
         want = f"false with a critic that has experts ({values['model_type']} in {path})"

@@ -6,7 +6,7 @@ from launch.checks.data import check_data, check_evaluation
 from launch.checks.debug import check_debug
 from launch.checks.devices import check_devices
 from launch.checks.findings import Report
-from launch.checks.functions import check_algorithm, check_filters, check_reward, check_rollouts
+from launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
 from launch.checks.machine import check_bus, check_engine, check_memory, check_places
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
@@ -54,6 +54,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_teachers(report, config, model, None if data is None else data.first, reach=purpose.starts_workers)
     check_filters(report, config)
     check_algorithm(report, config)
+    check_bridge(report, config)
     check_engine(report, config, here=starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)

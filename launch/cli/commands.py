@@ -140,7 +140,7 @@ def convert(args: argparse.Namespace) -> int:
     require("learner")
     from launch.cli.convert import run_convert
 
-    return run_convert(args.source, args.out, args.model)
+    return run_convert(args.source, args.out, args.model, args.bridge)
 
 
 def bus(args: argparse.Namespace) -> int:

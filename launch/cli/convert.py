@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bus.server.ports import KeptPort
 from launch.checks.resume import began_with
-from launch.settings.run_config import CONFIG_FILE
+from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints.disk import TORCH_DIST, has_weights
 from learner.errors import LearnerError
 
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
     from learner.layout.parallel import Parallel
 
 
-def run_convert(source: Path, out: Path, model: Path | None) -> int:
-    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in one line."""
+def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
+    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in one line.
+
+    ``bridge``: import path of the bridge of the model's family; empty = that of the run that has written the checkpoint.
+    """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
     if has_weights(source):
-        model_dir = model or model_of(source)
+        model_dir, own = _of_run(source, model)
         with _in_this_process() as here:
             from learner.megatron import convert
 
-            step = convert.to_model(source, out, model_dir, here)
+            step = convert.to_model(source, out, model_dir, here, bridge_class=bridge or own)
         print(f"{out}: the model of step {step}")
     elif (source / "config.json").is_file():
         if model is not None:
@@ -36,7 +39,7 @@ def run_convert(source: Path, out: Path, model: Path | None) -> int:
         with _in_this_process() as here:
             from learner.megatron import convert
 
-            convert.to_checkpoint(source, out, here)
+            convert.to_checkpoint(source, out, here, bridge_class=bridge)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
     else:
         files = ", ".join(TORCH_DIST)
@@ -49,11 +52,11 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
 
     ``model``: its model directory; None = that of the run that has written it. Raises ValueError with the reason in one line.
     """
-    model_dir = model or model_of(checkpoint)
+    model_dir, bridge = _of_run(checkpoint, model)
     with _in_this_process() as here:
         from learner.megatron import convert
 
-        return convert.weights_of(checkpoint, model_dir, here)
+        return convert.weights_of(checkpoint, model_dir, here, bridge_class=bridge)
 
 
 @contextmanager
@@ -73,12 +76,16 @@ def _in_this_process() -> "Iterator[Parallel]":
             raise ValueError(" ".join(str(error).split())) from error
 
 
-def model_of(checkpoint: Path) -> Path:
-    """Return the model directory of the run that has written a checkpoint. Raises ValueError."""
+def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
+    """Return model directory and bridge of the run that has written a checkpoint; ``model`` instead of its directory, if given.
+
+    Raises ValueError for a checkpoint in no run's directory without ``model``.
+    """
     file = checkpoint.absolute().parent.parent / CONFIG_FILE
-    config = began_with(file) if file.is_file() else None
-    if config is None or not config.model.path:
+    run: RunConfig | None = began_with(file) if file.is_file() else None
+    own = "" if run is None else run.model.path
+    if model is None and not own:
         raise ValueError(
             f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no {file}); give --model DIR"
         )
-    return Path(config.model.path)
+    return model or Path(own), "" if run is None else run.learner.bridge

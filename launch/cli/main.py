@@ -138,6 +138,7 @@ def _add_models(commands: "Commands") -> None:
     convert.add_argument(
         "--model", type=Path, default=None, metavar="DIR", help="model of the checkpoint: configuration, tokenizer (default: the run's)"
     )
+    convert.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge")
 
 
 def _add_processes(commands: "Commands") -> None:

@@ -196,6 +196,10 @@ class RunConfig:
                 del parts["learner"][name]
         if self.learner.grouped_experts == "auto":
             del parts["learner"]["grouped_experts"]
+        if not self.learner.hooks.given:
+            del parts["learner"]["hooks"]
+        if not self.learner.bridge:
+            del parts["learner"]["bridge"]
         if not parts["learner"]["algorithm"]["sft_coef"]:
             del parts["learner"]["algorithm"]["sft_coef"]
         for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
@@ -242,6 +246,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_routing(config)
     _refuse_stale(config)
     _refuse_rollouts(config)
+    _refuse_hooks(config)
     _refuse_rewards(config)
     _refuse_teachers(config)
     _refuse_columns(config)
@@ -302,6 +307,18 @@ def _refuse_stale(config: RunConfig) -> None:
     if config.learner.checkpoint_every % push_every:
         raise ValueError(
             f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
+        )
+
+
+def _refuse_hooks(config: RunConfig) -> None:
+    """Raise ValueError for a hook that would never be called."""
+    learner, algorithm, push_every = config.learner, config.learner.algorithm, config.weights.push_every
+    passes = algorithm.needs_reference or algorithm.needs_old(minibatches=learner.minibatches, published_every=push_every)
+    if learner.hooks.before_log_probs and not passes:
+        raise ValueError(
+            "learner.hooks.before_log_probs: want a run with a pass for log-probs before the steps (a reference, a coupled correction, or "
+            "learner.minibatches or weights.push_every above 1 with a proximal anchor), got "
+            f"{learner.hooks.before_log_probs!r}, which would never be called; remove it, or take learner.hooks.before_step"
         )
 
 

@@ -5,6 +5,8 @@ OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline"
 ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
 BY_CRITIC = ("gae", "vtrace")
 """Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
+OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
+"""Arguments that an estimator by import path may ask for, by the names of its parameters."""
 CREDITS = ("episode", "turn")
 OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that know turns (``learner/algorithms/credit.py``)."""

@@ -13,7 +13,7 @@ from learner.algorithms.alarms import AlarmConfig
 from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, ANCHORED, BOUNDED, BY_COVARIANCE, BY_CRITIC, LOSSES, OF_TURNS
 from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.presets import DEFAULTS, PRESETS
-from learner.algorithms.reject_rules import RejectRule, reject_rule
+from learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class AlgorithmConfig:
     """Divide the weights by their mean over the update on all ranks."""
 
     reject: tuple[str, ...] | None = None
-    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
+    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function."""
     veto: float = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
@@ -178,9 +178,19 @@ class AlgorithmConfig:
         return self.aggregation == "constant" and not self.loss_constant
 
     @property
+    def own_estimator(self) -> bool:
+        """True if the advantages are those of a function by import path."""
+        return ":" in self.advantage
+
+    @property
     def rejects(self) -> tuple[RejectRule, ...]:
-        """The rules of ``reject``. Raises ValueError for one that cannot be parsed."""
-        return tuple(reject_rule(text) for text in self.reject or ())
+        """The rules of ``reject`` but those by import path. Raises ValueError for one that cannot be parsed."""
+        return tuple(reject_rule(text) for text in self.reject or () if not by_path(text))
+
+    @property
+    def own_rejects(self) -> tuple[str, ...]:
+        """The rules of ``reject`` by import path."""
+        return tuple(text for text in self.reject or () if by_path(text))
 
     @property
     def needs_reference(self) -> bool:
@@ -197,6 +207,15 @@ class AlgorithmConfig:
         """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
         chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE or self.advantage == "vtrace"
         return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or chooses)
+
+    def needs_old(self, *, minibatches: int, published_every: int) -> bool:
+        """Return whether log-probs are needed before the first backward pass.
+
+        They are where weights are coupled, and where the proximal policy is not the trained one.
+        """
+        # Otherwise the proximal policy is the trained one, and its log-probs are those of the training pass, detached.
+        moved = minibatches > 1 or published_every > 1
+        return self.coupled or (self.anchor == "proximal" and self.proximal == "recompute" and moved)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

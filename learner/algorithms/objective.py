@@ -8,7 +8,6 @@ Nothing here knows a model, a rank or a batch. Values that depend on all tokens 
 caller adds up over micro-batches and ranks, so the result does not depend on how the tokens are split.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +20,14 @@ from torch import Tensor
 from learner.algorithms import policy_losses, rejection, token_choice
 from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, Reducer, aggregate
-from learner.algorithms.choices import ANCHORED, BY_COVARIANCE
+from learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
 from learner.algorithms.distillation import top_k_divergence
 from learner.algorithms.importance_weights import WeightFunction, Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
+from learner.algorithms.own_functions import asked_for, imported
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.shaping import distillation_advantages, overlong_penalty
@@ -113,21 +113,13 @@ class RewardParts:
 LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
 """``(log_probs_T, anchor_T, tokens, config)``: signature of a policy loss by import path. It must be 0 with 0 gradient where masked."""
 AdvantageFunction = Callable[..., Tensor]
-"""``(rewards_N, groups_N, lengths_N=...) -> advantages_N``: signature of an estimator by import path."""
+"""``(rewards_N, groups_N, *, ...) -> advantages_N``: signature of an estimator by import path, with those of ``OFFERED`` that it names:
 
-
-def imported(path: str, what: str) -> Callable[..., Any]:
-    """Return the function at ``module:function``. Raises ValueError with the missing part; ``what`` names the setting in it."""
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ValueError(f"{what}: want module:function, got {path!r}: {error}") from None
-    except AttributeError:
-        raise ValueError(f"{what}: want module:function, got {path!r}: {module} has no {name!r}") from None
-    if not callable(found):
-        raise ValueError(f"{what}: want module:function, got {path!r}: a {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    lengths_N    tokens of each response
+    truncated_N  bool; True where the response ran into its length limit
+    parts        reward parts by name, [N] each; NaN where a sample has no such part
+    metadata     metadata of each sample, N maps
+"""
 
 
 def _shaped(name: str) -> LossFunction:
@@ -191,30 +183,28 @@ class Objective:
     """The functions that a config chooses, bound to its settings."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Raises ValueError for a function by import path that cannot be imported."""
+        """Raises ValueError for a function by import path that cannot be imported, and for an estimator that cannot be called."""
         self.config = config
         assert config.loss is not None and config.weight is not None and config.aggregation is not None
-        self._level: str | WeightFunction = imported(config.weight, "weight") if ":" in config.weight else config.weight
-        self.mode: str | Reducer = imported(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        self._level: str | WeightFunction = _own(config.weight, "weight") if ":" in config.weight else config.weight
+        self.mode: str | Reducer = _own(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
         """The aggregation: a name, or a function of one's own."""
-        self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
+        self._own_rejects: dict[str, rejection.RejectFunction] = {path: _own(path, "reject") for path in config.own_rejects}
+        self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
-        if not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
-            self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
+        self.asks: frozenset[str] = frozenset()
+        """Arguments that an estimator by import path asks for, of ``OFFERED``."""
+        if self._estimator:
+            self._advantages: AdvantageFunction = self._estimator.function
+        elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
+            self._advantages = imported(config.advantage, "advantage")
+            given = ("rewards_N", "groups_N")
+            self.asks = asked_for(self._advantages, given, OFFERED, path=config.advantage, what="advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
         self.by_token = config.kl.reward_by == "token"
         """True: the advantages of samples are completed, and whitened, by ``with_divergences``."""
-
-    def needs_old(self, *, minibatches: int, published_every: int) -> bool:
-        """Return whether log-probs are needed before the first backward pass.
-
-        They are where weights are coupled, and where the proximal policy is not the trained one.
-        """
-        # Otherwise the proximal policy is the trained one, and its log-probs are those of the training pass, detached.
-        moved = minibatches > 1 or published_every > 1
-        return self.config.coupled or (self.config.anchor == "proximal" and self.config.proximal == "recompute" and moved)
 
     # ---- advantages, [N]
 
@@ -243,18 +233,33 @@ class Objective:
         return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill_coef * distilled_T)
 
     def advantages(
-        self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor, *, parts: RewardParts | None = None
+        self,
+        rewards_N: Tensor,
+        groups_N: Tensor,
+        lengths_N: Tensor,
+        trainable_N: Tensor,
+        *,
+        parts: RewardParts | None = None,
+        truncated_N: Tensor | None = None,
+        metadata: Sequence[Mapping[str, object]] = (),
     ) -> Tensor:
         """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens.
 
-        ``parts``: None or without names = the rewards have no parts. Raises ValueError if no sample has a part that the config weighs.
+        ``parts``: None or without names = the rewards have no parts. ``truncated_N``, ``metadata``: for an estimator that asks for them.
+        Raises ValueError if no sample has a part that the config weighs, and for a result of another shape.
         """
-        # opo weighs by the length of the score, so tokens of tools do not count; a function of one's own gets all tokens of the response.
-        own = self._estimator is None
         if self.config.advantage == "gdpo" and (self.config.gdpo_weights or (parts and parts.names)):
             advantages_N = self._of_parts(parts, groups_N)
+        elif self._estimator is not None:
+            # opo weighs by the length of the score, so tokens of tools do not count.
+            advantages_N = self._advantages(rewards_N, groups_N, lengths_N=trainable_N)
         else:
-            advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N if own else trainable_N)
+            named = {} if parts is None else dict(zip(parts.names, parts.values_NK.unbind(1), strict=True))
+            offered = {"lengths_N": lengths_N, "truncated_N": truncated_N, "parts": named, "metadata": list(metadata)}
+            advantages_N = self._advantages(rewards_N, groups_N, **{name: offered[name] for name in sorted(self.asks)})
+            if not isinstance(advantages_N, Tensor) or advantages_N.shape != rewards_N.shape:
+                got = [*advantages_N.shape] if isinstance(advantages_N, Tensor) else type(advantages_N).__name__
+                raise ValueError(f"advantage {self.config.advantage}: want a tensor of shape {[*rewards_N.shape]}, got {got}")
         return whitened(advantages_N, trainable_N) if self._whiten and not self.by_token else advantages_N
 
     def _of_parts(self, parts: RewardParts | None, groups_N: Tensor) -> Tensor:
@@ -356,10 +361,14 @@ class Objective:
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, *tokens.by_sequence)
         rejected: dict[str, Tensor] = {}
-        if config.rejects or config.veto:
+        if config.reject or config.veto:
             delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
             for rule in config.rejects:
                 rejected[rule.name] = rejection.outside(delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high)
+            for path, function in self._own_rejects.items():
+                name = path.partition(":")[2]
+                found_T = _chosen_by(path, function(delta_T, *place), mask_T)
+                rejected[name] = found_T | rejected[name] if name in rejected else found_T
             if config.veto:
                 rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.veto)
         if config.binary_kl_limit:
@@ -460,6 +469,23 @@ class Objective:
         return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill_loss)
 
 
+_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
+_GIVEN: Mapping[str, tuple[str, ...]] = {
+    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
+    "weight": _OF_TOKENS,
+    "reject": _OF_TOKENS,
+    "aggregation": ("mask_T", "sample_T", "denominators"),
+}
+"""Arguments of a function by import path, by setting."""
+
+
+def _own(path: str, setting: str) -> Callable[..., Any]:
+    """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the setting."""
+    function = imported(path, setting)
+    asked_for(function, _GIVEN[setting], (), path=path, what=setting)
+    return function
+
+
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
     """Return ``(sum W, sum W^2, number of sequences)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
     place = (tokens.mask_T, *tokens.by_sequence)
@@ -468,6 +494,14 @@ def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
     there_N = sequence_sums(torch.ones_like(delta_T), *place) > 0
     weights_N = torch.where(there_N, weights_N, 0.0)
     return torch.stack([weights_N.sum(), weights_N.square().sum(), there_N.sum().double()])
+
+
+def _chosen_by(path: str, found_T: object, mask_T: Tensor) -> Tensor:
+    """Return the tokens that a rule by import path rejects. Raises ValueError for a result of another kind."""
+    if not isinstance(found_T, Tensor) or (found_T.shape, found_T.dtype) != (mask_T.shape, torch.bool):
+        got = f"{found_T.dtype} of {[*found_T.shape]}" if isinstance(found_T, Tensor) else type(found_T).__name__
+        raise ValueError(f"reject {path}: want a bool tensor of shape {[*mask_T.shape]}, got {got}")
+    return found_T & mask_T
 
 
 def _old(tokens: Tokens) -> Tensor:

@@ -19,13 +19,19 @@ class RejectRule:
         return f"{self.metric}_{self.span}"
 
 
+def by_path(text: str) -> bool:
+    """Return whether a rule is the import path of a function (``module:function``)."""
+    module, colon, function = text.partition(":")
+    return bool(module and colon and function) and not text.split()[1:]
+
+
 def reject_rule(text: str) -> RejectRule:
     """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
 
     Raises ValueError for any other text, for bounds in the wrong order, and for an upper bound of k1 below 1.
     """
     parts = text.split()
-    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
+    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function"
     try:
         metric, span, *bounds = parts
         numbers = [float(bound) for bound in bounds]

@@ -7,12 +7,16 @@ T = tokens of a packed row, N = samples of the step; ``delta_T = log pi - log mu
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from learner.algorithms.ratios import running_sums, sequence_means, sequence_sums, spread
 
+RejectFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""``(delta_T, mask_T, sequence_T, num_sequences) -> rejected_T``, bool: signature of a rule by import path. Masked tokens are never
+rejected, whatever it returns for them."""
 METRICS = ("k1", "k2", "k3")
 SPANS = ("token", "seq_sum", "seq_mean", "seq_max")
 PROBABILITY_BOUND = 1e-8

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping
+
 Array = NDArray[Any]
 """One dimension, of the dtype in ``DTYPES``."""
 
@@ -103,6 +105,8 @@ class StepBatch:
     """Layers with experts and experts of a token in ``experts`` of the rows; (0, 0) = none are replayed."""
     routing_known: float = 0.0
     """Share of the tokens before a target, on all ranks, whose experts are known."""
+    metadata: tuple[JsonMapping, ...] = ()
+    """Metadata of each sample, N; empty unless the estimator asks for it."""
     state: bytes
     """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 

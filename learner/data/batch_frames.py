@@ -1,4 +1,7 @@
-"""Encoding of a training batch as the frames of one ZMQ message: a header, the state, then every array as raw bytes."""
+"""Encoding of a training batch as the frames of one ZMQ message: a header, the state, then every array as raw bytes.
+
+The metadata of the samples, equal for all ranks, is one more frame for ranks that ask for it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +10,7 @@ import msgpack
 import numpy as np
 
 from bus.wire.json_object import JsonMapping
+from bus.wire.messages import Sample
 from learner.data.batch import DTYPES, STEP_ARRAYS, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
 from learner.errors import FeedError
 
@@ -38,15 +42,22 @@ def encode(batch: StepBatch) -> list[Frame]:
     return frames
 
 
-def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
+def encode_metadata(samples: Sequence[Sample]) -> bytes:
+    """Return the frame with the metadata of a step's samples, in the order of its plan."""
+    packed: bytes = msgpack.packb([sample.metadata for sample in samples])
+    return packed
+
+
+def decode(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool = False) -> StepBatch:
     """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
 
-    Raises FeedError when frames are missing or truncated.
+    ``with_metadata``: the last frame has the metadata of the samples. Raises FeedError when frames are missing or truncated.
     """
-    wanted = 1 + len(STEP_ARRAYS) + header["num_micro_batches"] * len(TOKEN_ARRAYS)
+    wanted = 1 + len(STEP_ARRAYS) + header["num_micro_batches"] * len(TOKEN_ARRAYS) + with_metadata
     if len(frames) != wanted:
         raise FeedError(f"batch {header['step']}", f"{wanted} frames", len(frames))
     state, rest = bytes(frames[0]), list(frames[1:])
+    packed = rest.pop() if with_metadata else None
     rows = {name: _array(name, rest.pop(0)) for name in STEP_ARRAYS}
     if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
         raise FeedError(f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"]))
@@ -66,9 +77,21 @@ def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
         routing=(layers, top_k),
         routing_known=header["routing_known"],
         micro_batches=tuple(_micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups),
+        metadata=() if packed is None else _metadata(header["step"], packed, len(rows["rewards_N"])),
         state=state,
         **rows,
     )
+
+
+def _metadata(step: int, frame: Any, num_samples: int) -> tuple[JsonMapping, ...]:
+    try:
+        found = msgpack.unpackb(bytes(frame), strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise FeedError(f"batch {step}", f"metadata of {num_samples} samples", str(error)) from error
+    if not isinstance(found, list) or len(found) != num_samples or not all(isinstance(one, dict) for one in found):
+        got = len(found) if isinstance(found, list) else type(found).__name__
+        raise FeedError(f"batch {step}", f"metadata of {num_samples} samples", got)
+    return tuple(found)
 
 
 def _raw(owner: StepBatch | MicroBatch, name: str) -> Array:

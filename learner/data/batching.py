@@ -57,6 +57,7 @@ def build_batches(
             part_names=part_names,
             routing=(0, 0) if routed is None else (len(routed.layers), routed.top_k),
             routing_known=0.0 if routed is None else known_share(aligned, len(routed.layers) * routed.top_k),
+            metadata=(),  # of another frame (``batch_frames.py``)
             state=state,
             **rows,
         )

@@ -33,16 +33,17 @@ class FeedClient:
         rank: int,
         dp_rank: int,
         dp_size: int,
+        metadata: bool = False,
         silence_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         """``keys``: those of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
 
-        ``on_wait`` is called every second of a wait, with the reason of the wait.
+        ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the reason of the wait.
         """
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_reason = silence_s, on_wait, ""
-        self._registered = False
+        self._metadata, self._registered = metadata, False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
@@ -74,7 +75,7 @@ class FeedClient:
         Raises FeederLost (silent or unreachable), FeederFailed (it refuses this rank or has failed), FeedError.
         """
         self._registered = True
-        self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size)
+        self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size, metadata=self._metadata)
         header, _ = self._receive("start", wanted=("start",))
         return Start(**{key: value for key, value in header.items() if key != "type"})
 
@@ -88,7 +89,7 @@ class FeedClient:
             if header["step"] != step - 1:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
             return Last(step=header["step"], state=header["state"])
-        batch = decode(header, frames)
+        batch = decode(header, frames, with_metadata=self._metadata)
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
         return batch

@@ -16,7 +16,7 @@ from bus.wire.json_object import JsonObject
 from learner.errors import FeedError
 
 _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "hello": {"rank": (int,), "dp_rank": (int,), "dp_size": (int,)},
+    "hello": {"rank": (int,), "dp_rank": (int,), "dp_size": (int,), "metadata": (bool,)},
     "next": {"step": (int,), "dp_rank": (int,)},
     "done": {"step": (int,), "metrics": (dict,), "weights_digest": (str, NoneType)},
     "published": {"version": (int,), "step": (int,)},

@@ -45,6 +45,8 @@ class Outcome:
 class _Rank:
     rank: int
     dp_rank: int
+    metadata: bool
+    """True if the rank asks for the metadata of samples, too."""
     asked: int = 0
     """Last step that the rank has requested."""
     waits: int | None = None
@@ -54,6 +56,14 @@ class _Rank:
     """True once the rank has received the number of the last step."""
     gone: bool = False
     """True once the rank has received the end of the run, or has signed off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batches: Sequence[Frames]
+    """By data-parallel rank."""
+    metadata: Frame
+    """Metadata of the step's samples; empty = not made."""
 
 
 class FeedServer:
@@ -89,7 +99,7 @@ class FeedServer:
         """Number of refused connections and messages."""
         self._refusal_logged_s = -_LOG_REFUSED_S
         self._ranks: dict[bytes, _Rank] = {}
-        self._ready: dict[int, Sequence[Frames]] = {}
+        self._ready: dict[int, _Step] = {}
         self._start: Start | None = None
         self._last: Last | None = None
         self._end_after: int | None = None
@@ -142,9 +152,14 @@ class FeedServer:
         self._start, self.asked = start, max(self.asked, start.step)
         await self._serve()
 
-    async def offer(self, step: int, batches: Sequence[Frames]) -> None:
-        """Make the frames of a step, by data-parallel rank, available to the ranks."""
-        self._ready[step] = batches
+    @property
+    def wants_metadata(self) -> bool:
+        """True if a rank asks for the metadata of samples, or might: none is registered yet."""
+        return not self._ranks or any(rank.metadata for rank in self._ranks.values())
+
+    async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
+        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: one more, for those that ask for it."""
+        self._ready[step] = _Step(batches, metadata)
         await self._serve()
 
     async def last(self, last: Last) -> None:
@@ -215,7 +230,7 @@ class FeedServer:
         """Register a rank. Raises FeedError for one that is not of this layout, or is registered already."""
         if header["type"] != "hello":
             raise FeedError(f"feed at {self.url}", "hello first", header["type"])
-        rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], waits=_HELLO)
+        rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], metadata=header["metadata"], waits=_HELLO)
         if header["dp_size"] != self._data_parallel or not 0 <= rank.dp_rank < self._data_parallel:
             got = (rank.dp_rank, header["dp_size"])
             raise FeedError(f"hello of rank {rank.rank}", f"dp_rank of dp_size {self._data_parallel}", got)
@@ -248,9 +263,9 @@ class FeedServer:
                 rank.waits, rank.asked = None, self._start.step
                 await self._send(identity, pack("start", **asdict(self._start)))
             elif rank.waits is not None and rank.waits in self._ready:
-                frames = self._ready[rank.waits][rank.dp_rank]
+                ready = self._ready[rank.waits]
                 rank.waits = None
-                await self._send(identity, *frames)
+                await self._send(identity, *ready.batches[rank.dp_rank], *([ready.metadata] if rank.metadata else []))
             elif rank.waits is not None and self._last is not None and not rank.has_last and rank.waits > self._last.step:
                 rank.waits, rank.has_last, rank.asked = None, True, self._last.step  # it makes the same request once more, for the end
                 await self._send(identity, pack("last", **asdict(self._last)))
@@ -270,7 +285,7 @@ class FeedServer:
         # A rank that has not registered yet needs every batch. One that waits for a step has received those before it.
         if len(self._ranks) == self._world_size:
             served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
-            self._ready = {step: batches for step, batches in self._ready.items() if step > served}
+            self._ready = {step: ready for step, ready in self._ready.items() if step > served}
 
     async def _send(self, identity: bytes, *frames: Frame) -> None:
         await self._socket.send_multipart([identity, *frames], copy=False)

@@ -30,7 +30,7 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
-from learner.data.batch_frames import encode
+from learner.data.batch_frames import encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
 from learner.data.lost import LostTasks
@@ -393,7 +393,10 @@ class Feeder:
         batches = await asyncio.to_thread(build)
         await save_step(self._rules, record, samples, limits)
         self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples))
-        await self._server.offer(record.step, [encode(batch) for batch in batches])
+        metadata = b""
+        if self._rules.metadata and self._server.wants_metadata:
+            metadata = await asyncio.to_thread(encode_metadata, samples)
+        await self._server.offer(record.step, [encode(batch) for batch in batches], metadata)
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
             log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._data_rules.groups_per_step)

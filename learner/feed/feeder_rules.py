@@ -44,6 +44,8 @@ class FeederRules:
     """Rollouts that take the recorded responses of the rows as samples."""
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
+    metadata: bool = False
+    """True if the estimator is a function by import path, which may ask for the metadata of samples."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name; empty = none."""
     initial_model: str = ""

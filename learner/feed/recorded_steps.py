@@ -23,7 +23,7 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Done, LiveRow, Plan, Sample
 from bus.wire.routed_experts import RoutedShape
-from learner.data.batch_frames import encode
+from learner.data.batch_frames import encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.plans import GENESIS
 from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
@@ -60,6 +60,8 @@ class RecordedSteps:
     """Sizes of the routing, see ``FeederRules``."""
     from_checkpoint: Path | None = None
     """Checkpoint to begin from, see ``FeederRules``."""
+    metadata: bool = False
+    """True if ranks may ask for the metadata of samples, see ``FeederRules``."""
 
     def load(self, step: int) -> Rollout:
         """Return the rollout of a step. Raises DebugFileRefused."""
@@ -98,6 +100,7 @@ async def run_recorded_feeder(
         eos_ids=eos_ids,
         routed=routed if learner.routing_replay == ROLLOUT else None,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
+        metadata=learner.algorithm.own_estimator,
     )
     async with opened_ends(places, learner) as (server, bus):
         await cancellable(RecordedFeeder(bus, steps, server, ahead=int(learner.prefetch)).run(draining, epoch=places.epoch))
@@ -163,12 +166,12 @@ class RecordedFeeder:
                 await self._server.waiter.wait(BEAT_S)
                 continue
             self._text = f"the file of step {self._step + 1} to be read"
-            frames = await asyncio.to_thread(self._next)
-            await self._server.offer(self._step, frames)
+            frames, metadata = await asyncio.to_thread(self._next)
+            await self._server.offer(self._step, frames, metadata)
         self._text = f"rank 0 to finish step {self._step}"
 
-    def _next(self) -> list[Frames]:
-        """Read and pack the next step. Returns the frames of each data-parallel rank. Raises DebugFileRefused."""
+    def _next(self) -> tuple[list[Frames], bytes]:
+        """Read and pack the next step. Returns the frames of each data-parallel rank and their metadata. Raises DebugFileRefused."""
         step, recorded = self._step + 1, self._recorded
         rollout = recorded.load(step)
         plan = planned_again(rollout, step, recorded.packing, chain=self._chain)
@@ -183,7 +186,8 @@ class RecordedFeeder:
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
         log.info("loaded step=%d run=%s recorded_step=%d samples=%d", step, rollout.run, rollout.plan.step, len(rollout.samples))
-        return [encode(batch) for batch in batches]
+        wanted = recorded.metadata and self._server.wants_metadata
+        return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if wanted else b""
 
     async def _report(self) -> None:
         """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no checkpoints."""

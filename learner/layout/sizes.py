@@ -39,16 +39,23 @@ def refusals(
     virtual_pipeline: int = 1,
     context_parallel: int = 1,
     expert_parallel: int = 1,
+    own_bridge: bool = False,
 ) -> list[ConfigRefused]:
-    """Return an error for each value of a model's configuration that the learner cannot train."""
+    """Return an error for each value of a model's configuration that the learner cannot train.
+
+    ``own_bridge``: the user's bridge computes the model, so only the sizes are compared with the layout.
+    """
     family = values.get("model_type")
-    if family not in FAMILIES:
-        return [ConfigRefused(f"{where}: model_type", f"one of {', '.join(FAMILIES)}", family)]
+    if family not in FAMILIES and not own_bridge:
+        want = f"one of {', '.join(FAMILIES)}, or learner.bridge for another family"
+        return [ConfigRefused(f"{where}: model_type", want, family)]
+    family = str(family)
     found = [*_split_refusals(values, family, where, tensor_parallel), *_expert_layout(values, family, where, expert_parallel)]
     if family in EXPERTS_OF and tensor_parallel > 1 and not sequence_parallel:
         want = "true with learner.tensor_parallel > 1 for a model with experts: every rank sends its own tokens to them"
         found.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
-    found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
+    if not own_bridge:
+        found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
     chunks, parts = pipeline_parallel * virtual_pipeline, tensor_parallel * context_parallel
     if isinstance(layers, int) and layers % chunks:
@@ -57,6 +64,8 @@ def refusals(
     if isinstance(heads, int) and heads % parts and context_parallel > 1:
         wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
         found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
+    if own_bridge:
+        return found
     try:
         rope_arguments(values.get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:

@@ -35,29 +35,33 @@ from weightstore.store import snapshot
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel) -> int:
+def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> int:
     """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step of the checkpoint.
 
-    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``. Raises ConfigRefused
-    for a checkpoint of another model, CheckpointCorrupt, OSError.
+    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``.
+    ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model, CheckpointCorrupt, OSError.
     """
-    policy, step = _loaded(checkpoint, model_dir, here)
+    policy, step = _loaded(checkpoint, model_dir, here, bridge_class)
     snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
         write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
     return step
 
 
-def weights_of(checkpoint: Path, model_dir: Path, here: Parallel) -> dict[str, torch.Tensor]:
+def weights_of(checkpoint: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> dict[str, torch.Tensor]:
     """Return the weights that ``to_model`` writes, with adapters merged into them. Raises as it does."""
-    return dict(_loaded(checkpoint, model_dir, here)[0].export())
+    return dict(_loaded(checkpoint, model_dir, here, bridge_class)[0].export())
 
 
-def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
-    """Write the weights of a model directory as a checkpoint. Raises ConfigRefused, FileExistsError, OSError."""
+def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: str = "") -> None:
+    """Write the weights of a model directory as a checkpoint. ``bridge_class``: as for ``build_policy``.
+
+    Raises ConfigRefused, FileExistsError, OSError.
+    """
     if out.exists():
         raise FileExistsError(f"{out}: want a new directory, got one that exists")
-    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=Tuning(trains=False))
+    tuning = Tuning(trains=False)
+    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=tuning, bridge_class=bridge_class)
     aside = out.with_name(f"{out.name}-{nonce()}.tmp")
     aside.mkdir(parents=True)
     try:
@@ -68,14 +72,14 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel) -> None:
         raise
 
 
-def _loaded(checkpoint: Path, model_dir: Path, here: Parallel) -> tuple[Policy, int]:
+def _loaded(checkpoint: Path, model_dir: Path, here: Parallel, bridge_class: str) -> tuple[Policy, int]:
     """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt, OSError."""
     if (checkpoint / MANIFEST).exists():
         disk.verify(checkpoint)
     with _readable(checkpoint):
         lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
         tuning = Tuning(lora=_lora(lora), trains=False)
-        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning)
+        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning, bridge_class=bridge_class)
         return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 

@@ -163,6 +163,7 @@ def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path, collect
         replicas=policy.replicas,
         memory=policy.memory,
         value_head=True,
+        bridge_class=learner.bridge,
     )
     optimizer = PolicyOptimizer(model, learner.critic.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
     return Critic(model, optimizer, learner.critic, collector)

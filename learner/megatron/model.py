@@ -156,16 +156,17 @@ def build_policy(
     mixture: Mixture | None = None,
     tuning: Tuning | None = None,
     value_head: bool = False,
+    bridge_class: str = "",
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
     ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per token in place of the
-    logits; it is never exported.
+    logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty = that of the model type.
     Raises ConfigRefused for a model that the learner cannot train.
     """
     kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture)
+        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class)
         with memory.region():
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():

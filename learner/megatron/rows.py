@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bus.wire.json_object import JsonMapping
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.objective import RewardParts, Tokens, Turns
 from learner.data.batch import MicroBatch, StepBatch
@@ -48,9 +49,12 @@ class Step:
     groups_N: Tensor
     lengths_N: Tensor
     sampled_N: Tensor
+    truncated_N: Tensor
     trainable_N: Tensor
     turns: Turns
     parts: RewardParts
+    metadata: tuple[JsonMapping, ...]
+    """Metadata of each sample; empty unless the estimator asks for it."""
     minibatches_N: Tensor
     demonstration_N: Tensor
     constant: float
@@ -76,6 +80,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
         groups_N=tensor_of(batch.groups_N),
         lengths_N=tensor_of(batch.response_lengths_N),
         sampled_N=tensor_of(batch.sampled_N),
+        truncated_N=tensor_of(batch.truncated_N),
         trainable_N=tensor_of(batch.trainable_N).long(),
         turns=Turns(
             samples_C=tensor_of(batch.turn_samples_C).long(),
@@ -85,6 +90,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
         parts=RewardParts(
             names=batch.part_names, values_NK=tensor_of(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
         ),
+        metadata=batch.metadata,
         minibatches_N=tensor_of(batch.minibatches_N),
         demonstration_N=tensor_of(batch.demonstration_N),
         constant=constant or float(batch.max_new_tokens),

@@ -5,6 +5,7 @@
 Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from learner.megatron.balance import balanced
 from learner.megatron.chosen_logits import logits_at
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
+from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from learner.megatron.layers.context import gather_parts
 from learner.megatron.layers.output_layer import output_weight
 from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
@@ -43,6 +45,7 @@ from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from learner.megatron.schedule import run_rows
+from learner.settings.hooks import HooksConfig
 
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
@@ -87,6 +90,7 @@ class Trainer:
         turn_gamma: float | None = None,
         collector: Collector | None = None,
         critic: Critic | None = None,
+        hooks: HooksConfig = NO_HOOKS,
     ) -> None:
         """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for an episode.
 
@@ -100,7 +104,7 @@ class Trainer:
         self._objective, self._algorithm = Objective(algorithm), algorithm
         assert others.reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
-        self._turn_gamma, self._critic = turn_gamma, critic
+        self._turn_gamma, self._critic, self._hooks = turn_gamma, critic, Hooks(hooks)
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._trained_tokens = 0.0
@@ -154,7 +158,7 @@ class Trainer:
                     first_pass = self._forward_only(rows, step.temperature)
                 passed = [{"log_probs": log_probs_T, "entropy": entropy_T} for log_probs_T, entropy_T in first_pass]
                 self._collector.begin(batch, passed, _routed(rows))
-            rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
+            rows = self._with_log_probs(rows, batch)
             rows = self._with_advantages(rows, step)
             minibatches = [
                 (rows[number * per_minibatch : (number + 1) * per_minibatch], self._denominators(step, number))
@@ -163,7 +167,7 @@ class Trainer:
             taught = {}
             if self._critic is not None:
                 taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed)
-            updates = [self._minibatch(part, step, terms, batch.step) for part, terms in minibatches]
+            updates = [self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
@@ -191,23 +195,26 @@ class Trainer:
 
     # ---- parts of a step
 
-    def _with_log_probs(self, rows: list[Row], temperature: float, minibatches: int) -> list[Row]:
+    def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
+        chunks = self._policy.chunks
         # 2 stands for any interval above 1, in which the policy moves between two versions.
         published_every = 1 if self._proximal is None else 2
         with self._others as others:
-            if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
+            if self._algorithm.needs_old(minibatches=batch.num_minibatches, published_every=published_every):
                 # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
                 if self._proximal is not None:
                     others.take(self._proximal)
+                self._hooks.before_log_probs(BeforeLogProbs(policy="proximal", batch=batch, chunks=chunks))
                 with self._policy.routing.recording():
-                    old = self._forward_only(rows, temperature)
+                    old = self._forward_only(rows, batch.temperature)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=a_T, old_entropy_T=b_T)) for row, (a_T, b_T) in zip(rows, old, strict=True)
                 ]
             if self._reference is not None:
                 others.take(self._reference)
-                reference = self._forward_only(rows, temperature)
+                self._hooks.before_log_probs(BeforeLogProbs(policy="reference", batch=batch, chunks=chunks))
+                reference = self._forward_only(rows, batch.temperature)
                 rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, (each_T, _) in zip(rows, reference, strict=True)]
         return rows
 
@@ -242,7 +249,10 @@ class Trainer:
             return advantages_N
         parts = replace(step.parts, values_NK=step.parts.values_NK[kept_N])
         columns = (rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
-        advantages_N[kept_N] = self._objective.advantages(*(column_N[kept_N] for column_N in columns), parts=parts)
+        metadata = list(itertools.compress(step.metadata, kept_N.tolist()))
+        advantages_N[kept_N] = self._objective.advantages(
+            *(column_N[kept_N] for column_N in columns), parts=parts, truncated_N=step.truncated_N[kept_N], metadata=metadata
+        )
         return advantages_N
 
     def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
@@ -261,13 +271,16 @@ class Trainer:
             total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
-    def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, number: int) -> _Update:
-        """Take one optimizer step, on one minibatch of step ``number``."""
+    def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, batch: StepBatch, number: int) -> _Update:
+        """Take one optimizer step, on minibatch ``number`` of the batch."""
         denominators, supervised = terms
         coupled = Coupled()
         if denominators.tokens:
             coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
-        warms_up = self._warms_up(number)
+        warms_up = self._warms_up(batch.step)
+        if not warms_up:
+            moment = BeforeStep(minibatch=number, batch=batch, chunks=self._policy.chunks, optimizer=self._optimizer.inner)
+            self._hooks.before_step(moment)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
@@ -285,7 +298,7 @@ class Trainer:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
-        norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
+        norm, rate = self._optimizer.step(batch.step, loss=float(sums.totals["loss"]), scale=scale)
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
                 bias.copy_(before)

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from bus import exit_codes
 from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.objective import Objective
 from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.errors import AlarmStop
@@ -95,7 +97,7 @@ def _take_steps(
             idle = Idle()
             if places.silence_s:
                 stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
-            feed = stack.enter_context(_feed_client(places, here, on_wait=idle))
+            feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
             start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
             policy = _policy(places.model_dir, learner, here)
             tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
@@ -155,9 +157,15 @@ def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
     return dtype
 
 
-def _feed_client(places: RankPlaces, here: Parallel, *, on_wait: "Idle") -> FeedClient:
+def _feed_client(places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig, *, on_wait: "Idle") -> FeedClient:
     return FeedClient(
-        places.feeder_url, keys=places.feeder_keys, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=on_wait
+        places.feeder_url,
+        keys=places.feeder_keys,
+        rank=here.rank,
+        dp_rank=here.dp_rank,
+        dp_size=here.dp_size,
+        metadata="metadata" in Objective(algorithm).asks,
+        on_wait=on_wait,
     )
 
 
@@ -173,6 +181,7 @@ def _policy(model_dir: Path, learner: LearnerConfig, here: Parallel) -> Policy:
         memory=memory,
         tuning=Tuning.of(learner),
         mixture=Mixture.of(learner),
+        bridge_class=learner.bridge,
     )
 
 
@@ -237,6 +246,7 @@ class Rank:
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
             collector=debug.collector,
             critic=critic,
+            hooks=learner.hooks,
         )
         self.pushes = Pushes(
             policy,

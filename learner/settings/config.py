@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from bus.wire.json_object import JsonObject
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
+from learner.settings.hooks import HooksConfig
 from learner.settings.lora import LoraConfig
 from learner.settings.megatron_arguments import refuse_ours
 from learner.settings.routing_replay import REPLAYS
@@ -137,6 +138,8 @@ class LearnerConfig:
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: float = 0.0
     """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
+    bridge: str = ""
+    """module:Class of a bridge to Megatron, for a model family that the learner lacks (docs/models.md); empty = by ``model_type``."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
@@ -193,6 +196,8 @@ class LearnerConfig:
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
+    """Functions of yours within a step (docs/extending.md)."""
 
     def __post_init__(self) -> None:
         batches = ("steps", "groups_per_step", "group_size", "minibatches", "max_tokens_per_micro_batch", "threads")
@@ -225,6 +230,8 @@ class LearnerConfig:
         for name in ("checkpoint_every", "num_epochs", "save_hf_every", "keep_hf"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)}")
+        if self.bridge and not all(self.bridge.partition(":")):
+            raise ValueError(f"bridge: want module:Class, got {self.bridge!r}")
         self._refuse_credit()
         self._refuse_critic()
         self._refuse_unknown()

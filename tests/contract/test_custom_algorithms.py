@@ -1,10 +1,11 @@
-"""The contracts of a loss, an advantage estimator, an importance weight and an aggregation, ours and yours.
+"""The contracts of a loss, an advantage estimator, an importance weight, a rejection and an aggregation, ours and yours.
 
 pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine \
-    --weight my_package.weights:mine --aggregation my_package.reducers:mine
+    --weight my_package.weights:mine --reject my_package.rules:mine --aggregation my_package.reducers:mine
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from learner.algorithms.aggregation import Denominators, Reducer, coefficients
 from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
-from learner.algorithms.objective import Coupled, Objective, Tokens, imported
+from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
+from learner.algorithms.own_functions import imported
 from learner.algorithms.policy_losses import PolicyLoss
 from learner.algorithms.presets import PRESETS
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""
+RULES = ("k1 token 0.5 2", "k2 seq_sum 0.5", "k3 seq_mean 0.05", "k1 seq_max 2")
 EXAMPLES = "docs.examples.extending.my_algorithm:"
 
 
@@ -29,9 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "objective" in metafunc.fixturenames:
         metafunc.parametrize("objective", [*LOSSES, *metafunc.config.getoption("--loss")], indirect=True)
     if "estimator" in metafunc.fixturenames:
-        metafunc.parametrize("estimator", [*ADVANTAGES, *metafunc.config.getoption("--advantage")], indirect=True)
+        metafunc.parametrize("estimator", [*ADVANTAGES, EXAMPLES + "by_level", *metafunc.config.getoption("--advantage")], indirect=True)
     if "level" in metafunc.fixturenames:
         metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
+    if "rule" in metafunc.fixturenames:
+        metafunc.parametrize("rule", [*RULES, EXAMPLES + "drifting", *metafunc.config.getoption("--reject")], indirect=True)
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", [*AGGREGATIONS, EXAMPLES + "by_root", *metafunc.config.getoption("--aggregation")], indirect=True)
 
@@ -52,6 +57,11 @@ def estimator(request: pytest.FixtureRequest) -> Objective:
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> str | WeightFunction:
     return imported(request.param, "weight") if ":" in request.param else request.param
+
+
+@pytest.fixture
+def rule(request: pytest.FixtureRequest) -> Objective:
+    return Objective(AlgorithmConfig(correction="bypass", reject=(request.param,)))
 
 
 @pytest.fixture
@@ -152,8 +162,23 @@ RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2, 7])
 TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2, 7])
 
 
-def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor, trainable: Tensor = TRAINABLE) -> Tensor:
-    return estimator.advantages(rewards, groups, lengths, trainable)
+TRUNCATED = torch.tensor([False, False, True, False, True, False, False, True, True, False])
+
+
+def advantages(
+    estimator: Objective,
+    rewards: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    trainable: Tensor = TRAINABLE,
+    *,
+    truncated: Tensor = TRUNCATED,
+    order: Sequence[int] = range(len(GROUPS)),
+) -> Tensor:
+    """Call the estimator with all that one may ask for. ``order``: of the samples, whose metadata is that of their groups."""
+    parts = RewardParts(names=("right",), values_NK=rewards[:, None])
+    metadata = [{"level": "hard" if int(GROUPS[at]) == 3 else "easy"} for at in order]
+    return estimator.advantages(rewards, groups, lengths, trainable, parts=parts, truncated_N=truncated, metadata=metadata)
 
 
 def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -> None:
@@ -167,7 +192,8 @@ def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -
 def test_order_and_names_of_groups_do_not_matter(estimator: Objective) -> None:
     found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
     order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1))
-    again = advantages(estimator, REWARDS[order], 100 - GROUPS[order], RESPONSES[order], TRAINABLE[order])
+    columns = (REWARDS[order], 100 - GROUPS[order], RESPONSES[order], TRAINABLE[order])
+    again = advantages(estimator, *columns, truncated=TRUNCATED[order], order=order.tolist())
     torch.testing.assert_close(again, found[order], atol=1e-12, rtol=0)
 
 
@@ -188,6 +214,74 @@ def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -
         Objective(AlgorithmConfig(loss=path))
     with pytest.raises(ValueError, match=rf"advantage: want .*{reason}"):
         Objective(AlgorithmConfig(advantage=path))
+
+
+def asks_for_all(
+    rewards_N: Tensor,
+    groups_N: Tensor,
+    lengths_N: Tensor,
+    *,
+    truncated_N: Tensor,
+    parts: Mapping[str, Tensor],
+    metadata: Sequence[Mapping[str, object]],
+    own: float = 1.0,
+) -> Tensor:
+    levels_N = torch.tensor([len(str(one["level"])) for one in metadata])
+    return own * parts["right"] + 10 * truncated_N + 100 * lengths_N + 1000 * levels_N
+
+
+def older(rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor) -> Tensor:
+    return rewards_N + lengths_N
+
+
+def any_names(rewards_N: Tensor, groups_N: Tensor, **more: object) -> Tensor:
+    assert not more
+    return rewards_N
+
+
+def of_one(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    return rewards_N.mean()
+
+
+def misspelt(rewards_N: Tensor, groups_N: Tensor, *, metdata: object) -> Tensor:
+    raise AssertionError("never called")
+
+
+def of_rewards_alone(rewards_N: Tensor) -> Tensor:
+    raise AssertionError("never called")
+
+
+def by_path(function: Callable[..., Tensor]) -> Objective:
+    return Objective(AlgorithmConfig(advantage=f"{__name__}:{function.__name__}"))
+
+
+def test_an_estimator_gets_what_its_parameters_name() -> None:
+    estimator = by_path(asks_for_all)
+    assert estimator.asks == {"lengths_N", "truncated_N", "parts", "metadata"}
+    levels_N = torch.full_like(REWARDS, 4)  # of "easy" as of "hard"
+    wanted = REWARDS + 10 * TRUNCATED + 100 * RESPONSES + 1000 * levels_N
+    torch.testing.assert_close(advantages(estimator, REWARDS, GROUPS, RESPONSES), wanted, atol=0, rtol=0)
+    assert by_path(older).asks == {"lengths_N"}
+    torch.testing.assert_close(advantages(by_path(older), REWARDS, GROUPS, RESPONSES), REWARDS + RESPONSES, atol=0, rtol=0)
+    torch.testing.assert_close(advantages(by_path(any_names), REWARDS, GROUPS, RESPONSES), REWARDS, atol=0, rtol=0)
+    assert Objective(AlgorithmConfig()).asks == frozenset()
+
+
+@pytest.mark.parametrize("setting", ["loss", "weight", "aggregation", "reject"])
+def test_a_function_with_other_parameters_is_refused(setting: str) -> None:
+    path = f"{__name__}:of_rewards_alone"
+    with pytest.raises(ValueError, match=rf"{setting}: want a function \(.*, .*\), got '{path}': too many positional"):
+        Objective(AlgorithmConfig(**{setting: (path,) if setting == "reject" else path}))
+
+
+def test_an_estimator_that_cannot_be_called_is_refused_with_what_it_may_ask_for() -> None:
+    offered = r"advantage: want a function \(rewards_N, groups_N, \*, lengths_N, truncated_N, parts, metadata\).*"
+    with pytest.raises(ValueError, match=offered + "misspelt.*metdata"):
+        by_path(misspelt)
+    with pytest.raises(ValueError, match=offered + "too many positional"):
+        by_path(of_rewards_alone)
+    with pytest.raises(ValueError, match=r"of_one: want a tensor of shape \[10\], got \[\]"):
+        advantages(by_path(of_one), REWARDS, GROUPS, RESPONSES)
 
 
 def deltas(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,6 +317,52 @@ def test_a_weight_does_not_depend_on_other_sequences(level: str | WeightFunction
         torch.testing.assert_close(raw_weights(delta_T[at], mask_T[at], sequence_T[at], 4, level=level), whole_T[at], atol=1e-12, rtol=0)
 
 
+def rejected(rule: Objective, delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the tokens that the only rule rejects, for a policy with these log-ratios; rubbish where masked."""
+    zeros_T = torch.zeros_like(delta_T)
+    tokens = Tokens(
+        mask_T=mask_T,
+        sample_T=sequence_T,
+        num_samples=4,
+        rollout_T=torch.where(mask_T, zeros_T, math.nan),
+        lag_T=zeros_T.long(),
+        advantages_T=zeros_T,
+    )
+    [found_T] = rule._rejected(tokens, delta_T, delta_T, Coupled()).values()
+    return found_T
+
+
+def test_a_rule_rejects_nothing_on_fresh_data_and_where_masked(rule: Objective) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    assert not rejected(rule, torch.zeros_like(delta_T), mask_T, sequence_T).any()
+    far_T = rejected(rule, 60 * delta_T, mask_T, sequence_T)
+    assert (far_T.shape, far_T.dtype) == (mask_T.shape, torch.bool)
+    assert far_T[mask_T].any(), "it rejects nothing"
+    assert not far_T[~mask_T].any()
+
+
+def test_a_rule_does_not_depend_on_other_sequences(rule: Objective) -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    whole_T = rejected(rule, 2 * delta_T, mask_T, sequence_T)
+    for sequence in range(4):
+        at = (sequence_T == sequence).nonzero()[:, 0]
+        assert torch.equal(rejected(rule, 2 * delta_T[at], mask_T[at], sequence_T[at]), whole_T[at])
+
+
+def no_mask(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    return delta_T
+
+
+def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
+    delta_T, mask_T, sequence_T = deltas()
+    with pytest.raises(ValueError, match=r"reject .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"):
+        rejected(Objective(AlgorithmConfig(correction="bypass", reject=(f"{__name__}:no_mask",))), delta_T, mask_T, sequence_T)
+    both = Objective(AlgorithmConfig(correction="bypass", reject=("k1 token 0.5 2", EXAMPLES + "drifting"), veto=1e-4))
+    place = {"mask_T": mask_T, "sample_T": sequence_T, "num_samples": 4, "rollout_T": torch.zeros_like(delta_T)}
+    tokens = Tokens(**place, lag_T=sequence_T, advantages_T=delta_T)
+    assert set(both._rejected(tokens, delta_T, delta_T, Coupled())) == {"k1_token", "drifting", "veto"}
+
+
 def denominators(mask_T: Tensor, sample_T: Tensor) -> Denominators:
     trainable_N = torch.zeros(4, dtype=torch.int64).index_add(0, sample_T[mask_T], torch.ones(int(mask_T.sum()), dtype=torch.int64))
     groups_N = torch.tensor([5, 5, 2, 2])
@@ -256,6 +396,13 @@ def test_a_metric_of_another_shape_is_refused() -> None:
     objective._loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
     with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):
         objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())
+
+
+def test_a_rule_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="reject: want module:function, got 'no_such_module:f'"):
+        Objective(AlgorithmConfig(reject=("no_such_module:f",)))
+    with pytest.raises(ValueError, match=r"reject: want 'METRIC SPAN HIGH' .*, or module:function, got 'mine'"):
+        AlgorithmConfig(reject=("mine",))
 
 
 @pytest.mark.parametrize("name", ["weight", "aggregation"])

@@ -3,8 +3,8 @@
 import logging
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,25 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.debug.config import DebugConfig
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.places import RankPlaces
+from learner.megatron.hooks import BeforeStep
 from learner.ranks.rank import main
 from learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
+from learner.settings.hooks import HooksConfig
 from weightstore.config import WeightsConfig
 
-MARK = 666.0
-"""Reward by which ``overflowing`` recognises a marked sample."""
+MARK = "marked"
+"""Key in the metadata of a sample for which ``overflowing`` is infinite."""
 
 
-def overflowing(rewards_N: Tensor, groups_N: Tensor, **others: Any) -> Tensor:
-    """A custom estimator: infinite where the reward is ``MARK``."""
-    return torch.where(rewards_N == MARK, math.inf, grpo_no_std(rewards_N, groups_N))
+def overflowing(rewards_N: Tensor, groups_N: Tensor, *, metadata: Sequence[Mapping[str, object]]) -> Tensor:
+    """A custom estimator: infinite for marked samples."""
+    return torch.where(torch.tensor([MARK in one for one in metadata]), math.inf, grpo_no_std(rewards_N, groups_N))
+
+
+def failing(moment: BeforeStep) -> None:
+    """A hook that fails at step 2."""
+    if moment.batch.step == 2:
+        raise RuntimeError("no second step")
 
 
 def run(settings: dict[str, dict[str, object]]) -> int:
@@ -39,6 +47,7 @@ def run(settings: dict[str, dict[str, object]]) -> int:
         learner=LearnerConfig(
             optimizer=OptimizerConfig(lr=1e-2),
             algorithm=AlgorithmConfig(**settings["algorithm"]),  # type: ignore[arg-type]
+            hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
             **settings["learner"],  # type: ignore[arg-type]
         ),
         staleness=StalenessConfig(**settings["staleness"]),  # type: ignore[arg-type]

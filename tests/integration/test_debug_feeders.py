@@ -15,6 +15,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done
+from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import disk
 from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
@@ -73,9 +74,9 @@ async def recorded_feeder(
 
 
 def taken(url: str, rank: int, last: int = STEPS) -> list[StepBatch]:
-    """Act as a rank that trains nothing, up to a step; return its batches."""
+    """Act as a rank that trains nothing, up to a step; return its batches. Rank 1 asks for metadata."""
     found = []
-    with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, silence_s=20) as client:
+    with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, metadata=rank == 1, silence_s=20) as client:
         start = client.hello()
         assert (start.step, start.steps, start.checkpoint, start.recorded_until) == (0, STEPS, None, 0)
         for step in range(1, last + 1):
@@ -91,14 +92,19 @@ def taken(url: str, rank: int, last: int = STEPS) -> list[StepBatch]:
 
 async def test_recorded_steps_are_fed_to_every_rank(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
     async with opened as world:
+        world.learner = replace(world.learner, algorithm=AlgorithmConfig(advantage="mine:estimator"))
         for step in range(1, STEPS + 1):
-            save_rollout(tmp_path / f"{step}.msgpack", rollout(step + 1))
+            recorded = rollout(step + 1)
+            numbered = [replace(one, metadata={"number": number}) for number, one in enumerate(recorded.samples)]
+            save_rollout(tmp_path / f"{step}.msgpack", replace(recorded, samples=numbered))
         async with recorded_feeder(world, f"{tmp_path}/{{step}}.msgpack") as (url, feeding):
             ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank) for rank in (0, 1)])
             await feeding
         for step in range(1, STEPS + 1):
             mine = [batches[step - 1] for batches in ranks]
             want = load_rollout(tmp_path / f"{step}.msgpack").samples
+            assert [len(batch.metadata) for batch in mine] == [0, len(want)]
+            assert [one["number"] for one in mine[1].metadata] == [sample.metadata["number"] for sample in want]
             assert [batch.step for batch in mine] == [step, step] and not mine[0].recorded and not mine[0].state
             tokens = sum(int(part.loss_mask_T.sum()) for batch in mine for part in batch.micro_batches)
             assert tokens == sum(sample.response_length for sample in want) == mine[0].num_tokens

@@ -44,6 +44,7 @@ follow_imports = skip
 """
 """Settings of the type check. Large libraries are left out, so that the types of the ports are checked in seconds."""
 CHECKED = """
+from collections.abc import Callable
 from pathlib import Path
 
 from actors.config import EngineConfig
@@ -51,10 +52,17 @@ from actors.serving.port import Factory, ServedEngine
 from rewards.port import Reward
 from shared_directory import SharedDirectory
 from uniform_engine import UniformEngine
+from rewards.group import GroupReward
+from my_group_reward import behind_the_best
+from my_hooks import log_norms, log_pass
+from learner.megatron.hooks import BeforeLogProbs, BeforeStep
 from my_rewards import tagged
 from weightstore.transport.port import WeightReceiver
 
 reward: Reward = tagged
+group_reward: GroupReward = behind_the_best
+before_log_probs: Callable[[BeforeLogProbs], None] = log_pass
+before_step: Callable[[BeforeStep], None] = log_norms
 factory: Factory = UniformEngine
 engine: ServedEngine = UniformEngine(Path(), EngineConfig())
 

@@ -21,7 +21,7 @@ from tests.feeder_kit import KEYS
 
 START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 MESSAGES = (
-    pack("hello", rank=0, dp_rank=0, dp_size=1),
+    pack("hello", rank=0, dp_rank=0, dp_size=1, metadata=False),
     pack("next", step=1, dp_rank=0),
     pack("done", step=1, metrics={"loss": 1.0}, weights_digest=None),
     pack("published", version=1, step=1),
@@ -114,8 +114,14 @@ async def test_a_peer_with_the_key_that_is_no_rank_yet_is_refused_whatever_it_se
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:
             sent = [[message] for message in (*MESSAGES[1:5], *MESSAGES[6:], *ODD)]
-            sent += [[pack("hello", rank=rank, dp_rank=0, dp_size=1)] for rank in (-1, 1, True, None, "0", 0.0, [0], 1 << 63)]
-            sent += [[pack("hello", rank=0, dp_rank=0, dp_size=2)], [pack("hello")], [pack("next", step=1, dp_rank=0, more=1)]]
+            sent += [
+                [pack("hello", rank=rank, dp_rank=0, dp_size=1, metadata=False)] for rank in (-1, 1, True, None, "0", 0.0, [0], 1 << 63)
+            ]
+            sent += [
+                [pack("hello", rank=0, dp_rank=0, dp_size=2, metadata=False)],
+                [pack("hello")],
+                [pack("next", step=1, dp_rank=0, more=1)],
+            ]
             for frames in sent:
                 peer.send_multipart(frames)
             await until(server, len(sent))

@@ -21,6 +21,7 @@ from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
+from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.snapshot import read_state
@@ -136,6 +137,28 @@ async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: 
             await finish(world)
         assert [plan.chain for plan in await check_history(world)][: len(before)] == [plan.chain for plan in before]
         assert len(before) >= step
+
+
+async def test_metadata_reaches_the_ranks_that_ask_for_it_and_is_the_same_again(open_world: OpenWorld) -> None:
+    """Only with an estimator by import path; the feeder is killed in between, and ranks that do not ask get none."""
+
+    def respond(task: Task, index: int) -> Sample:
+        return sample(task, index, ((task.min_version, 2),), metadata={"task": task.id, "index": index})
+
+    async with open_world(steps=2, algorithm=AlgorithmConfig(advantage="mine:estimator")) as world, world.actors(respond):
+        for asks in (False, True):
+            world.metadata = asks
+            async with world.feeder() as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == ("batch", 1))
+        world.metadata = True
+        await finish(world)
+        without, first, again, _ = world.batches
+        assert without.metadata == ()
+        assert first.metadata == again.metadata
+        for batch in world.batches[1:]:
+            assert [one["task"] for one in batch.metadata] == batch.groups_N.tolist()
+            assert [one["index"] for one in batch.metadata] == batch.rewards_N.tolist()
+        await check_history(world)
 
 
 async def test_recorded_batches_are_marked_and_none_is_pushed_twice(open_world: OpenWorld) -> None:

@@ -18,9 +18,11 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
+from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints.disk import listed
 from learner.debug.profile_request import ProfileRequest, write_request
 from learner.debug.train_file import read_train
+from learner.errors import RankFailed
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
@@ -29,7 +31,7 @@ from tests.integration import megatron_rank_process
 from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_tiny_model, write_tiny_pond
 from weightstore.store.registry import HEAD, VersionRegistry
 
 SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
@@ -46,6 +48,7 @@ class Learner:
     weights: dict[str, Any]
     algorithm: dict[str, Any]
     debug: dict[str, Any]
+    hooks: dict[str, str]
     respond: Callable[[Task, int], Sample] | None = None
     """Response of the scripted actors; None = the world's own."""
     ranks: list[Forked] = field(default_factory=list)
@@ -97,13 +100,8 @@ class Learner:
             "final_dir": str(self.directory / "final"),
         }
         nodes = [{"node": node, "checkpoints": str(root)} for node, root in enumerate(self.roots)] or [{}] * world_size
-        settings = {
-            "learner": self.settings,
-            "algorithm": self.algorithm,
-            "staleness": self.staleness,
-            "weights": self.weights,
-            "debug": self.debug,
-        }
+        settings = {"learner": self.settings, "algorithm": self.algorithm, "hooks": self.hooks}
+        settings |= {"staleness": self.staleness, "weights": self.weights, "debug": self.debug}
         logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
             await asyncio.to_thread(
@@ -164,6 +162,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
         weights: dict[str, Any] | None = None,
         algorithm: dict[str, Any] | None = None,
         debug: dict[str, Any] | None = None,
+        hooks: dict[str, str] | None = None,
         **changes: Any,
     ) -> AsyncIterator[Learner]:
         settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
@@ -175,7 +174,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 run=run_id,
                 bus=bus,
                 root=tmp_path / "checkpoints",
-                learner=LearnerConfig(**settings),
+                learner=LearnerConfig(**settings, algorithm=AlgorithmConfig(**(algorithm or {}))),
                 staleness=StalenessConfig(**lag),
                 config=BusConfig(lease_s=5.0),
             )
@@ -187,6 +186,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 weights=weights or {},
                 algorithm=algorithm or {},
                 debug=debug or {},
+                hooks=hooks or {},
             )
 
     return opened
@@ -264,12 +264,15 @@ async def test_a_killed_rank_resumes_with_the_same_bits(
 
 
 async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_taken(open_learner: OpenLearner) -> None:
-    """It is killed after the step and before any checkpoint: the next start takes it from its plan, skips it, and has the same bits."""
+    """It is killed after the step and before any checkpoint: the next start takes it from its plan, skips it, and has the same bits.
+
+    The advantages that are not finite are those of an estimator that reads the metadata of samples.
+    """
 
     def respond(task: Task, index: int) -> Sample:
         marked = (task.prompt_epoch, task.offset, index) == (0, 2, 0)  # in step 2
-        reward = megatron_rank_process.MARK if marked else float(index)
-        return sample(task, index, ((task.min_version, 2 + index),), reward=reward)
+        metadata = {megatron_rank_process.MARK: 1} if marked else {}
+        return sample(task, index, ((task.min_version, 2 + index),), reward=float(index), metadata=metadata)
 
     algorithm = {"advantage": f"{megatron_rank_process.__name__}:overflowing"}
     async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, steps=10, checkpoint_every=10) as learner:
@@ -291,6 +294,18 @@ async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_take
         assert all("train/loss" not in metrics for metrics in twice)
         head = await VersionRegistry(learner.world.bus).head()
         assert head is not None and head.step == 10
+
+
+async def test_a_rank_with_a_bridge_of_ones_own_ends_by_a_hook_that_raises(open_learner: OpenLearner, tmp_path: Path) -> None:
+    """The first step of the model that the learner does not know is done and pushed; the hook fails before the second."""
+    write_tiny_pond(tmp_path / "model")
+    hooks = {"before_step": f"{megatron_rank_process.__name__}:failing"}
+    async with open_learner(bridge="docs.examples.extending.my_bridge:Pond", hooks=hooks) as learner:
+        async with learner.started():
+            assert await learner.ended() == [1]
+            with pytest.raises(RankFailed, match=r"learner\.hooks\.before_step: .*:failing failed at step 2: RuntimeError: no second step"):
+                await learner.feeding
+        assert sorted(await learner.digests()) == [1]
 
 
 async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_exported(open_learner: OpenLearner, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from bus.wire.messages import Status
+from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
 from learner.data.batch import MicroBatch
-from learner.errors import ConfigRefused
+from learner.errors import ConfigRefused, HookFailed
 from learner.layout import parallel
 from learner.megatron import logprobs, state
 from learner.megatron.flops import StepFlops
+from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from learner.megatron.layers.attention import packed_row
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.settings.config import OptimizerConfig
+from learner.settings.hooks import HooksConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
@@ -42,13 +46,14 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
     """Return a function: ``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
 
     def build(
-        *, with_proximal: bool = True, dtype: str = "float32", model: Path = model_dir, **algorithm: Any
+        *, with_proximal: bool = True, dtype: str = "float32", model: Path = model_dir, hooks: HooksConfig = NO_HOOKS, **algorithm: Any
     ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
         policy = build_policy(model, dtype=dtype, parallel=here)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
-        return Trainer(policy, optimizer, settings, max_lag=2, others=OtherPolicies(proximal=proximal)), policy, optimizer, proximal
+        others = OtherPolicies(proximal=proximal)
+        return Trainer(policy, optimizer, settings, max_lag=2, others=others, hooks=hooks), policy, optimizer, proximal
 
     return build
 
@@ -105,6 +110,97 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
     padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
     _assert_same([make()[0].train(padded)], whole[:1])
+
+
+def centred(
+    rewards_N: torch.Tensor,
+    groups_N: torch.Tensor,
+    *,
+    truncated_N: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+    metadata: Sequence[Mapping[str, Any]],
+) -> torch.Tensor:
+    """grpo_no_std of a part that is the reward, for samples whose metadata says which they are."""
+    assert truncated_N.any() and truncated_N.tolist() == [one["truncated"] for one in metadata]
+    assert groups_N.tolist() == [one["task"] for one in metadata]
+    return grpo_no_std(parts["right"], groups_N)
+
+
+def test_an_estimator_of_ones_own_gets_parts_truncation_and_metadata(make: Any) -> None:
+    """Those of the samples of policies; the step is the same to the bit as with the built-in estimator that it is made of."""
+    samples = make_samples(vocab=VOCAB)
+    samples[6] = replace(samples[6], demonstration=True, rollout_log_probs=np.zeros_like(samples[6].rollout_log_probs))
+    samples = [replace(one, status=Status.TRUNCATED if one.index == 1 else Status.COMPLETED) for one in samples]
+    metadata = tuple({"task": one.task, "truncated": one.index == 1} for one in samples)
+    batch = replace(make_batches(samples)[0], metadata=metadata)
+    digests = set()
+    for advantage in ("grpo_no_std", f"{__name__}:centred"):
+        trainer, policy, _, _ = make(advantage=advantage, sft_coef=0.1)
+        assert trainer.train(batch)["train/grad_norm"] > 0
+        digests.add(policy.digest())
+    assert len(digests) == 1
+
+
+CALLED: list[tuple[str, int, float]] = []
+"""Calls of the hooks below: policy or kind, number, and a sum of the weights."""
+
+
+def note_pass(moment: BeforeLogProbs) -> None:
+    CALLED.append((moment.policy, moment.batch.step, float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum())))
+
+
+def note_step(moment: BeforeStep) -> None:
+    CALLED.append(("step", moment.minibatch, float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum())))
+    assert moment.optimizer.param_groups
+
+
+def fails(moment: BeforeStep) -> None:
+    raise RuntimeError("no file")
+
+
+def two(moment: BeforeStep, more: object) -> None:
+    """Take an argument too many."""
+
+
+def test_hooks_are_called_before_log_probs_and_before_each_step(make: Any) -> None:
+    """With the weights that the pass, or the step, begins with; metrics and weights are those without hooks."""
+    batch = make_batches(make_samples(vocab=VOCAB), minibatches=2)[0]
+    hooks = HooksConfig(before_log_probs=f"{__name__}:note_pass", before_step=f"{__name__}:note_step")
+    plain, plain_policy, _, _ = make()
+    plain.train(batch)
+    CALLED.clear()
+    trainer, policy, _, _ = make(hooks=hooks)
+    trainer.train(batch)
+    assert [call[:2] for call in CALLED] == [("proximal", batch.step), ("step", 0), ("step", 1)]
+    assert CALLED[0][2] == CALLED[1][2] != CALLED[2][2]
+    assert policy.digest() == plain_policy.digest()
+
+
+def test_a_hook_that_raises_is_named(make: Any) -> None:
+    hooks = HooksConfig(before_step=f"{__name__}:fails")
+    trainer, policy, _, _ = make(hooks=hooks)
+    before = policy.digest()
+    wanted = (
+        rf"learner.hooks.before_step: {__name__}:fails failed at step 3: RuntimeError: no file \(.*test_megatron_trainer.py, line \d+\)"
+    )
+    with pytest.raises(HookFailed, match=wanted):
+        trainer.train(make_batches(make_samples(vocab=VOCAB))[0])
+    assert policy.digest() == before
+
+
+def test_the_hooks_of_the_examples_log(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    examples = "docs.examples.extending.my_hooks:"
+    trainer = make(hooks=HooksConfig(before_log_probs=examples + "log_pass", before_step=examples + "log_norms"))[0]
+    with caplog.at_level("INFO", "docs.examples.extending.my_hooks"):
+        trainer.train(make_batches(make_samples(vocab=VOCAB, step=10), step=10)[0])
+    first, second = [record.getMessage() for record in caplog.records if record.name.endswith("my_hooks")]
+    assert first.startswith("log-probs step=10 policy=proximal tokens=") and second.startswith("before step=10 minibatch=0 largest_weight=")
+
+
+@pytest.mark.parametrize(("name", "message"), [("two", "too many|missing"), ("none", "has no 'none'"), ("CALLED", "a list")])
+def test_a_hook_that_cannot_be_called_is_refused_at_the_start(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"learner.hooks.before_step: want .*({message})"):
+        Hooks(HooksConfig(before_step=f"{__name__}:{name}"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
+from learner.megatron import convert
 from learner.megatron.layers.grouped_experts import GroupedExperts
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
@@ -20,7 +22,7 @@ from learner.megatron.trainer import Trainer
 from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
-from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
+from tests.tiny_models import DENSE, EXPERTS, as_pond, write_tiny_model, write_tiny_pond
 
 YARN = {
     "rope_type": "yarn",
@@ -117,6 +119,53 @@ def test_a_grouped_product_passes_over_experts_without_tokens(here: Any, tmp_pat
         found[wanted] = [out.detach(), *gradients]
     for grouped, sequential in zip(found["always"], found["never"], strict=True):
         torch.testing.assert_close(grouped, sequential, atol=1e-6, rtol=1e-5)
+
+
+POND = "docs.examples.extending.my_bridge:Pond"
+
+
+def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_path: Path) -> None:
+    """It loads, trains and exports what the family with the same layers does, bit for bit."""
+    qwen2, pond = write_tiny_model(tmp_path / "qwen2", "qwen2"), write_tiny_pond(tmp_path / "pond")
+    batch = make_batches(make_samples(vocab=299), max_tokens=100)[0]
+    exported = []
+    for directory, bridge in ((qwen2, ""), (pond, POND)):
+        policy = build_policy(directory, dtype="float32", parallel=here, bridge_class=bridge)
+        there, first = load_file(directory / "model.safetensors"), {name: tensor.clone() for name, tensor in policy.export()}
+        assert first.keys() == there.keys() and all(torch.equal(first[name], there[name]) for name in there)
+        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+        assert trainer.train(batch)["train/skipped_minibatches"] == 0
+        exported.append({name: tensor.clone() for name, tensor in policy.export()})
+        assert any(not torch.equal(tensor, first[name]) for name, tensor in exported[-1].items())
+    wanted, found = as_pond(exported[0]), exported[1]
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    convert.to_checkpoint(pond, tmp_path / "checkpoint", here, bridge_class=POND)
+    convert.to_model(tmp_path / "checkpoint", tmp_path / "again", pond, here, bridge_class=POND)
+    again, there = load_file(tmp_path / "again" / "model.safetensors"), load_file(pond / "model.safetensors")
+    assert again.keys() == there.keys() and all(torch.equal(again[name], there[name]) for name in there)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Pond", "want module:Class.*no_such_module"),
+        ("docs.examples.extending.my_bridge:Lake", "has no 'Lake'"),
+        ("docs.examples.extending.my_bridge:PondConfig", "want a class with the bases LocalLayers .*PondConfig"),
+        ("mbridge.models.qwen2:Qwen2Bridge", "want a class with the bases LocalLayers"),
+    ],
+)
+def test_what_is_no_bridge_is_refused(here: Any, tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"learner.bridge: .*{message}"):
+        build_policy(write_tiny_model(tmp_path, "qwen2"), dtype="float32", parallel=here, bridge_class=path)
+
+
+def test_a_family_without_a_bridge_is_refused_with_the_setting(here: Any, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "qwen2")
+    for name, message in (("gpt2", "or learner.bridge for another family, got 'gpt2'"), ("nowhere", "AutoConfig.register")):
+        (directory / "config.json").write_text(json.dumps({"model_type": name}))
+        with pytest.raises(ConfigRefused, match=message):
+            build_policy(directory, dtype="float32", parallel=here)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

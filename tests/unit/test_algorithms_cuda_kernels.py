@@ -78,7 +78,7 @@ def _tokens(*, with_old: bool, with_reference: bool) -> tuple[Tensor, Tensor, To
 def test_no_algorithm_uses_one(name: str) -> None:
     config, minibatches = algorithm(name), CASES[name][1]
     objective = Objective(config)
-    needs_old = objective.needs_old(minibatches=minibatches, published_every=1) or bool(config.kl.reward_coef)
+    needs_old = objective.config.needs_old(minibatches=minibatches, published_every=1) or bool(config.kl.reward_coef)
     log_probs_T, entropy_T, seen = _tokens(with_old=needs_old, with_reference=config.needs_reference)
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     lengths_N, trainable_N = torch.full((4,), 6), torch.full((4,), 5)

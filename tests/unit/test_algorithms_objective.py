@@ -78,7 +78,7 @@ def test_opsm_follows_the_policy_as_it_is_now() -> None:
 def test_distillation_follows_the_policy_as_it_is_now() -> None:
     """The mean of ``A grad log pi`` is the gradient of KL(pi || teacher) of the current policy, not of the one before the step."""
     objective = Objective(AlgorithmConfig(correction="tis", advantage="reinforce", distill_coef=0.5))
-    assert not objective.needs_old(minibatches=2, published_every=2), "it needs no pass of its own"
+    assert not objective.config.needs_old(minibatches=2, published_every=2), "it needs no pass of its own"
     log_probs_T, tokens = row(2)
     assert tokens.reference_T is not None
     got_T = objective.advised(tokens, log_probs_T.requires_grad_()).advantages_T

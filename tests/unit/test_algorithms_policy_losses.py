@@ -387,7 +387,7 @@ def test_the_sums_for_the_learning_rate_are_of_whole_samples() -> None:
 
 def test_log_probs_are_computed_before_the_step_only_where_they_differ() -> None:
     def wanted(minibatches: int, published_every: int, **settings: Any) -> bool:
-        return Objective(AlgorithmConfig(**settings)).needs_old(minibatches=minibatches, published_every=published_every)
+        return AlgorithmConfig(**settings).needs_old(minibatches=minibatches, published_every=published_every)
 
     assert not wanted(1, 1)
     assert wanted(2, 1)

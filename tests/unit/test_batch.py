@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bus.wire.messages import Plan, Sample, Status
 from learner.data.batch import MicroBatch, StepBatch
-from learner.data.batch_frames import decode, encode
+from learner.data.batch_frames import decode, encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.packing import assign
 from learner.errors import FeedError
@@ -209,6 +209,26 @@ def test_frames_round_trip(samples: list[Sample], offset: int) -> None:
         assert same(batch, again)
         arrays = [getattr(part, field.name) for part in again.micro_batches for field in fields(MicroBatch)]
         assert all(array.flags.aligned and array.flags.writeable for array in arrays)
+
+
+def test_metadata_is_one_more_frame() -> None:
+    samples = [sample(task(1), 0, metadata={"level": "hard", "ids": [1, 2**40]}), sample(task(1), 1, metadata={})]
+    (batch,) = build_batches(plan_of(samples), samples)
+    frames = [bytes(frame) for frame in encode(batch)]
+    header, packed = unpack(frames[0], where="test"), encode_metadata(samples)
+    again = decode(header, [*frames[1:], packed], with_metadata=True)
+    assert again.metadata == ({"level": "hard", "ids": [1, 2**40]}, {})
+    assert again.rewards_N.tolist() == batch.rewards_N.tolist() and decode(header, frames[1:]).metadata == ()
+    for other, what in (
+        (b"", "metadata of 2"),
+        (encode_metadata(samples[:1]), "got 1"),
+        (packed[:-1], "metadata of 2"),
+        (b"\x92\1\2", "got 2"),
+    ):
+        with pytest.raises(FeedError, match=what):
+            decode(header, [*frames[1:], other], with_metadata=True)
+    with pytest.raises(FeedError, match="frames"):
+        decode(header, frames[1:], with_metadata=True)
 
 
 def test_missing_and_cut_frames_are_refused() -> None:

@@ -216,6 +216,11 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         ),
         (["actor.reward=by_rollout"], "actor.reward: want the reward of rows without a program, got by_rollout: data has such rows"),
         (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
+        (
+            ["learner.hooks.before_log_probs=mine:hook"],
+            "before_log_probs: want a run with a pass for log-probs .* 'mine:hook', which would",
+        ),
+        (["learner.hooks.before_step=mine"], "learner.hooks.before_step: want module:function, got 'mine'"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
         (["engine.routed_experts=true"], "engine.routed_experts: follows from learner.routing_replay"),
         (["learner.routing_replay=rollout", "actor.routed_experts=false"], "actor.routed_experts: follows from learner.routing_replay"),
@@ -229,6 +234,15 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
 def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: list[str], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         load(write(tmp_path, ""), settings)
+
+
+@pytest.mark.parametrize("setting", ["learner.minibatches=2", "weights.push_every=2", "learner.algorithm.m2_limit=0.04"])
+def test_a_hook_before_log_probs_needs_a_pass_for_them(tmp_path: Path, setting: str) -> None:
+    hook = "learner.hooks.before_log_probs=mine:hook"
+    more = ["staleness.max_lag=2", "learner.checkpoint_every=4"]
+    load(write(tmp_path, ""), [hook, setting, *more])
+    with pytest.raises(SettingsError, match="before_log_probs"):
+        load(write(tmp_path, ""), [hook, *more])
 
 
 def test_training_without_correction_needs_a_second_setting_only_when_asynchronous(tmp_path: Path) -> None:

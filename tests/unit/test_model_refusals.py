@@ -109,6 +109,7 @@ def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict
         ({"expert_parallel": 2}, r"expert_parallel: want a divisor of data x tensor x context parallel = 1, got 2"),
         ({"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2}, r"expert_parallel: want a divisor of .* = 2, got 4"),
         ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
+        ({"bridge": "mine"}, r"bridge: want module:Class, got 'mine'"),
         ({"routing_replay": "all"}, r"routing_replay: want none or old or rollout, got 'all'"),
         (
             {"routing_replay": "rollout", "pipeline_parallel": 2, "virtual_pipeline": 2},
@@ -167,10 +168,10 @@ def test_operations_of_a_token_with_experts() -> None:
     assert found.per_pair == 6 * 61 * 128 * (192 + 128)
 
 
-def model_errors(directory: Path, *settings: str) -> list[str]:
-    """Return the errors about a GLM-4 model, which the built-in engine does not decode."""
+def model_errors(directory: Path, *settings: str, **changes: str) -> list[str]:
+    """Return the errors about a GLM-4 model, which the built-in engine does not decode, with ``changes`` to its config.json."""
     file = write_run(directory)
-    values = tiny_config("glm4", vocab_size=128).to_dict()
+    values = {**tiny_config("glm4", vocab_size=128).to_dict(), **changes}
     (directory / "model/config.json").write_text(json.dumps(values))
     return [error.text for error in check(load(file, settings), Purpose()).errors if error.topic == "model"]
 
@@ -179,6 +180,19 @@ def test_a_family_that_only_sglang_serves_needs_sglang(tmp_path: Path) -> None:
     [found] = model_errors(tmp_path / "a")
     assert "model_type" in found and "the built-in engine decodes" in found and "engine.kind: sglang" in found
     assert model_errors(tmp_path / "b", "engine.kind=sglang") == []
+
+
+def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(tmp_path: Path) -> None:
+    bridge, sglang = "learner.bridge=docs.examples.extending.my_bridge:", "engine.kind=sglang"
+    assert model_errors(tmp_path / "a", sglang, bridge + "Pond", model_type="pond") == []
+    [found] = model_errors(tmp_path / "b", sglang, model_type="pond")
+    assert "model_type: want one of deepseek_v3" in found and "or learner.bridge for another family, got pond" in found
+    [found] = model_errors(tmp_path / "c", sglang, bridge + "Lake", model_type="pond")
+    assert "learner.bridge: want a class of LocalLayers, got 'docs.examples.extending.my_bridge:Lake': " in found and "no 'Lake'" in found
+    [found] = model_errors(tmp_path / "d", bridge + "Pond", model_type="pond")
+    assert "the built-in engine decodes" in found and "use engine.kind: sglang" in found
+    [found] = model_errors(tmp_path / "e", sglang, bridge + "Pond", "learner.pipeline_parallel=5", model_type="pond")
+    assert "num_hidden_layers: want a multiple of learner.pipeline_parallel = 5" in found
 
 
 @pytest.mark.parametrize(

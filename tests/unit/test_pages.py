@@ -11,7 +11,7 @@ import yaml
 
 from launch.cli.main import _parser
 from launch.settings import reference
-from launch.settings.config_loader import SettingsError, from_map
+from launch.settings.config_loader import SettingsError, from_map, load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md"] + [
@@ -154,13 +154,14 @@ def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: 
 def test_the_code_of_extending_is_that_of_its_examples() -> None:
     shown = fenced(ROOT / "docs/extending.md", "python")
     files = {path.read_text() for path in (ROOT / "docs/examples/extending").glob("*.py")}
-    assert len(files) == 5
+    assert len(files) == 12
     assert set(shown) == files
 
 
 @pytest.mark.parametrize("block", fenced(ROOT / "docs/extending.md", "yaml"))
-def test_the_settings_of_extending_load(block: str) -> None:
-    assert from_map(yaml.safe_load(block), "page")
+def test_the_settings_of_extending_load(block: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(block)
+    assert load(tmp_path / "run.yaml").config
 
 
 def quoted_symptoms() -> list[str]:

@@ -1,4 +1,11 @@
-"""A loss with a metric, an advantage estimator, a weight and an aggregation. T = tokens of a packed row, N = samples of the step."""
+"""A loss with a metric, two advantage estimators, a weight, a rejection and an aggregation.
+
+T = tokens of a packed row, N = samples of the step.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,7 +14,7 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Tokens
 from learner.algorithms.policy_losses import PolicyLoss
-from learner.algorithms.ratios import log_ratio
+from learner.algorithms.ratios import log_ratio, sequence_means, spread
 
 
 def one_sided(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -28,9 +35,26 @@ def median_baseline(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor) -
     return advantages_N
 
 
+def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Reward less the mean of the group's whole responses, twice as much for prompts of the level "hard"."""
+    advantages_N = torch.zeros_like(rewards_N)
+    for group in groups_N.unique():
+        here_N = groups_N == group
+        whole_N = here_N & ~truncated_N
+        baseline = rewards_N[whole_N if whole_N.any() else here_N].mean()
+        advantages_N = torch.where(here_N, rewards_N - baseline, advantages_N)
+    return advantages_N * torch.tensor([2.0 if one.get("level") == "hard" else 1.0 for one in metadata], dtype=rewards_N.dtype)
+
+
 def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """pi^2 / mu^2: old tokens that the policy has moved away from count even less."""
     return (2 * delta_T.clamp(-10, 10)).exp()
+
+
+def drifting(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Reject the sequences of which more than a tenth of the tokens are less than half, or more than twice, as likely as when sampled."""
+    far_T = (delta_T.abs() > math.log(2)).to(delta_T.dtype)
+    return spread(sequence_means(far_T, mask_T, sequence_T, num_sequences) > 0.1, sequence_T)
 
 
 def by_root(mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:

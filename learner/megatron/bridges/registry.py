@@ -8,6 +8,8 @@ import torch
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
+from learner.algorithms.own_functions import imported
+from learner.errors import ConfigRefused
 from learner.layout.parallel import Parallel
 from learner.layout.sizes import FAMILIES, refusals
 from learner.megatron.bridges.deepseek_v3 import DeepSeekV3
@@ -39,19 +41,45 @@ assert sorted(_BRIDGES) == sorted(FAMILIES)  # FAMILIES is for checks that must 
 
 
 def open_bridge(
-    model_dir: Path, *, dtype: torch.dtype, parallel: Parallel, wanted: Wanted | None = None, mixture: Mixture | None = None
+    model_dir: Path,
+    *,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    wanted: Wanted | None = None,
+    mixture: Mixture | None = None,
+    own: str = "",
 ) -> Any:
     """Return the bridge for a Hugging Face model directory.
 
     It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and ``export(chunks)``.
-    ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. Raises ConfigRefused for a model type without a
-    bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel that cannot work here.
+    ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. ``own``: import path of the bridge's class; empty =
+    that of the model type. Raises ConfigRefused for a model type without a bridge, a value that Megatron would compute differently, sizes
+    that the parallel layout cannot split, or a kernel that cannot work here; ValueError for an import path that leads to no bridge.
     """
-    hf_config = AutoConfig.from_pretrained(model_dir)
-    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", **parallel.sizes):
+    found = None if not own else _own(own)  # its module may tell transformers about the model type
+    hf_config = _config(model_dir)
+    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=found is not None, **parallel.sizes):
         raise refused
-    bridge = _BRIDGES[hf_config.model_type](
+    bridge = (found or _BRIDGES[hf_config.model_type])(
         hf_config, dtype, wanted or Wanted(), sequence_parallel=parallel.sequence_parallel, mixture=mixture or Mixture()
     )
     assert isinstance(bridge, LLMBridge)
     return bridge
+
+
+def _own(path: str) -> type[LocalLayers]:
+    """Return the class at an import path. Raises ValueError for one that is no bridge."""
+    found = imported(path, "learner.bridge", form="module:Class")
+    if not (isinstance(found, type) and issubclass(found, LocalLayers) and issubclass(found, LLMBridge)):
+        want = "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's bridges, in this order"
+        raise ValueError(f"learner.bridge: want {want}, got {path!r}: {getattr(found, '__mro__', type(found).__name__)}")
+    return found
+
+
+def _config(model_dir: Path) -> Any:
+    """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not know."""
+    try:
+        return AutoConfig.from_pretrained(model_dir)
+    except ValueError as error:
+        want = "a model that transformers knows; the module of learner.bridge may register its configuration (AutoConfig.register)"
+        raise ConfigRefused(f"{model_dir}/config.json", want, str(error).splitlines()[0]) from error
