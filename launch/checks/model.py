@@ -26,7 +26,10 @@ SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
 """Sizes that the checks use for every family."""
-SPLITS = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+SPLITS = (
+    *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
+    *("context_parallel", "expert_parallel"),
+)
 """Settings of the learner that divide a model."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""

@@ -28,7 +28,7 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
             want = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts have none"
             report.error("model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out")
     setting, choice = ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
-    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline)
+    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
     idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
     if len(idle) == len(stages):
         cure = "leave weights to train"

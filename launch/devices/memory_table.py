@@ -249,7 +249,7 @@ def valued(shape: ModelShape) -> ModelShape:
 
 def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
     """Return the tensors of the stage that has the most on a rank."""
-    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline)
+    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
     return max(stages, key=lambda stage: rank_elements(stage, learner.tensor_parallel, learner.expert_parallel))
 
 

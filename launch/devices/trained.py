@@ -1,7 +1,10 @@
 """The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. No torch."""
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+from learner.layout.sizes import stage_layers
 from learner.settings.config import LearnerConfig
 from learner.settings.schedule import frozen_names
 
@@ -11,19 +14,21 @@ ROW_SPLIT = ("o_proj", "down_proj")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def stages_of(whole: Shapes, pipeline_parallel: int, virtual_pipeline: int = 1) -> Sequence[Shapes]:
+def stages_of(
+    whole: Shapes, pipeline_parallel: int, virtual_pipeline: int = 1, *, edge_layers: tuple[int, int] = (0, 0)
+) -> Sequence[Shapes]:
     """Return the tensors of each stage: its layers, the embedding in the first, head and final norm in the last.
 
-    A tied embedding is in both.
+    A tied embedding is in both. ``edge_layers``: of the first and of the last stage; 0 = as many as each other stage.
     """
     numbers = {name: int(name.split(".layers.")[1].split(".")[0]) for name in whole if ".layers." in name}
-    chunks = pipeline_parallel * virtual_pipeline
-    each = max(1, (max(numbers.values(), default=0) + 1) // chunks)
+    num_layers, chunks = max(numbers.values(), default=0) + 1, pipeline_parallel * virtual_pipeline
+    ends = list(accumulate(stage_layers(num_layers, chunks, *edge_layers)))
     tied = not any("lm_head" in name for name in whole)
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(pipeline_parallel)]
     for name, tensor in whole.items():
         if name in numbers:
-            places = {min(numbers[name] // each, chunks - 1) % pipeline_parallel}
+            places = {bisect(ends, numbers[name]) % pipeline_parallel}
         elif "embed" in name:
             places = {0, pipeline_parallel - 1} if tied else {0}
         else:

@@ -191,7 +191,12 @@ class RunConfig:
             del parts["learner"][name]
         for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without
             del parts["learner"][name]
-        for name in ("distributed_optimizer", "num_epochs"):  # so the digests of former runs stay
+        for name in (
+            "distributed_optimizer",
+            "num_epochs",
+            "first_stage_layers",
+            "last_stage_layers",
+        ):  # so the digests of former runs stay
             if not parts["learner"][name]:
                 del parts["learner"][name]
         if self.learner.grouped_experts == "auto":

@@ -26,11 +26,13 @@ class Parallel:
     tp_group: dist.ProcessGroup
     device: torch.device
     pp_rank: int
-    """Stage of the pipeline: an equal part of the layers."""
+    """Stage of the pipeline: a part of the layers."""
     pp_size: int
     pp_group: dist.ProcessGroup
     vp_size: int
     """Chunks of layers of each stage."""
+    edge_layers: tuple[int, int]
+    """Layers of the first and of the last stage; 0 = as many as each other stage."""
     cp_rank: int
     """Part of every row's tokens."""
     cp_size: int
@@ -54,6 +56,8 @@ class Parallel:
             "sequence_parallel": self.sequence_parallel,
             "pipeline_parallel": self.pp_size,
             "virtual_pipeline": self.vp_size,
+            "first_stage_layers": self.edge_layers[0],
+            "last_stage_layers": self.edge_layers[1],
             "context_parallel": self.cp_size,
             "expert_parallel": self.ep_size,
         }
@@ -129,14 +133,15 @@ def join(
     timeout_s: float = 1800.0,
     pipeline_parallel_size: int = 1,
     virtual_pipeline_size: int = 1,
+    edge_layers: tuple[int, int] = (0, 0),
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Returns this rank's place in them. Raises ValueError when the world size is not a multiple of the ranks of one replica, and for the
-    CPU on a machine with CUDA.
+    Returns this rank's place in them. ``edge_layers``: of the first and of the last stage, 0 = as the others. Raises ValueError when the
+    world size is not a multiple of the ranks of one replica, and for the CPU on a machine with CUDA.
     """
     # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
@@ -161,10 +166,10 @@ def join(
         # The tracker for training saves and restores the generator of a CUDA device; this one does nothing. No random number is drawn in
         # a step: these models have no dropout.
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    return _place_here(device, virtual_pipeline_size, sequence_parallel=sequence_parallel)
+    return _place_here(device, virtual_pipeline_size, edge_layers, sequence_parallel=sequence_parallel)
 
 
-def _place_here(device: torch.device, virtual_pipeline_size: int, *, sequence_parallel: bool) -> Parallel:
+def _place_here(device: torch.device, virtual_pipeline_size: int, edge_layers: tuple[int, int], *, sequence_parallel: bool) -> Parallel:
     """Return this rank's place in the groups that were formed."""
     return Parallel(
         rank=dist.get_rank(),
@@ -179,6 +184,7 @@ def _place_here(device: torch.device, virtual_pipeline_size: int, *, sequence_pa
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         vp_size=virtual_pipeline_size,
+        edge_layers=edge_layers,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
         cp_group=parallel_state.get_context_parallel_group(),

@@ -37,6 +37,8 @@ def refusals(
     sequence_parallel: bool = False,
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
+    first_stage_layers: int = 0,
+    last_stage_layers: int = 0,
     context_parallel: int = 1,
     expert_parallel: int = 1,
     own_bridge: bool = False,
@@ -57,10 +59,10 @@ def refusals(
     if not own_bridge:
         found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
-    chunks, parts = pipeline_parallel * virtual_pipeline, tensor_parallel * context_parallel
-    if isinstance(layers, int) and layers % chunks:
-        factors = "learner.pipeline_parallel" + (" x learner.virtual_pipeline" if virtual_pipeline > 1 else "")
-        found.append(ConfigRefused(f"{where}: num_hidden_layers", f"a multiple of {factors} = {chunks}", layers))
+    parts = tensor_parallel * context_parallel
+    if isinstance(layers, int):
+        edges = (first_stage_layers, last_stage_layers)
+        found += _stage_refusals(layers, where, pipeline_parallel, virtual_pipeline, edges)
     if isinstance(heads, int) and heads % parts and context_parallel > 1:
         wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
         found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
@@ -71,6 +73,32 @@ def refusals(
     except ConfigRefused as refused:
         found.append(refused)
     return found
+
+
+def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:
+    """Return the number of layers of each stage; the stages between the first and the last, and those of 0, have equal numbers of the rest.
+
+    Layers that are left over, which ``refusals`` refuses, are those of the last stage.
+    """
+    others = pipeline_parallel - bool(first) - bool(last)
+    each = (num_layers - first - last) // others if others else 0
+    found = [first or each, *[each] * (pipeline_parallel - 2), last or each][-pipeline_parallel:]
+    return [*found[:-1], num_layers - sum(found[:-1])]
+
+
+def _stage_refusals(layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]) -> Iterator[ConfigRefused]:
+    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 = as the others."""
+    given = [f"learner.{name}_stage_layers" for name, one in zip(("first", "last"), edges, strict=True) if one]
+    others, rest = pipeline - len(given), layers - sum(edges)
+    if not given:
+        chunks = pipeline * virtual
+        if layers % chunks:
+            factors = "learner.pipeline_parallel" + (" x learner.virtual_pipeline" if virtual > 1 else "")
+            want = f"a multiple of {factors} = {chunks}, or learner.first_stage_layers or learner.last_stage_layers"
+            yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
+    elif rest < others or (rest % others if others else rest):
+        want = f"{sum(edges)}, of {' and '.join(given)}" + (f", and equal numbers for {others} other stages" if others else "")
+        yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
 
 
 def _split_refusals(values: JsonMapping, family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:

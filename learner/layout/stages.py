@@ -1,4 +1,4 @@
-"""The stages of a pipeline, each of which has an equal part of the layers: results of the last one, and the weights of all of them.
+"""The stages of a pipeline, each of which has a part of the layers: results of the last one, and the weights of all of them.
 
 Loss, log-probs and diagnostics exist on the last stage. They are broadcast, so that every rank goes on with the same numbers, and the code
 of a step does not depend on its stage. Knows the groups of ``parallel``; no model.

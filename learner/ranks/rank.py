@@ -131,6 +131,7 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
         timeout_s=_timeout_s(learner),
         pipeline_parallel_size=learner.pipeline_parallel,
         virtual_pipeline_size=learner.virtual_pipeline,
+        edge_layers=learner.edge_layers,
         context_parallel_size=learner.context_parallel,
         expert_parallel_size=learner.expert_parallel,
         sequence_parallel=learner.sequence_parallel,

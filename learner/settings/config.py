@@ -116,7 +116,11 @@ class LearnerConfig:
     sequence_parallel: bool = False
     """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic (docs/parallelism.md)."""
     pipeline_parallel: int = 1
-    """Stages of the layers, each on its own ranks; must divide the number of layers (docs/parallelism.md)."""
+    """Stages of the layers, each on its own ranks; divides the layers, or those that the next two settings leave (docs/parallelism.md)."""
+    first_stage_layers: int = 0
+    """Layers of the first stage of the pipeline, which has the embedding, too; 0 = as many as each other stage."""
+    last_stage_layers: int = 0
+    """Layers of the last stage of the pipeline, which computes the logits, too; 0 = as many as each other stage."""
     virtual_pipeline: int = 1
     """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must divide the layers."""
     context_parallel: int = 1
@@ -240,7 +244,12 @@ class LearnerConfig:
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
         one: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
-        return replace(self, virtual_pipeline=1, sequence_parallel=False, **one)
+        return replace(self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **one)
+
+    @property
+    def edge_layers(self) -> tuple[int, int]:
+        """Layers of the first and of the last stage of the pipeline; 0 = as many as each other stage."""
+        return self.first_stage_layers, self.last_stage_layers
 
     @property
     def num_ranks(self) -> int:
@@ -271,6 +280,11 @@ class LearnerConfig:
                 f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the layers of a stage; "
                 "raise pipeline_parallel, or remove it"
             )
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(self, name)
+            if layers < 0 or (layers and (self.pipeline_parallel == 1 or self.virtual_pipeline > 1)):
+                want = ">= 0" if layers < 0 else "0 without pipeline_parallel > 1, or with virtual_pipeline > 1"
+                raise ValueError(f"{name}: want {want}, got {layers}")
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if self.virtual_pipeline > 1 and getattr(self, name) == "always":
                 raise ValueError(

@@ -35,6 +35,7 @@ class Layout:
     sequence_parallel: bool = False
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
+    first_stage_layers: int = 0
     context_parallel: int = 1
     sharded: bool = False
     """Distributed optimizer."""
@@ -74,6 +75,7 @@ class Layout:
             "tensor_parallel_size": self.tensor_parallel,
             "pipeline_parallel_size": self.pipeline_parallel,
             "virtual_pipeline_size": self.virtual_pipeline,
+            "edge_layers": (self.first_stage_layers, 0),
             "context_parallel_size": self.context_parallel,
             "sequence_parallel": self.sequence_parallel,
         }

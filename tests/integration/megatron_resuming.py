@@ -28,6 +28,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4, weight_decay=0.01)
 LAYOUTS: Mapping[str, Layout] = {
     "tp2": Layout(tensor_parallel=2, sequence_parallel=True),
     "pp2": Layout(pipeline_parallel=2),
+    "pp2, 1 and 3 layers": Layout(pipeline_parallel=2, first_stage_layers=1),
     "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2),
     "dp2": Layout(data_parallel=2),
     "cp2": Layout(context_parallel=2),
@@ -90,7 +91,8 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
     first = learner.take(STEPS[0])
     learner.save(directory)
     digest, log_probs = learner.policy.digest(), learner.log_probs(STEPS[0])
-    return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1])}
+    layers = sum(len(chunk.decoder.layers) for chunk in learner.policy.chunks)
+    return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1]), "layers": layers}
 
 
 def main(model_dir: Path, of_one: Path, whole: bool, out: Path) -> None:

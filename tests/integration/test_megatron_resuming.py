@@ -45,6 +45,10 @@ def test_every_layout_trains_what_one_rank_does(world: World) -> None:
             assert_same(rank[f"saved {name}"]["second"], world.one["second"], name)
 
 
+def test_the_first_stage_may_have_fewer_layers(world: World) -> None:
+    assert [[rank[f"saved {name}"]["layers"] for rank in world.ranks] for name in ("pp2", "pp2, 1 and 3 layers")] == [[2, 2], [1, 3]]
+
+
 def test_every_rank_has_the_log_probs_of_its_rows(world: World) -> None:
     """Also where another stage computes them, or each of two ranks a part of every row."""
     for rank in world.ranks:

@@ -8,7 +8,7 @@ from launch.devices.shapes import Node
 from launch.devices.trained import stages_of
 from launch.devices.wanted import want_of
 from launch.settings.config_loader import load
-from learner.layout.sizes import refusals
+from learner.layout.sizes import refusals, stage_layers
 from learner.settings.config import LearnerConfig
 from tests.unit.test_memory_table import QWEN3_8B, SHAPE
 
@@ -47,10 +47,25 @@ def test_stages_may_be_on_different_nodes() -> None:
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        ({"pipeline_parallel": 5}, "num_hidden_layers: want a multiple of learner.pipeline_parallel = 5, got 36"),
+        (
+            {"pipeline_parallel": 5},
+            "num_hidden_layers: want a multiple of learner.pipeline_parallel = 5, or learner.first_stage_layers",
+        ),
         (
             {"pipeline_parallel": 4, "virtual_pipeline": 2},
-            "num_hidden_layers: want a multiple of learner.pipeline_parallel x learner.virtual_pipeline = 8, got 36",
+            "num_hidden_layers: want a multiple of learner.pipeline_parallel x learner.virtual_pipeline = 8, or",
+        ),
+        (
+            {"pipeline_parallel": 4, "last_stage_layers": 5},
+            "num_hidden_layers: want 5, of learner.last_stage_layers, and equal numbers for 3 other stages, got 36",
+        ),
+        (
+            {"pipeline_parallel": 3, "first_stage_layers": 35},
+            "want 35, of learner.first_stage_layers, and equal numbers for 2 other stages",
+        ),
+        (
+            {"pipeline_parallel": 2, "first_stage_layers": 16, "last_stage_layers": 19},
+            "num_hidden_layers: want 35, of learner.first_stage_layers and learner.last_stage_layers, got 36",
         ),
         ({"context_parallel": 3}, "num_attention_heads: want a multiple of learner.tensor_parallel x learner.context_parallel = 3"),
         ({"tensor_parallel": 8, "context_parallel": 8}, "num_attention_heads: want a multiple of"),
@@ -64,6 +79,28 @@ def test_sizes_that_a_model_does_not_have(sizes: dict[str, int], wanted: str) ->
 def test_sizes_that_it_has() -> None:
     fitting = {"tensor_parallel": 8, "pipeline_parallel": 4, "virtual_pipeline": 3, "context_parallel": 4}
     assert refusals(QWEN3_8B, where="config.json", **fitting) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((61, 4, 0, 13), [16, 16, 16, 13]),
+        ((61, 4, 13, 0), [13, 16, 16, 16]),
+        ((61, 4, 15, 14), [15, 16, 16, 14]),
+        ((4, 2, 1, 0), [1, 3]),
+        ((36, 3, 0, 0), [12, 12, 12]),
+        ((7, 1, 0, 0), [7]),
+    ],
+)
+def test_the_first_and_the_last_stage_may_have_another_number_of_layers(sizes: tuple[int, ...], wanted: list[int]) -> None:
+    assert stage_layers(*sizes) == wanted
+    layers, stages, first, last = sizes
+    values = QWEN3_8B | {"num_hidden_layers": layers}
+    edges = {"first_stage_layers": first, "last_stage_layers": last}
+    assert refusals(values, where="config.json", tensor_parallel=1, pipeline_parallel=stages, **edges) == []
+    tensors = {f"model.layers.{layer}.q_proj.weight": (1,) for layer in range(layers)} | {"lm_head.weight": (1,)}
+    found = stages_of(tensors, stages, edge_layers=(first, last))
+    assert [sum(".layers." in name for name in stage) for stage in found] == wanted
 
 
 def test_the_largest_stage_of_a_pipeline() -> None:

@@ -28,6 +28,7 @@ from learner.megatron.layers.norms import Norm
 from learner.megatron.layers.output_layer import OutputLayer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _NORM_NAMES = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
@@ -48,14 +49,23 @@ class LocalLayers:
     mpu: Any
 
     def __init__(
-        self, hf_config: Any, dtype: torch.dtype, wanted: Wanted, *, sequence_parallel: bool = False, mixture: Mixture | None = None
+        self,
+        hf_config: Any,
+        dtype: torch.dtype,
+        wanted: Wanted,
+        *,
+        sequence_parallel: bool = False,
+        edge_layers: tuple[int, int] = (0, 0),
+        mixture: Mixture | None = None,
     ) -> None:
+        """``edge_layers``: of the first and of the last stage of a pipeline; 0 = as many as each other stage."""
         self.mixture = mixture or Mixture()
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         if getattr(hf_config, "head_dim", 0) is None:  # mbridge divides by it
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
-        self.set_extra_args(**self._arguments(), sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
+        edges = dict(zip(_EDGES, (layers or None for layers in edge_layers), strict=True))
+        self.set_extra_args(**self._arguments(), **edges, sequence_parallel=sequence_parallel)  # type: ignore[attr-defined]
         self.kernels: Kernels = chosen(
             self._possible(wanted), dtype=dtype, head_size=self.config.kv_channels, expert_sizes=self._expert_sizes
         )

@@ -61,7 +61,12 @@ def open_bridge(
     for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=found is not None, **parallel.sizes):
         raise refused
     bridge = (found or _BRIDGES[hf_config.model_type])(
-        hf_config, dtype, wanted or Wanted(), sequence_parallel=parallel.sequence_parallel, mixture=mixture or Mixture()
+        hf_config,
+        dtype,
+        wanted or Wanted(),
+        sequence_parallel=parallel.sequence_parallel,
+        edge_layers=parallel.edge_layers,
+        mixture=mixture or Mixture(),
     )
     assert isinstance(bridge, LLMBridge)
     return bridge
