@@ -20,6 +20,8 @@ CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/tran
 _MODEL = "the model's config.json, in model.path"
 _FIXED = "the learner, which depends on its value"
 _OWN = "nothing: the learner has its own attention and loss, which do not read it"
+_FAMILY = "the bridge of the model's family: another value computes another model than the engines serve"
+_LOADED = "nothing: the weights are those of model.path"
 OURS: Mapping[str, str] = {
     "tensor_model_parallel_size": "learner.tensor_parallel",
     "sequence_parallel": "learner.sequence_parallel",
@@ -51,8 +53,20 @@ OURS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
     **dict.fromkeys(("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_dtype"), _FIXED),
-    "moe_grouped_gemm": "learner.grouped_experts",
-    **dict.fromkeys(("moe_router_fusion", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_z_loss_coeff"), _FIXED),
+    **dict.fromkeys(("moe_grouped_gemm", "moe_use_legacy_grouped_gemm"), "learner.grouped_experts"),
+    "moe_layer_recompute": "learner.recompute",
+    **dict.fromkeys(("glu_linear_offset", "activation_func_clamp_value", "qk_l2_norm", "no_rope_freq", "attention_output_gate"), _FAMILY),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "mrope_section", "heterogeneous_block_specs"), _FAMILY),
+    **dict.fromkeys(("moe_router_force_load_balancing", "moe_apply_probs_on_input", "moe_latent_size", "moe_token_dropping"), _FAMILY),
+    **dict.fromkeys(("moe_router_topk_limited_devices", "moe_token_drop_policy", "mtp_standalone", "mtp_loss_scaling_factor"), _FAMILY),
+    **dict.fromkeys(("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"), _FAMILY),
+    **dict.fromkeys(("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_attention_freq", "linear_conv_kernel_dim"), _FAMILY),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"), _FAMILY),
+    **dict.fromkeys(("is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), _FAMILY),
+    **dict.fromkeys(("init_method", "init_method_std", "output_layer_init_method"), _LOADED),
+    **dict.fromkeys(("embedding_init_method", "embedding_init_method_std"), _LOADED),
+    **dict.fromkeys(("moe_router_fusion", "moe_shared_expert_overlap", "moe_z_loss_coeff", "transformer_impl"), _FIXED),
+    "moe_permute_fusion": "the learner, where it is off: the fused kernel needs Transformer Engine, and rounds in another order",
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_input_jitter_eps"), _FIXED),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "calculate_per_token_loss", "variable_seq_lengths"), _FIXED),
     **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush"), _FIXED),

@@ -211,11 +211,6 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "wanted", "message"),
     [
-        (
-            "qwen3_moe",
-            Wanted(grouped_experts="always", megatron={"moe_apply_probs_on_input": True}),
-            "learner.grouped_experts: want auto or never with learner.megatron.moe_apply_probs_on_input",
-        ),
         ("qwen3_moe", Wanted(fused_activation="always"), "learner.fused_activation: want auto or never for a model with experts"),
         ("deepseek_v3", Wanted(attention="varlen"), "learner.attention: want sdpa or auto, got 'varlen: keys and values"),
     ],

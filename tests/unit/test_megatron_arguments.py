@@ -18,6 +18,7 @@ def test_arguments_of_ours_are_megatrons() -> None:
     ("arguments", "message"),
     [
         ({"pipeline_model_parallel_size": 2}, r"megatron\.pipeline_model_parallel_size: .* set by learner\.pipeline_parallel; remove it"),
+        ({"moe_router_force_load_balancing": True}, r"force_load_balancing: .* computes another model than the engines serve"),
         ({"hidden_size": 2}, r"megatron\.hidden_size: .* the model's config\.json"),
         ({"window_size": [4, 0]}, r"megatron\.window_size: .* own attention and loss, which do not read it"),
     ],

@@ -25,8 +25,6 @@ from learner.megatron.layers.kernels import Arguments, Wanted
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""
-_SEQUENTIAL = frozenset({"activation_func_clamp_value", "glu_linear_offset", "moe_apply_probs_on_input"})
-"""Arguments of Megatron that only its own experts read."""
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _NUMBERED = re.compile(r"weight(\d+)$")
 _DENSE_MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.linear_fc([12])\.weight")
@@ -56,10 +54,6 @@ class Experts(LocalLayers):
         # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew again and again.
         if wanted.fused_activation == "always":
             raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
-        if unread := sorted(_SEQUENTIAL & wanted.megatron.keys()):
-            if wanted.grouped_experts == "always":
-                raise ConfigRefused("learner.grouped_experts", f"auto or never with learner.megatron.{unread[0]}", "always")
-            wanted = replace(wanted, grouped_experts="never")
         return replace(super()._possible(wanted), fused_activation="never")
 
     @property
