@@ -5,39 +5,48 @@ python -m tests.bench.episodes [--episodes 32] [--turns 6] [--new-tokens 32] [--
 An episode's prompt grows by its answers. ``direct``: the actor's client of engines, no gateway. ``ids``: the gateway's /generate with token
 ids. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus before it is given. ``direct chat``: the same program of chat
 completions asks the engine's own OpenAI API; ``chat``: the gateway's, which makes the history into the token ids of its answers again. All
-take part in each round, in another order; the ratio is that of the medians. Engine, gateway and programs share this process, and the
-model is tiny: the long turns of a large model do not hide the gateway's share here.
+take part in each round, in another order; the ratio is that of the medians. The engine is a process of its own, as in a run; gateway and
+programs share this one, whose CPU time a turn is printed. The model is tiny: the long turns of a large model do not hide the gateway's
+share here.
 """
 
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 
-from actors.engines.responses import Prompt
+from actors.engines.activity import Activity
+from actors.engines.engine_client import HttpEngine
+from actors.engines.pool import EnginePool, UrlDiscovery
+from actors.engines.responses import Prompt, Responses
+from actors.episodes.gateway import Gateway
 from actors.episodes.rollouts import ProgramRollout
+from actors.router.token_history import ModelText
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Sampling
-from tests.episode_kit import Client, InProcess, Stage, said, stage, task
+from tests.episode_kit import Client, InProcess, said, task
 from tests.tiny_models import write_tiny_model
 
 
-async def direct(scene: Stage, episode: int, turns: int, sampling: Sampling) -> None:
+async def direct(responses: Responses, episode: int, turns: int, sampling: Sampling) -> None:
     """Play an episode with the engine alone."""
     tokens = first(episode)
     for turn in range(turns):
         asked = Prompt(name=f"{episode}.{turn}", tokens=np.array(tokens, np.int32), sampling=sampling, min_version=0, prefer="")
-        response = await scene.responses.generate(asked)
+        response = await responses.generate(asked)
         tokens += response.generation.tokens.tolist()
 
 
@@ -72,24 +81,48 @@ def by_chat(turns: int, **sampling: Any) -> Callable[[Client], Awaitable[float]]
     return program
 
 
-async def measured(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return turns/s by way and round."""
+@asynccontextmanager
+async def engine(model: Path) -> AsyncIterator[str]:
+    """Serve the model in a process of its own; yield its URL."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.engine_child", str(model), "0"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield (await process.stdout.readline()).decode().strip()
+    finally:
+        process.stdin.close()  # its end
+        await process.wait()
+
+
+async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Return turns/s, and milliseconds of this process's CPU a turn, by way and round."""
     sampling = Sampling(temperature=1.0, max_new_tokens=args.new_tokens)
-    found: dict[str, list[float]] = {"direct": [], "ids": [], "log": [], "direct chat": [], "chat": []}
+    found: dict[str, list[tuple[float, float]]] = {"direct": [], "ids": [], "log": [], "direct chat": [], "chat": []}
     with tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "model", max_position_embeddings=4096)
         with EmbeddedServer(Path(directory) / "nats", BusConfig()) as server:
             config = BusConfig(rollouts=("agent",))
-            async with connect(server.url, "bench", config, name="bench") as bus, stage(model, by_ids(args.turns)) as scene:
+            async with (
+                connect(server.url, "bench", config, name="bench") as bus,
+                engine(model) as url,
+                aiohttp.ClientSession() as session,
+                asyncio.TaskGroup() as group,
+            ):
                 await bus.create_layout()
+                engines = EnginePool(UrlDiscovery([url], HttpEngine), HttpEngine)
+                running = group.create_task(engines.run())
+                responses = Responses(engines, timeout_s=60.0, retries=3, activity=Activity())
+                gateway = Gateway(ModelText.read(str(model), "model.path"), responses)
+                await gateway.start()
                 number = iter(range(1, 10**9))
 
                 def rollout(program: Any, **log: Any) -> ProgramRollout:
-                    return ProgramRollout(scene.gateway, InProcess(scene.session, program), max_calls_in_flight=4, **log)
+                    return ProgramRollout(gateway, InProcess(session, program), max_calls_in_flight=4, **log)
 
-                ways: dict[str, Callable[[int], Awaitable[Any]]] = {"direct": lambda n: direct(scene, n, args.turns, sampling)}
+                ways: dict[str, Callable[[int], Awaitable[Any]]] = {"direct": lambda n: direct(responses, n, args.turns, sampling)}
                 own = by_chat(args.turns, temperature=1.0, max_tokens=args.new_tokens, model="m")
-                ways["direct chat"] = lambda n: own(Client(scene.session, f"{scene.served.engine.url}/v1", "", {"task": n}))
+                ways["direct chat"] = lambda n: own(Client(session, f"{url}/v1", "", {"task": n}))
                 for name, made in (
                     ("ids", rollout(by_ids(args.turns))),
                     ("chat", rollout(by_chat(args.turns))),
@@ -99,10 +132,13 @@ async def measured(args: argparse.Namespace) -> dict[str, list[float]]:
                     ways[name] = lambda n, made=made, asked=asked: made.sample(replace(asked, id=n), 0, "a")  # type: ignore[misc]
                 for round in range(args.rounds + 1):
                     for name in sorted(ways, key=lambda name: (hash((round, name)), name)):
-                        begin = time.perf_counter()
+                        begin, busy = time.perf_counter(), time.process_time()
                         await asyncio.gather(*(ways[name](next(number)) for _ in range(args.episodes)))
                         if round:  # the first is a rehearsal
-                            found[name].append(args.episodes * args.turns / (time.perf_counter() - begin))
+                            turns = args.episodes * args.turns
+                            found[name].append((turns / (time.perf_counter() - begin), 1000 * (time.process_time() - busy) / turns))
+                await gateway.close()
+                running.cancel()
     return found
 
 
@@ -112,12 +148,13 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:  # the loop of an actor
         found = runner.run(measured(parser.parse_args()))
-    for name, speeds in found.items():
+    for name, rounds in found.items():
         direct = "direct chat" if "chat" in name else "direct"
-        median, base = statistics.median(speeds), statistics.median(found[direct])
-        more_ms = 1000 * (1 / median - 1 / base)
+        speeds = [speed for speed, _ in rounds]
+        median, base = statistics.median(speeds), statistics.median(speed for speed, _ in found[direct])
         ratio, spread = f"{median / base:5.2f} of {direct}", f"({min(speeds):.1f} .. {max(speeds):.1f})"
-        print(f"{name:11} {median:8.1f} turns/s   {ratio:19}   {more_ms:+6.2f} ms a turn   {spread}")
+        busy = statistics.median(milliseconds for _, milliseconds in rounds)
+        print(f"{name:11} {median:8.1f} turns/s   {ratio:19}   {busy:5.2f} ms of CPU a turn   {spread}")
     return 0
 
 
