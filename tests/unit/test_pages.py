@@ -90,7 +90,7 @@ def test_every_counterpart_is_a_setting_with_a_value_that_loads() -> None:
     """In ``coming_from.md`` each row of a system's table names settings of ours, with a value at most, or is ``none``."""
     text = (ROOT / "docs/coming_from.md").read_text()
     tables = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    assert [table.split("\n")[0] for table in tables] == ["slime", "verl", "TRL", "prime-rl"]
+    assert [table.split("\n")[0] for table in tables] == ["slime", "verl", "TRL", "prime-rl", "AReaL"]
     for table in tables:
         rows = [re.split(r" ?\| ?", line.strip("| ")) for line in table.splitlines() if line.startswith("| ")][1:]
         assert len(rows) > 20
