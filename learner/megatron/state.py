@@ -7,7 +7,7 @@ collective over all ranks.
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,13 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the content of a checkpoint."""
+OTHER_NAMES = {
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""Ends of the keys of a mixture's and of latent attention's norms: in Megatron's own layers, and in those of Transformer Engine, with which
+Megatron trains on CUDA. Those of other layers are the same. Source: ``gpt_layer_specs.py`` of megatron-core 0.16.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +176,24 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
     _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
     with megatron_device(), policy.memory.region():
         model = _model(policy)
+        there = dist_checkpointing.load_tensors_metadata(str(directory)).keys()
         for part in model.values():
+            _take_other_names(part, there)
             # Megatron pads the vocabulary to a multiple of a number that its command line chooses.
             _refuse_another_model(directory, part, setting, "a checkpoint of the model in model.path", exactly=ours)
         with plain_torch():
             loaded = dist_checkpointing.load(model, str(directory))
         _load_chunks(policy, loaded)
     return int(facts["step"])
+
+
+def _take_other_names(part: JsonMapping, there: Collection[str]) -> None:
+    """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine have for them."""
+    for tensor in part.values():
+        for ours, theirs in OTHER_NAMES.items():
+            if isinstance(tensor, ShardedTensor) and tensor.key not in there and tensor.key.endswith(ours):
+                other = tensor.key.removesuffix(ours) + theirs
+                tensor.key = other if other in there else tensor.key
 
 
 def save_model(directory: Path, *, policy: Policy) -> None:

@@ -39,13 +39,23 @@ def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.slow
-def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """No environment gets two answers for one turn, but in episodes with a log that could not be written: their actors name them."""
+@pytest.mark.parametrize(("again", "seed"), [("replay", 3), ("resume", 5)])
+def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config, again: str, seed: int) -> None:
+    """No environment gets two answers for one turn, but in episodes with a log that could not be written: their actors name them.
+
+    So no turn that is stored is generated again, be the program run again from its start or from its last state.
+    """
     told = tmp_path / "told"
     told.mkdir()
-    rollout = {"use": "agent:tests.rollout_programs:Tells", "options": {"directory": str(told)}, "processes": 2, "again": "replay"}
+    at = {"directory": str(told)}
+    game = {"environment": "tests.rollout_programs:Board", "environment_options": at, "protocol": "text", "max_turns": 3}
+    programs = {
+        "replay": {"use": "agent:tests.rollout_programs:Tells", "options": at},
+        "resume": {"use": "multi_turn", "options": game},
+    }
+    rollout = {**programs[again], "processes": 2, "again": again}
     settings = (f"rollouts={json.dumps({'told': rollout})}", "data.rollout=told")
-    storm = Storm(tmp_path, seed=_seed(pytestconfig, 3), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6}, freezes=0.25)
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, seed), kills=LONG, settings=settings, victims={**VICTIMS, CHILD: 6}, freezes=0.25)
     weather(storm)
     assert {*VICTIMS, CHILD} <= set(storm.killed), storm.killed
     logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))

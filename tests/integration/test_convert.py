@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from learner.megatron.checkpoint_writer import StagedSave
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.state import OTHER_NAMES
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
 from tests.engine_serving import serving
@@ -170,19 +171,42 @@ async def test_an_engine_is_compared_with_a_checkpoint(
                 assert code == 1 and "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown, shown
 
 
-def megatrons(model_dir: Path, directory: Path, vocab: int) -> dict[str, Tensor]:
-    """Write a checkpoint as Megatron's own training does, with a padded vocabulary. Returns its weights by Hugging Face names."""
-    padded = write_tiny_model(directory.with_name("padded"), vocab_size=vocab, seed=4)
+def megatrons(
+    model_dir: Path, directory: Path, vocab: int, *, family: str = "qwen3", keys: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
+    """Write a checkpoint as Megatron's own training does, with a padded vocabulary. Returns its weights by Hugging Face names.
+
+    ``keys``: other ends of keys.
+    """
+    padded = write_tiny_model(directory.with_name("padded"), family, vocab_size=vocab, seed=4)
     directory.mkdir()
     with one_rank() as here:
         policy = build_policy(padded, dtype="float32", parallel=here)
         strategy = StagedSave()
-        content = {"model": policy.module.sharded_state_dict(), "iteration": 70, "checkpoint_version": 3.0, "args": Namespace(lr=1.0)}
+        model = policy.module.sharded_state_dict()
+        there = {tensor.key for tensor in model.values()}
+        for tensor in model.values():
+            for end, other in (keys or {}).items():
+                layer = tensor.key.removesuffix(end)
+                if layer != tensor.key and ("mlp" not in end or f"{layer}mlp.router.weight" in there):  # dense layers fuse this norm
+                    tensor.key = layer + other
+        assert bool(keys) == bool({tensor.key for tensor in model.values()} - there)
+        content = {"model": model, "iteration": 70, "checkpoint_version": 3.0, "args": Namespace(lr=1.0)}
         with megatron_device():
             dist_checkpointing.save(content, str(directory), strategy)
         assert strategy.staged is not None
         strategy.staged.finish([strategy.staged.write()])
         return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_checkpoint_of_megatron_with_transformer_engine(tmp_path: Path, family: str) -> None:
+    """Its layers fuse other norms, so the norms of mixtures and of latent attention have other keys."""
+    model_dir, checkpoint = write_tiny_model(tmp_path / "model", family), tmp_path / "iter_0000070"
+    wanted = megatrons(model_dir, checkpoint, vocab=320, family=family, keys=OTHER_NAMES)
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--model", str(model_dir)]) == 0
+    size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    assert_equal(weights(tmp_path / "out"), {name: tensor[:size] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()})
 
 
 def test_a_checkpoint_of_megatron_itself(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
