@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 PROGRAM = Path(__file__).with_name("child_program.py")
 START_S = 120.0
 """Seconds for the import of a program, with the packages that it needs."""
+LOADS = 3
+"""Starts of the first child of an actor, while its process ends before it has loaded the program."""
 RESTART_S = 5.0
 """Seconds after a failed start in which episodes fail at once, with the same reason."""
 MOST_ROUNDS = 100
@@ -113,8 +115,19 @@ class Children:
         return [child.process.pid for child in self._children]
 
     async def load(self) -> None:
-        """Start a child, unless there is one. Raises ProgramFailed with the reason for which the program cannot be loaded."""
-        await self._free()
+        """Start a child, unless there is one. Raises ProgramFailed with the reason for which the program cannot be loaded.
+
+        A child whose process ends while it loads, as one that is killed does, is started again.
+        """
+        for left in reversed(range(LOADS)):
+            try:
+                await self._free()
+                return
+            except ProgramFailed as error:
+                if not (error.ended and left):
+                    raise
+                logger.warning("rollout program not loaded use=%s error=%s", self._use, error.reason)
+                self._refused = ""
 
     async def run(self, episode: str, *, base_url: str, api_key: str, task: JsonMapping) -> EpisodeResult:
         """Run the program for an episode. Raises ProgramFailed.

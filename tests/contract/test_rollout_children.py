@@ -4,6 +4,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actors.episodes.children import Children
+from actors.episodes.children import LOADS, Children
 from actors.episodes.port import EpisodeResult, ProgramFailed
 
 SCRIPT = "tests.rollout_programs:Script"
@@ -194,6 +195,30 @@ async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_a
                 await pool.load()
             assert reason in found.value.reason
         assert pool.counters.started == 1
+
+
+async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_slow.py").write_text(
+        "import os, time\n"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.loading', 'w').close()\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}):\n"
+        "    time.sleep(0.01)\n"
+        "def program(data):\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    async with children("own_slow:program") as pool:
+        loading = asyncio.create_task(pool.load())
+        while not (found := list(tmp_path.glob("*.loading"))):
+            await asyncio.sleep(0.005)
+        os.kill(int(found[0].stem), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        await loading
+        assert pool.counters.started == 2 and (await run(pool, "")).value == 1.0
+    async with children(python="/bin/false") as pool:
+        with pytest.raises(ProgramFailed, match="exit code 1"):
+            await pool.load()
+        assert pool.counters.started == LOADS
 
 
 async def test_an_interpreter_that_is_not_there() -> None:
