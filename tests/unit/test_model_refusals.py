@@ -55,7 +55,7 @@ def test_a_usual_model_of_each_family_is_taken(family: str) -> None:
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
         ("glm4_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
-        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
@@ -75,6 +75,8 @@ def test_a_value_that_would_be_computed_differently_is_refused(family: str, chan
         ("llama", {"rope_scaling": LLAMA3}),
         ("deepseek_v3", {"rope_scaling": YARN}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("glm4_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
         ("glm4_moe", {"num_nextn_predict_layers": 0}),
     ],
 )
