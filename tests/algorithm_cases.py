@@ -10,8 +10,8 @@ from learner.algorithms.presets import PRESETS
 
 KL = KLConfig(coef=0.1)
 ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}
+REFERENCE = "reverse distillation over the reference's tokens"
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
-    # First, so that every stride over the cases has it.
     "distillation over listed tokens": (ENGINE | {"distill_loss": "forward_kl", "distill_top_k": 3}, 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
     **{f"{name} in 2 minibatches": ({"correction": name}, 2) for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")},
@@ -24,6 +24,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
     "kl in the reward of tokens": ({"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")}, 1),
     "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
+    REFERENCE: ({"advantage": "none", "distill_coef": 0.5, "distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
     "distillation from an engine": (ENGINE | {"advantage": "grpo"}, 2),
     "reverse distillation over listed tokens": (ENGINE | {"distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
     "whitened": ({"whiten": True}, 1),
@@ -40,6 +41,8 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "ess_lr": ({"ess_lr": True}, 2),
 }
 """Cases by name: (settings, minibatches)."""
+EVERYWHERE = ("distillation over listed tokens", REFERENCE)
+"""Cases that a layout trains besides those of its stride."""
 
 
 def algorithm(name: str) -> AlgorithmConfig:

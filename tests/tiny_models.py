@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Families for tests of single parts of an engine."""
-SERVED = (*FAMILIES, "qwen3_moe")
+SERVED = (*FAMILIES, "glm4", "qwen3_moe")
 """Families for the contract of engines."""
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import FAMILIES, ModelShape
+from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonMapping
 from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
@@ -32,6 +32,8 @@ SETTINGS = {
     "lora": "learner.lora",
 }
 """Entry of ``learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can be resumed."""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
@@ -87,7 +89,7 @@ def model_identity(model: Path) -> str:
 
 def _sizes(values: JsonMapping, where: str) -> str:
     """Return all sizes of a model in a fixed order."""
-    if values["model_type"] in FAMILIES:
+    if values["model_type"] in BY_SHAPE:
         shape = ModelShape.of(values, where=where)
         return repr(shape) if shape.experts is None else repr((shape, shape.experts))
     return repr(sorted((name, value) for name, value in values.items() if type(value) is int))

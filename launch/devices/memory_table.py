@@ -305,7 +305,7 @@ class Activations:
         norm = hidden * (3 * item if self.dtype == "float32" else 2 * FLOAT32 + item) + FLOAT32
         if self.recompute == FULL:
             # of each layer its input; the angles of the rotary positions once, for all
-            layers = shape.num_layers * hidden * item + shape.head_dim * FLOAT32
+            layers = shape.num_layers * hidden * item + shape.rope.size(shape.head_dim) * FLOAT32
         else:
             layers = shape.num_layers * (self._layer(shape) - self.again_per_token(shape))
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
@@ -324,7 +324,8 @@ class Activations:
             # the same of each expert of a token, which receives the token and returns its result
             return shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
         # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
-        return (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
+        inner = (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
+        return inner + _post_norm_bytes(shape)
 
 
 def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
@@ -336,10 +337,16 @@ def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
     queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
     norm_copies = 3 if item == FLOAT32 else 2  # float32: the input of the next matrix is the product with the norm's weight
     norms = 2 * (norm_copies * shape.hidden * FLOAT32 + FLOAT32) + (0 if item == FLOAT32 else 2 * shape.hidden * item)
-    rotary = 4 * shape.head_dim * item  # cosines and sines, for queries and for keys
+    rotary = 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
     # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
     attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
+    norms += _post_norm_bytes(shape)
     return norms + rotary + attention + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
+
+
+def _post_norm_bytes(shape: ModelShape) -> int:
+    """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a sum."""
+    return 2 * shape.hidden * FLOAT32 + FLOAT32 if shape.post_norms else 0
 
 
 def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int:

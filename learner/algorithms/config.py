@@ -61,9 +61,9 @@ class AlgorithmConfig:
     of ``actor.teachers``); derived: engine where there are ``actor.teachers``."""
     distill_loss: str = "token"
     """token (the sampled token alone, as an advantage) | forward_kl, reverse_kl (of the teacher's ``distill_top_k`` tokens and the rest,
-    as a loss; teacher: engine)."""
+    as a loss)."""
     distill_top_k: int = 0
-    """Tokens that the teacher lists at each position, for forward_kl and reverse_kl."""
+    """Most probable tokens of the teacher at each position, for forward_kl and reverse_kl."""
 
     loss: str | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro |
@@ -201,6 +201,16 @@ class AlgorithmConfig:
     def needs_teacher(self) -> bool:
         """True if the samples need the scores of a teacher."""
         return bool(self.distill_coef) and self.distill_teacher == "engine"
+
+    @property
+    def listed_by_engine(self) -> int:
+        """Tokens that the samples list at each position."""
+        return self.distill_top_k if self.needs_teacher else 0
+
+    @property
+    def listed_by_reference(self) -> int:
+        """Tokens that the reference lists at each position, in each step."""
+        return 0 if self.needs_teacher else self.distill_top_k
 
     @property
     def coupled(self) -> bool:
@@ -394,11 +404,8 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         raise ValueError(
             f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
         )
-    if config.distill_loss != "token" and not config.needs_teacher:
-        raise ValueError(
-            f"distill_loss: {config.distill_loss} compares with tokens that an engine lists; want distill_coef > 0 and distill_teacher: "
-            f"engine (actor.teachers), or distill_loss: token, got distill_coef {config.distill_coef!r}, {config.distill_teacher}"
-        )
+    if config.distill_loss != "token" and not config.distill_coef:
+        raise ValueError(f"distill_loss: nothing reads it without distill_coef > 0; want token, or that, got {config.distill_loss}")
     if (config.distill_loss == "token") != (config.distill_top_k == 0) or not 0 <= config.distill_top_k <= MOST_LISTED:
         want = "0 with distill_loss: token" if config.distill_loss == "token" else f"1 to {MOST_LISTED} with {config.distill_loss}"
         raise ValueError(f"distill_top_k: want {want}, got {config.distill_top_k!r}")

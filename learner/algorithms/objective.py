@@ -71,7 +71,7 @@ class Tokens:
     teacher_T: Tensor | None = None
     """Log-probs of the targets under the teacher that scored the samples; None = the samples have no scores."""
     teacher_top_TK: Tensor | None = None
-    """Log-probs of the tokens that the teacher listed at each position, [T, K]; None = it listed none."""
+    """Log-probs, under the teacher, of the tokens that it listed at each position, [T, K]; None = it listed none."""
     sequence_T: Tensor | None = None
     """Index of the token's sequence in the step, 0..M-1; -1 in padding; None = every sample is one sequence."""
     num_sequences: int = 0
@@ -461,7 +461,7 @@ class Objective:
     @property
     def by_listed(self) -> bool:
         """True if the loss has a divergence over the tokens that the teacher listed."""
-        return self.config.needs_teacher and self.config.distill_loss != "token"
+        return self.config.distill_loss != "token"
 
     def listed_divergence(self, tokens: Tokens, listed_TK: Tensor | None) -> Tensor:
         """Return the divergence from the teacher over its listed tokens, [T]."""

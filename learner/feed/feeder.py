@@ -113,7 +113,7 @@ def _data_rules(
         filters=identity_of(filters),
         demonstrations=learner.algorithm.demonstration_coef > 0,
         teacher=learner.algorithm.needs_teacher,
-        teacher_top_k=learner.algorithm.distill_top_k,
+        teacher_top_k=learner.algorithm.listed_by_engine,
         **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
         **asdict(staleness),
     )

@@ -165,8 +165,6 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
         yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
     if family not in WITH_BIAS:
         return
-    if values.get("norm_topk_prob") is False:
-        yield "norm_topk_prob", "true: Megatron normalises sigmoid scores always"
     if values.get("scoring_func", "sigmoid") != "sigmoid":
         yield "scoring_func", "sigmoid"
     if values.get("topk_method", "noaux_tc") != "noaux_tc":
@@ -174,6 +172,8 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
     groups, chosen = _int(values, "topk_group") or 1, values.get("num_experts_per_tok")
     if _int(values, "n_group") > 1 and chosen != 2 * groups:
         yield "num_experts_per_tok", f"2 x topk_group = {2 * groups}: the score of a group is then that of its two best experts in Megatron"
+    elif chosen == 1 and values.get("norm_topk_prob") is not False:
+        yield "num_experts_per_tok", "> 1 with norm_topk_prob: true: Megatron does not normalise a single score"
     if "n_shared_experts" in values and not values["n_shared_experts"]:
         yield "n_shared_experts", ">= 1"
 

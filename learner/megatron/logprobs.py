@@ -59,6 +59,36 @@ def listed_log_probs(
     return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
 
 
+@torch.no_grad()
+def most_probable(hidden_TH: Tensor, weight_VH: Tensor, count: int, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K]; all ids of a smaller vocabulary.
+
+    ``group`` as for ``log_probs_and_entropy``; its ranks return the same.
+    """
+    best_TK = torch.empty(len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device)
+    ids_TK = torch.empty(best_TK.shape, dtype=torch.int64, device=hidden_TH.device)
+    for start, z_TC in _Logits(hidden_TH, weight_VH, 1.0).chunks():
+        found_TK, column_TK = z_TC.topk(min(count, z_TC.shape[1]), dim=1)
+        best_TK, ids_TK = _largest(count, torch.cat([best_TK, found_TK], dim=1), torch.cat([ids_TK, column_TK + start], dim=1))
+    if group is None or dist.get_world_size(group) == 1:
+        return ids_TK
+    ids_TK += dist.get_rank(group) * len(weight_VH)
+    return _largest(count, _side_by_side(best_TK, group), _side_by_side(ids_TK, group))[1]
+
+
+def _largest(count: int, values_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` largest values of each token, largest first, and their ids."""
+    found_TK, place_TK = values_TK.topk(min(count, values_TK.shape[1]), dim=1)
+    return found_TK, ids_TK.gather(1, place_TK)
+
+
+def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the columns of all ranks, in their order."""
+    parts = [torch.empty_like(own_TK) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own_TK.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
 def _log_probs(
     hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,10 @@ class Row:
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
     listed_TK: Tensor | None = None
-    """Token ids that a teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none."""
+    """Token ids that the teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none.
+
+    Those of the reference are known on the last stage only, where the loss is.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from learner.megatron.critic import Critic
 from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from learner.megatron.layers.context import gather_parts
 from learner.megatron.layers.output_layer import output_weight
-from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
+from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, most_probable
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
@@ -49,6 +49,20 @@ from learner.settings.hooks import HooksConfig
 
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
+
+
+_Listed = tuple[Tensor | None, Tensor | None]
+"""Ids of the most probable tokens, of this context-parallel rank's part, and their log-probs, of the whole row; None = not listed here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scores:
+    """Scores of the tokens of a row under one policy."""
+
+    log_probs_T: Tensor
+    entropy_T: Tensor
+    listed: _Listed
+    """On the last stage only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +170,7 @@ class Trainer:
             if self._collector is not None:
                 with self._policy.routing.given():
                     first_pass = self._forward_only(rows, step.temperature)
-                passed = [{"log_probs": log_probs_T, "entropy": entropy_T} for log_probs_T, entropy_T in first_pass]
+                passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
                 self._collector.begin(batch, passed, _routed(rows))
             rows = self._with_log_probs(rows, batch)
             rows = self._with_advantages(rows, step)
@@ -191,7 +205,7 @@ class Trainer:
         self._policy.memory.want("log-probs")
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         with megatron_device(), self._policy.routing.given():
-            return [log_probs_T for log_probs_T, _ in self._forward_only(rows, batch.temperature)]
+            return [scores.log_probs_T for scores in self._forward_only(rows, batch.temperature)]
 
     # ---- parts of a step
 
@@ -209,13 +223,14 @@ class Trainer:
                 with self._policy.routing.recording():
                     old = self._forward_only(rows, batch.temperature)
                 rows = [
-                    replace(row, seen=replace(row.seen, old_T=a_T, old_entropy_T=b_T)) for row, (a_T, b_T) in zip(rows, old, strict=True)
+                    replace(row, seen=replace(row.seen, old_T=scores.log_probs_T, old_entropy_T=scores.entropy_T))
+                    for row, scores in zip(rows, old, strict=True)
                 ]
             if self._reference is not None:
                 others.take(self._reference)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="reference", batch=batch, chunks=chunks))
-                reference = self._forward_only(rows, batch.temperature)
-                rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, (each_T, _) in zip(rows, reference, strict=True)]
+                reference = self._forward_only(rows, batch.temperature, list_most=self._algorithm.listed_by_reference)
+                rows = [_referred(row, scores) for row, scores in zip(rows, reference, strict=True)]
         return rows
 
     def _with_advantages(self, rows: list[Row], step: Step) -> list[Row]:
@@ -381,17 +396,23 @@ class Trainer:
 
     # ---- through the model
 
-    def _forward_only(self, rows: list[Row], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """Return (log-probs of the targets, entropies) of each row, without gradient, on all ranks."""
+    def _forward_only(self, rows: list[Row], temperature: float, *, list_most: int = 0) -> list[_Scores]:
+        """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable tokens to list."""
+        here = self._policy.parallel
 
-        def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-            """Return a loss that is not used, and both, [T, 2]."""
-            both_T2 = torch.stack(self._log_probs(row, hidden_TH, temperature)[:2], dim=1)
-            return both_T2[:, 0].sum(), both_T2
+        def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
+            """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
+            ids_TK = most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=here.tp_group) if list_most else None
+            *both, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, temperature, listed=True)
+            return both[0].sum(), (torch.stack(both, dim=1), (ids_TK, listed_TK))
 
         results = run_rows(self._policy, rows, collect, forward_only=True)
         lengths = [len(row.seen.mask_T) for row in rows]
-        return [(both_T2[:, 0], both_T2[:, 1]) for both_T2 in tensors_of_last(results, lengths, 2, self._policy.parallel)]
+        both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, here)
+        listed: list[_Listed] = [(None, None)] * len(rows) if results is None else [listed for _, listed in results]
+        return [
+            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=each) for both_T2, each in zip(both_TT2, listed, strict=True)
+        ]
 
     def _sums(self, parts: list[Sums] | None) -> Sums:
         """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere None."""
@@ -453,6 +474,14 @@ class Trainer:
         if self._algorithm.ess_lr:
             more["ess"] = sequence_weight_sums(log_probs_T, seen)
         return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
+
+
+def _referred(row: Row, scores: _Scores) -> Row:
+    """Return the row with the scores of the reference; those of a teacher's tokens replace those of the samples."""
+    seen, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
+    if ids_TK is None:
+        return replace(row, seen=seen)
+    return replace(row, listed_TK=ids_TK, seen=replace(seen, teacher_top_TK=listed_TK))
 
 
 def _routed(rows: list[Row]) -> list[Routed]:

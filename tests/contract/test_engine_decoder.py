@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 1}),
     ("mistral", {}),
     ("mistral", {"tied": True, "sliding_window": 256}),
+    *[("glm4", {"tied": tied}) for tied in (False, True)],
+    ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     *[("qwen3_moe", {"tied": tied}) for tied in (False, True)],
     ("qwen3_moe", {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 ]

@@ -12,11 +12,11 @@ import torch
 from learner.layout import parallel
 from learner.megatron import logprobs
 from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.settings.config import OptimizerConfig
-from tests.algorithm_cases import CASES, algorithm
+from tests.algorithm_cases import CASES, EVERYWHERE, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def cases(self) -> list[str]:
-        return list(CASES)[self.first :: self.every]
+        return list(dict.fromkeys([*list(CASES)[self.first :: self.every], *EVERYWHERE]))
 
     @property
     def world(self) -> int:
@@ -89,7 +89,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     )
     kernels = Wanted(recompute=layout.recompute)
     policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=kernels)
-    reference = WeightBackup(policy) if config.needs_reference else None
+    reference = another(policy) if config.listed_by_reference else WeightBackup(policy) if config.needs_reference else None
     trainer = Trainer(
         policy,
         PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
@@ -117,6 +117,14 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     weights = dict(exported)
     assert len(weights) == len(exported), "a weight is exported twice"
     return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
+
+
+@torch.no_grad()
+def another(policy: Policy) -> WeightBackup:
+    """Return the weights of another model, the same at every layout."""
+    backup = WeightBackup(policy)
+    backup.restore({name: 0.9 * weight for name, weight in backup.tensors.items()})
+    return backup
 
 
 def projected(tensor: torch.Tensor) -> float:

@@ -143,6 +143,19 @@ def test_the_settings_change_the_numbers(world: World, family: str, one: str, ot
     assert abs(ours[-1]["train/loss"] - wanted[-1]["train/loss"]) > 1e-4 * abs(wanted[-1]["train/loss"])
 
 
+@pytest.mark.parametrize("way", ["balanced", "replayed"])
+def test_a_router_of_scores_as_they_are_is_balanced_and_replayed(tmp_path: Path, way: str) -> None:
+    """A balancing loss changes the gradient and not the policy's loss; replay changes the loss of later minibatches."""
+    model_dir, plain = (
+        write_tiny_model(tmp_path, "glm4_moe", vocab_size=VOCAB, norm_topk_prob=False),
+        {"balanced": "even"}.get(way, "moved"),
+    )
+    with one_rank() as here:
+        [ours], [other] = (take(learner(model_dir, here, WAYS[name]), (3,), here, WAYS[name]) for name in (way, plain))
+    assert abs(ours["train/grad_norm"] - other["train/grad_norm"]) > 1e-4 * other["train/grad_norm"]
+    assert (ours["train/loss"] == pytest.approx(other["train/loss"], rel=1e-6)) is (way == "balanced")
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finite: bool) -> None:
     way = WAYS["biased"]

@@ -26,7 +26,7 @@ from learner.megatron.flops import StepFlops
 from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from learner.megatron.layers.attention import packed_row
 from learner.megatron.meter import Meter, peak_tflops
-from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy
+from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import OtherPolicies, Trainer
 from learner.settings.config import OptimizerConfig
@@ -56,6 +56,34 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         return Trainer(policy, optimizer, settings, max_lag=2, others=others, hooks=hooks), policy, optimizer, proximal
 
     return build
+
+
+@pytest.mark.parametrize(("kind", "top_k"), [("forward_kl", 3), ("reverse_kl", 3), ("forward_kl", 1000), ("reverse_kl", 1000)])
+def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here: Any, tmp_path: Path, kind: str, top_k: int) -> None:
+    """The loss is the mean divergence between two models of transformers, at the sampling temperature; 1000 = all of the vocabulary."""
+    student, teacher = (write_tiny_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1))
+    policy = build_policy(student, dtype="float32", parallel=here)
+    config = AlgorithmConfig(advantage="none", distill_coef=0.5, distill_loss=kind, distill_top_k=top_k)
+    others = OtherPolicies(reference=reference_weights(policy, student, teacher))
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, others=others)
+    samples = make_samples(vocab=299, temperature=0.7)
+    metrics = trainer.train(make_batches(samples, max_tokens=100)[0])
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student, teacher)]
+    found = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.tokens).long()
+        with torch.no_grad():
+            at = slice(len(tokens) - sample.response_length - 1, -1)
+            student_TV, teacher_TV = (model(tokens[None]).logits[0, at].div(0.7).double().softmax(-1) for model in models)
+        ids_TK = teacher_TV.topk(min(top_k, 299), -1).indices
+        ours, its = (torch.cat([p_TV.gather(1, ids_TK), 1 - p_TV.gather(1, ids_TK).sum(1, True)], 1) for p_TV in (student_TV, teacher_TV))
+        first, second = (its, ours) if kind == "forward_kl" else (ours, its)
+        found += (first * (first / second).log().nan_to_num(0.0, 0.0, 0.0)).sum(1).tolist()  # of the whole vocabulary the rest is 0 / 0
+    assert metrics["train/teacher_top_kl"] == pytest.approx(float(np.mean(found)), rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/teacher_top_kl"], rel=1e-5)
+    assert metrics["train/kl_reference"] > 0.01
+    after = [trainer.train(make_batches(samples, max_tokens=100)[0])["train/teacher_top_kl"] for _ in range(3)][-1]
+    assert after < 0.98 * metrics["train/teacher_top_kl"], "the student approaches its teacher"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def kept_bytes(policy: Policy) -> int:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4"])
 def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: str, dtype: str, tied: bool) -> None:
     model_dir = write_tiny_model(tmp_path, family, tied=tied, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
@@ -91,7 +91,7 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "glm4"])
 def test_the_table_agrees_with_a_rank_that_recomputes(world: Parallel, tmp_path: Path, family: str, dtype: str, recompute: str) -> None:
     model_dir = write_tiny_model(tmp_path, family, tied=True, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)

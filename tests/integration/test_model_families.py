@@ -43,6 +43,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, dense layers between": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "qwen2_moe, normalised scores": ("qwen2_moe", {"norm_topk_prob": True}),
     "glm4_moe, two shared experts": ("glm4_moe", {"n_shared_experts": 2, "n_group": 2, "attention_bias": False}),
+    "glm4_moe, scores as they are": ("glm4_moe", {"norm_topk_prob": False}),
+    "glm4_moe, one expert": ("glm4_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "deepseek_v3, scores as they are": ("deepseek_v3", {"norm_topk_prob": False}),
     "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "deepseek_v3, yarn": ("deepseek_v3", {"rope_scaling": YARN}),
 }

@@ -376,6 +376,12 @@ def test_an_identity_is_that_of_the_sizes_and_the_tokenizer(tmp_path: Path) -> N
     assert one != model_identity(tmp_path / "two")
 
 
+def test_an_identity_is_that_which_older_runs_have_recorded(tmp_path: Path) -> None:
+    for family, sizes in (("qwen3", "67c50cdd"), ("glm4", "485be5cb")):
+        found = model_identity(write_model(tmp_path / family, model_type=family))
+        assert found == f"{family} of 1 layers of 16 (sizes {sizes}, tokenizer 2e35a9e8)"
+
+
 def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_run(tmp_path))
     assert cli.main(["check", file, "--set", "learner.device=cpu"]) == 0

@@ -295,7 +295,7 @@ TEACHER = "actor.teachers={t: {url: 'http://127.0.0.1:9'}}"
             "nothing uses",
         ),
         ([TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_top_k=3"], "distill_top_k: want 0 with distill_loss"),
-        (["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"], "compares with tokens that an engine lists"),
+        (["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"], "nothing reads it without distill_coef > 0"),
         (["learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine"], "engine wants actor.teachers"),
         ([TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.kl.reference=/m"], "kl.reference: nothing compares with it"),
         ([TEACHER, "learner.algorithm.distill_coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: want 0"),
@@ -318,6 +318,17 @@ def test_teachers_are_the_default_where_there_are_any(tmp_path: Path) -> None:
 def test_listed_tokens_are_asked_for_as_the_loss_needs_them(tmp_path: Path) -> None:
     loss = ("learner.algorithm.distill_coef=1", "learner.algorithm.distill_loss=reverse_kl", "learner.algorithm.distill_top_k=3")
     assert load([write_run(tmp_path)], [TEACHER, *loss], {}).config.actor.teacher_top_k == 3
+
+
+def test_the_reference_lists_tokens_in_the_learner_and_the_samples_none(tmp_path: Path) -> None:
+    loss = ("learner.algorithm.distill_coef=1", "learner.algorithm.distill_loss=reverse_kl", "learner.algorithm.distill_top_k=3")
+    file = write_run(tmp_path)
+    config = load([file], [*loss, "learner.algorithm.kl.reference=/m"], {}).config
+    algorithm = config.learner.algorithm
+    assert (algorithm.listed_by_reference, algorithm.listed_by_engine, config.actor.teacher_top_k) == (3, 0, 0)
+    assert algorithm.needs_reference and not algorithm.needs_teacher
+    algorithm = load([file], [TEACHER, *loss], {}).config.learner.algorithm
+    assert (algorithm.listed_by_reference, algorithm.listed_by_engine) == (0, 3)
 
 
 # ---- top-k
@@ -371,6 +382,17 @@ def test_the_loss_has_the_divergence_times_its_coefficient() -> None:
     assert tokens.teacher_top_TK is not None
     wanted = top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind="forward_kl").sum() / 4
     torch.testing.assert_close(total, 0.5 * wanted)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 40])
+@pytest.mark.parametrize("count", [1, 5, 23, 40])
+def test_the_most_probable_ids_are_those_of_the_plain_logits(chunk: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of the vocabulary that are smaller than the list, too; never more than there are."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    generator = torch.Generator().manual_seed(4)
+    hidden_TH, weight_VH = (torch.randn(rows, 5, generator=generator, dtype=torch.float64) for rows in (7, 23))
+    wanted = (hidden_TH @ weight_VH.t()).sort(dim=1, descending=True).indices[:, :count]
+    assert torch.equal(logprobs.most_probable(hidden_TH, weight_VH, count), wanted)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 40])

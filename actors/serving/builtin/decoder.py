@@ -1,5 +1,4 @@
-"""The forward pass of the Qwen3 / Qwen2 / Llama / Mistral family and of Qwen3-MoE over one set of weights; pure, without cache, sampling or
-versions.
+"""The forward pass of Qwen3, Qwen2, Llama, Mistral, GLM-4 and Qwen3-MoE over one set of weights; pure, without cache, sampling or versions.
 
 It replaces transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
 0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights as plain fused tensors
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors.serving.builtin.shape import Experts, Rope
+from actors.serving.builtin.shape import HALVES, Experts, Rope
 from actors.serving.builtin.weights import LayerWeights, Weights
 
 
@@ -29,28 +28,34 @@ class Attention(Protocol):
 
 
 class RopeTable:
-    """Cosines and signed sines for positions below ``length``."""
+    """Cosines and signed sines for positions below ``length``; 1 and 0 for elements of a head that have no positions."""
 
     def __init__(self, rope: Rope, length: int, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
-        sines = angles.sin()
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope.size(head_dim))
         self.length = length
-        self._cos_P1D = torch.cat((angles.cos(), angles.cos()), -1)[:, None].to(dtype).to(device)
-        # Half a rotation is a swap of the halves with the first negated: the sign is put into the table.
-        self._sin_P1D = torch.cat((-sines, sines), -1)[:, None].to(dtype).to(device)
+        # Elements that turn together are exchanged and the first of them negated: the sign is put into the table.
+        cos, sin = (_paired(rope, *both) for both in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
+        without = (0, head_dim - rope.size(head_dim))
+        self._cos_P1D = functional.pad(cos, without, value=1.0)[:, None].to(dtype).to(device)
+        self._sin_P1D = functional.pad(sin, without)[:, None].to(dtype).to(device)
 
     def at(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines at these positions, each [B, T, 1, D]."""
         return self._cos_P1D[positions_BT], self._sin_P1D[positions_BT]
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return radians per position, fp32 as trainers compute them, [D / 2].
+def _paired(rope: Rope, first: Tensor, second: Tensor) -> Tensor:
+    """Return the values [P, elements] at the places of the first and of the second element of each pair."""
+    return torch.cat((first, second), -1) if rope.pairs == HALVES else torch.stack((first, second), -1).flatten(-2)
+
+
+def inverse_frequencies(rope: Rope, rotated: int) -> Tensor:
+    """Return radians per position of the elements of a head that have positions, fp32 as trainers compute them, [rotated / 2].
 
     llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between interpolated.
     Source: Llama 3.1 release, `apply_scaling`.
     """
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
@@ -69,8 +74,8 @@ def forward(
     """
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     for index, layer in enumerate(weights.layers):
-        x_BTE = x_BTE + _attend(weights, layer, index, x_BTE, rope, attention)
-        x_BTE = x_BTE + _mlp(weights, layer, x_BTE, chosen)
+        x_BTE = x_BTE + _after(weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention))
+        x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
     return x_BTE
 
 
@@ -78,6 +83,11 @@ def logits(weights: Weights, x_BE: Tensor) -> Tensor:
     """Return the scores of the next token, fp32, [B, V]."""
     normed_BE = functional.rms_norm(x_BE, (weights.shape.hidden,), weights.norm, weights.shape.norm_eps)
     return functional.linear(normed_BE, weights.head_VE).float()
+
+
+def _after(weights: Weights, norm: Tensor | None, x_BTE: Tensor) -> Tensor:
+    """Return the output of a sublayer, through the norm behind it if there is one."""
+    return x_BTE if norm is None else functional.rms_norm(x_BTE, (weights.shape.hidden,), norm, weights.shape.norm_eps)
 
 
 def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -88,9 +98,17 @@ def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, ro
     if layer.head_norm_HD is not None:
         rotated = functional.rms_norm(rotated, (shape.head_dim,), None, shape.norm_eps) * layer.head_norm_HD
     cos, sin = rope
-    rotated = torch.addcmul(rotated * cos, rotated.roll(shape.head_dim // 2, -1), sin)
+    rotated = torch.addcmul(rotated * cos, _exchanged(rotated, shape.rope), sin)
     query_BTHD, key_BTKD = rotated.split((shape.num_heads, shape.num_kv_heads), dim=2)
     return functional.linear(attention(index, query_BTHD, key_BTKD, value_BTKD), layer.output, layer.output_bias)
+
+
+def _exchanged(heads_BTAD: Tensor, rope: Rope) -> Tensor:
+    """Return the heads with the two elements of each pair exchanged; elements without positions have any value, as their sine is 0."""
+    if rope.pairs == HALVES:
+        assert rope.share == 1, "only neighbours in a part of each head"
+        return heads_BTAD.roll(heads_BTAD.shape[-1] // 2, -1)
+    return heads_BTAD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tensor] | None) -> Tensor:

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
 
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""
+HALVES, NEIGHBOURS = "halves", "neighbours"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,14 @@ class Rope:
     low_turns: float = 1.0
     high_turns: float = 4.0
     original_context: int = 8192
+    share: float = field(default=1.0, repr=False)
+    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a shape."""
+    pairs: str = field(default=HALVES, repr=False)
+    """Which elements turn together: those at the same place of both halves of that share, or neighbours."""
+
+    def size(self, head_dim: int) -> int:
+        """Return the number of elements of a head that have positions."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +53,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder of the Llama family."""
+    """Sizes of a decoder of the Llama family and of its relatives."""
 
     family: str
     num_layers: int
@@ -68,6 +77,10 @@ class ModelShape:
     architecture: str
     experts: Experts | None = field(default=None, repr=False)
     """None = every layer has one MLP. Not in the text of a shape, which older runs have recorded."""
+    post_norms: bool = field(default=False, repr=False)
+    """True when a norm follows attention and MLP, before the residual (GLM-4)."""
+    joint_gate_up: bool = field(default=False, repr=False)
+    """True when the gate and up projections are one tensor of the files (GLM-4)."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer; None if it has one MLP."""
@@ -124,6 +137,8 @@ class ModelShape:
             if self.output_bias:
                 shapes[at + "self_attn.o_proj.bias"] = (self.hidden,)
             shapes[at + "post_attention_layernorm.weight"] = (self.hidden,)
+            if self.post_norms:
+                shapes |= {f"{at}post_{block}_layernorm.weight": (self.hidden,) for block in ("self_attn", "mlp")}
             shapes |= self._mlp(at + "mlp.", self.experts_of(layer))
         shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
@@ -134,7 +149,8 @@ class ModelShape:
         shapes: dict[str, tuple[int, ...]] = {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
         inner = self.intermediate if experts is None else experts.intermediate
         for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
-            for part, rows, columns in (("gate", inner, self.hidden), ("up", inner, self.hidden), ("down", self.hidden, inner)):
+            halves = (("gate_up", 2 * inner),) if self.joint_gate_up else (("gate", inner), ("up", inner))
+            for part, rows, columns in (*((half, rows, self.hidden) for half, rows in halves), ("down", self.hidden, inner)):
                 shapes[f"{prefix}{part}_proj.weight"] = (rows, columns)
                 if self.mlp_bias:
                     shapes[f"{prefix}{part}_proj.bias"] = (rows,)
@@ -174,13 +190,15 @@ def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2" or bias,
-            output_bias=family != "qwen2" and bias,
+            output_bias=family not in ("qwen2", "glm4") and bias,
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
             head_norm=family in ("qwen3", "qwen3_moe"),
-            rope=_rope(config, where),
+            rope=_rope(config, where) if family != "glm4" else _partial(_rope(config, where), config),
             eos_ids=eos_ids,
             architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
             experts=_experts(config) if family == "qwen3_moe" else None,
+            post_norms=family == "glm4",
+            joint_gate_up=family == "glm4",
         )
     except KeyError as error:
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
@@ -215,6 +233,11 @@ def _rope(config: JsonMapping, where: str) -> Rope:
             original_context=int(scaling["original_max_position_embeddings"]),
         )
     raise UnsupportedModel(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
+
+
+def _partial(rope: Rope, config: JsonMapping) -> Rope:
+    """Return the rotary embedding of neighbours in a share of each head."""
+    return replace(rope, share=float(config.get("partial_rotary_factor", 0.5)), pairs=NEIGHBOURS)
 
 
 def eos_ids_of(config: JsonMapping, model_dir: Path) -> tuple[int, ...]:

@@ -37,7 +37,9 @@ class LayerWeights:
     """Derived by ``Weights.finalize``: the query's norm once per query head, then the key's."""
     output: Tensor
     output_bias: Tensor | None
+    attention_post_norm: Tensor | None
     mlp_norm: Tensor
+    mlp_post_norm: Tensor | None
     router_XE: Tensor | None
     """Scores of the experts; None in a layer with one MLP."""
     gate_up: Tensor
@@ -117,7 +119,7 @@ class Weights:
     def _fused(self) -> Iterator[list[str]]:
         for layer in range(self.shape.num_layers):
             experts = self.shape.experts_of(layer)
-            blocks = [_projections(layer, "self_attn", "qkv"), *_mlp_blocks(layer, 0 if experts is None else experts.count)]
+            blocks = [_projections(layer, "self_attn", "qkv"), *self._mlp_blocks(layer, 0 if experts is None else experts.count)]
             for kind in ("weight", "bias"):
                 for names in blocks:
                     if f"{names[0]}{kind}" in self._sizes:
@@ -146,7 +148,7 @@ class Weights:
         at = f"model.layers.{layer}."
         experts = self.shape.experts_of(layer)
         count = 0 if experts is None else experts.count
-        qkv, (gate_up, down) = _projections(layer, "self_attn", "qkv"), _mlp_blocks(layer, count)
+        qkv, (gate_up, down) = _projections(layer, "self_attn", "qkv"), self._mlp_blocks(layer, count)
         qkv_weight = self._side_by_side([name + "weight" for name in qkv])
         gate_up_weight = self._side_by_side([name + "weight" for name in gate_up])
         down_weight = self._side_by_side([name + "weight" for name in down])
@@ -165,7 +167,9 @@ class Weights:
             head_norm_HD=head_norm,
             output=self._one(at + "self_attn.o_proj.weight"),
             output_bias=self._optional(at + "self_attn.o_proj.bias"),
+            attention_post_norm=self._optional(at + "post_self_attn_layernorm.weight"),
             mlp_norm=self._one(at + "post_attention_layernorm.weight"),
+            mlp_post_norm=self._optional(at + "post_mlp_layernorm.weight"),
             router_XE=self._optional(at + "mlp.gate.weight"),
             gate_up=gate_up_weight.unflatten(0, (count, -1)) if count else gate_up_weight,
             gate_up_bias=self._side_by_side([name + "bias" for name in gate_up]),
@@ -173,17 +177,17 @@ class Weights:
             down_bias=self._side_by_side([name + "bias" for name in down]),
         )
 
+    def _mlp_blocks(self, layer: int, experts: int) -> tuple[list[str], list[str]]:
+        """Return the names that lie side by side in a layer's MLP, or in all of its experts: those of gate and up, those of down."""
+        blocks = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
+        halves = ("gate_up",) if self.shape.joint_gate_up else ("gate", "up")
+        gate_up = [name for block in blocks for name in _projections(layer, block, halves)]
+        return gate_up, [name for block in blocks for name in _projections(layer, block, ("down",))]
+
 
 def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
     """Return the names of projections that lie side by side, without their kind (weight or bias)."""
     return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
-
-
-def _mlp_blocks(layer: int, experts: int) -> tuple[list[str], list[str]]:
-    """Return the names that lie side by side in a layer's MLP, or in all of its experts: those of gate and up, those of down."""
-    blocks = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
-    gate_up = [name for block in blocks for name in _projections(layer, block, ("gate", "up"))]
-    return gate_up, [name for block in blocks for name in _projections(layer, block, ("down",))]
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bus.wire.routed_experts import sparse_layers
 from learner.errors import ConfigRefused
-from learner.megatron.bridges.layers import Router
+from learner.megatron.bridges.layers import Router, ScoreRouter
 from learner.megatron.bridges.local_layers import LocalLayers
 from learner.megatron.layers.grouped_experts import GroupedExperts
 from learner.megatron.layers.kernels import Arguments, Wanted
@@ -79,10 +79,15 @@ class Experts(LocalLayers):
         spec = super()._spec(vp_stage)
         for layer in spec.layer_specs:
             if hasattr(layer.submodules.mlp.submodules, "router"):
-                layer.submodules.mlp.submodules.router = Router
+                layer.submodules.mlp.submodules.router = self._router
                 if self.kernels.grouped_experts:
                     layer.submodules.mlp.submodules.experts.module = GroupedExperts
         return spec
+
+    @property
+    def _router(self) -> type[Router]:
+        by_score = self.config.moe_router_score_function == "sigmoid" and not self.hf_config.norm_topk_prob
+        return ScoreRouter if by_score else Router
 
     def _whole_name(self, chunk: GPTModel, name: str) -> str:
         """Return the name with numbers of the whole model; an expert's is the one that mbridge has for grouped experts."""

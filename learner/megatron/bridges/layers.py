@@ -57,6 +57,23 @@ class Router(TopKRouter):  # type: ignore[misc]
         return attached
 
 
+class ScoreRouter(Router):
+    """Router that weighs a token's experts by their sigmoid scores, as ``norm_topk_prob: false`` has it.
+
+    Megatron divides the scores by their sum, unless there is one. Its result is multiplied by that sum again, so that a balancing loss
+    stays attached to it.
+    """
+
+    def routing(self, logits: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts, [T, experts], and where it is sent."""
+        probs_TX, sent_TX = super().routing(logits, *arguments, **more)
+        if self.topk == 1:
+            return probs_TX, sent_TX
+        scores_TX = logits.view(-1, logits.shape[-1]).float().sigmoid()
+        total_T1 = torch.where(sent_TX, scores_TX, 0.0).sum(-1, keepdim=True)
+        return probs_TX * total_T1.type_as(probs_TX), sent_TX
+
+
 class NormedAttention(SelfAttention):  # type: ignore[misc]
     """Self attention with a norm between its output and the residual."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class Norm(torch.nn.RMSNorm):
@@ -16,3 +17,8 @@ class Norm(torch.nn.RMSNorm):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma and not config.persist_layer_norm
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+        return entries
