@@ -38,6 +38,8 @@ AGAIN = ("restart", "replay", "resume")
 """Ways in which an actor continues an episode that another actor began."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
+MEMORY_MB = 4096
+"""Limit of a child where none is set, as that of a reward's process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class RolloutConfig:
     """Child processes of an actor; they are started when there is work."""
     episodes_per_child: int = 8
     """Episodes that one child runs at once; 1 = each has OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
+    memory_mb: int = MEMORY_MB
+    """Private memory of a child, and of each process that it starts; 0 = no limit."""
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
     again: str = "restart"
@@ -152,8 +156,13 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if use.startswith(OF_OPENENV) and not isinstance(options.get("environment_options", {}), Mapping):
         raise ValueError(f"{where}.options.environment_options: want a map, got {options['environment_options']!r}")
     counts = {
-        one: _count(value.get(one, default), f"{where}.{one}", least=1)
-        for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))
+        one: _count(value.get(one, default), f"{where}.{one}", least=least)
+        for one, default, least in (
+            ("processes", 4, 1),
+            ("episodes_per_child", 8, 1),
+            ("memory_mb", MEMORY_MB, 0),
+            ("max_calls_in_flight", 16, 1),
+        )
     }
     budget = _budget(value.get("budget", {}), f"{where}.budget")
     if (again := value.get("again", AGAIN[0])) not in AGAIN:

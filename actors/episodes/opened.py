@@ -55,6 +55,7 @@ async def opened_rollouts(
                     python=config.python,
                     processes=config.processes,
                     episodes_per_child=config.episodes_per_child,
+                    memory_mb=config.memory_mb,
                     resumes=config.again == RESUME,
                 )
             )
