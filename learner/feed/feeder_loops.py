@@ -139,6 +139,7 @@ class Feeder:
             self._row.copies = Copies(self._bus, self._rules.root, num_nodes=self._rules.num_nodes, copies=self._rules.copies)
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._row.copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
+        self._source.max_record_bytes = self._bus.plans.max_record_bytes
         self._curriculum = Curriculum(self._rules.curriculum)
         self._curriculum.load(resumed.curriculum)
         registry = VersionRegistry(self._bus)
@@ -400,6 +401,9 @@ class Feeder:
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
             log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._data_rules.groups_per_step)
+        if self._source.left_out and not recorded:
+            text = "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the nats-server"
+            log.warning(text, self._source.left_out, self._source.max_record_bytes)
 
     async def _snapshot(self) -> bytes:
         async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state

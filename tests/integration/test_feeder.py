@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,14 @@ from tests.feeder_kit import KEYS, World
 from weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """The usual server, with messages of at most 4 KB for the test that needs them small."""
+    small = request.node.name == "test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups"
+    with EmbeddedServer(tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig(port=-1)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -106,6 +114,18 @@ async def test_five_steps(open_world: OpenWorld, max_lag: int, data_parallel: in
         tasks = [task async for task in world.bus.tasks.scan()]
         assert len(tasks) == 10  # no more than the run needs
         assert [one.step for one in disk.listed(world.root)] == [5, 4]
+
+
+async def test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups(
+    open_world: OpenWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world(steps=2, groups_per_step=60, max_tokens_per_micro_batch=1000) as world:
+        assert world.bus.plans.max_record_bytes == 3072
+        async with world.actors():
+            await finish(world)
+        plans = await check_history(world)
+        assert [len(plan.tasks) for plan in plans] == [46, 46], "12 bytes a group, 16 a sample"
+        assert "groups left out, because a plan must fit in a message count=14 bytes=3072" in caplog.text
 
 
 async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:
