@@ -62,6 +62,8 @@ class RolloutConfig:
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
+    drain_s: float | None = None
+    """Time that an actor which drains gives running episodes before it hands them back; null = ``actor.drain_finish_s``."""
     again: str = "restart"
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
@@ -165,11 +167,14 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         )
     }
     budget = _budget(value.get("budget", {}), f"{where}.budget")
+    drain_s = value.get("drain_s")
+    if drain_s is not None and (isinstance(drain_s, bool) or not isinstance(drain_s, int | float) or not 0 <= drain_s < math.inf):
+        raise ValueError(f"{where}.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got {drain_s!r}")
     if (again := value.get("again", AGAIN[0])) not in AGAIN:
         raise ValueError(f"{where}.again: want {', '.join(AGAIN)}, got {again!r}")
     if use.startswith(OF_VERIFIERS):
         _refuse_for_taskset(options, again, where)
-    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, **counts)
+    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, drain_s=drain_s, **counts)
 
 
 def _refuse_for_taskset(options: JsonMapping, again: str, where: str) -> None:

@@ -140,6 +140,7 @@ class Script:
     async def asks(self, data):
         first = await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4")
         open(data["metadata"]["file"], "w").close()
+        open(f"{data['metadata']['file']}.{data['index']}", "w").close()
         while not os.path.exists(data["metadata"]["goes_on"]):
             await asyncio.sleep(0.01)
         await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4" + first)

@@ -63,7 +63,14 @@ async def opened_rollouts(
                 await children.load()
             except ProgramFailed as error:
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
-            found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight, turns=turns, again=config.again)
+            found[name] = ProgramRollout(
+                gateway,
+                children,
+                max_calls_in_flight=config.max_calls_in_flight,
+                turns=turns,
+                again=config.again,
+                drain_s=config.drain_s,
+            )
         yield found
 
 
