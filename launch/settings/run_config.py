@@ -205,6 +205,9 @@ class RunConfig:
         for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
             if parts["learner"]["algorithm"][name] == default:
                 del parts["learner"]["algorithm"][name]
+        if not self.learner.algorithm.entropy_target:  # so the digests of former runs stay
+            for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
+                del parts["learner"]["algorithm"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         for name in (
