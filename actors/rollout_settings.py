@@ -38,6 +38,8 @@ AGAIN = ("restart", "replay", "resume")
 """Ways in which an actor continues an episode that another actor began."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
+MEMORY_MB = 4096
+"""Limit of a child where none is set, as that of a reward's process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,12 @@ class RolloutConfig:
     """Child processes of an actor; they are started when there is work."""
     episodes_per_child: int = 8
     """Episodes that one child runs at once; 1 = each has OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
+    memory_mb: int = MEMORY_MB
+    """Private memory of a child, and of each process that it starts; 0 = no limit."""
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
+    drain_s: float | None = None
+    """Time that an actor which drains gives running episodes before it hands them back; null = ``actor.drain_finish_s``."""
     again: str = "restart"
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
@@ -152,15 +158,23 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if use.startswith(OF_OPENENV) and not isinstance(options.get("environment_options", {}), Mapping):
         raise ValueError(f"{where}.options.environment_options: want a map, got {options['environment_options']!r}")
     counts = {
-        one: _count(value.get(one, default), f"{where}.{one}", least=1)
-        for one, default in (("processes", 4), ("episodes_per_child", 8), ("max_calls_in_flight", 16))
+        one: _count(value.get(one, default), f"{where}.{one}", least=least)
+        for one, default, least in (
+            ("processes", 4, 1),
+            ("episodes_per_child", 8, 1),
+            ("memory_mb", MEMORY_MB, 0),
+            ("max_calls_in_flight", 16, 1),
+        )
     }
     budget = _budget(value.get("budget", {}), f"{where}.budget")
+    drain_s = value.get("drain_s")
+    if drain_s is not None and (isinstance(drain_s, bool) or not isinstance(drain_s, int | float) or not 0 <= drain_s < math.inf):
+        raise ValueError(f"{where}.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got {drain_s!r}")
     if (again := value.get("again", AGAIN[0])) not in AGAIN:
         raise ValueError(f"{where}.again: want {', '.join(AGAIN)}, got {again!r}")
     if use.startswith(OF_VERIFIERS):
         _refuse_for_taskset(options, again, where)
-    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, **counts)
+    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, drain_s=drain_s, **counts)
 
 
 def _refuse_for_taskset(options: JsonMapping, again: str, where: str) -> None:

@@ -1,6 +1,6 @@
 """Programs of rollouts as users write them: nothing of Tidemill is imported."""
 
-# ruff: noqa: ASYNC110, ASYNC220, ASYNC230, ASYNC240, ASYNC251 - programs of users do that
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC221, ASYNC230, ASYNC240, ASYNC251 - programs of users do that
 
 import asyncio
 import json
@@ -31,6 +31,13 @@ def ask(base_url, api_key, messages):
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers), timeout=120) as answer:
         return json.load(answer)["choices"][0]["message"]["content"] or ""
+
+
+class Hoards:
+    """Needs 300 MB to begin with."""
+
+    def __init__(self):
+        self.table = bytearray(300 << 20)
 
 
 class Resumes:
@@ -143,6 +150,13 @@ class Script:
     async def ends(self, data):
         os._exit(3)
 
+    async def hoards(self, data):
+        bytearray(data["metadata"]["mb"] << 20)
+        return 1
+
+    async def hoards_below(self, data):
+        return subprocess.run([sys.executable, "-c", f"bytearray({data['metadata']['mb']} << 20)"], stderr=subprocess.DEVNULL).returncode
+
     async def waits(self, data):
         open(data["metadata"]["file"], "w").close()
         await asyncio.Event().wait()
@@ -150,6 +164,7 @@ class Script:
     async def asks(self, data):
         first = await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4")
         open(data["metadata"]["file"], "w").close()
+        open(f"{data['metadata']['file']}.{data['index']}", "w").close()
         while not os.path.exists(data["metadata"]["goes_on"]):
             await asyncio.sleep(0.01)
         await asyncio.to_thread(complete, self.base_url, self.api_key, "3+4" + first)

@@ -25,6 +25,8 @@ class RolloutCounters:
     """Unfinished responses stored for other actors."""
     partials_continued: int = 0
     """Finished responses that another actor had begun."""
+    turns_redone: int = 0
+    """Turns of episodes that were handed back and are not stored: the next actor generates them again."""
     samples_found: int = 0
     """Samples of leased tasks that another actor had stored; they are not generated again."""
     requests_aborted: int = 0

@@ -2,11 +2,11 @@
 
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
 
-    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool}
+    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int}
                                                                                                       then {"type": "ready"} or "refused"
           {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
           {"type": "cancel", "episode": ID}
-    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"
+    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" it is to be killed
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import json
 import math
+import mmap
 import os
 import signal
 import socket
@@ -60,6 +61,25 @@ def arrange(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def limit_memory(memory_mb: int) -> None:
+    """Limit the private memory of this process, and of each that it starts; 0 = no limit. Raises OSError where no limit is held."""
+    if not memory_mb:
+        return
+    wanted = "rollouts.NAME.memory_mb: want 0 (no limit) on this machine"
+    try:
+        resource = importlib.import_module("resource")
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = min([memory_mb << 20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise OSError(f"{wanted}, which refuses the limit {memory_mb}: {error}") from None
+    try:
+        mmap.mmap(-1, memory_mb << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError, OverflowError):
+        return
+    raise OSError(f"{wanted}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7")
+
+
 def imported(module: str) -> Any:
     """Import a module by its name, or a file under the file's name."""
     if not module.endswith(".py"):
@@ -75,6 +95,7 @@ def imported(module: str) -> Any:
 
 def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
     """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
+    limit_memory(message["memory_mb"])
     for entry in message["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
@@ -156,6 +177,7 @@ class Child:
         self.resume: Callable[..., Any] | None = None
         self.options: dict[str, Any] = {}
         self.alone = False
+        self.memory_mb = 0
         self.running: dict[str, asyncio.Future[None]] = {}
         self._client: Any = None
 
@@ -182,8 +204,12 @@ class Child:
 
     def load(self, message: dict[str, Any]) -> None:
         """Import the program."""
+        self.memory_mb = message["memory_mb"]
         try:
             self.run, self.resume, self.options = load(message)
+        except MemoryError as error:
+            self.send({"type": "refused", "reason": self.out_of_memory(error)})
+            return
         except BaseException as error:  # the module is the user's, and may raise anything
             self.send({"type": "refused", "reason": reason_of(error)})
             return
@@ -197,10 +223,17 @@ class Child:
             answer: dict[str, Any] = {"value": result_of(await self.call(message))}
         except asyncio.CancelledError:
             answer = {"error": "cancelled"}
+        except MemoryError as error:
+            answer = {"error": self.out_of_memory(error), "out_of_memory": True}
         except BaseException as error:
             answer = self.fault(error) if type(error).__name__ == "PolicyFault" else {"error": reason_of(error)}
         self.running.pop(id, None)
         self.send({"type": "result", "episode": id, **answer})
+
+    def out_of_memory(self, error: MemoryError) -> str:
+        """Return the reason of an episode, or an import, that needs more memory than there is."""
+        limit = f"want at most {self.memory_mb} MB of private memory (rollouts.NAME.memory_mb)" if self.memory_mb else "no memory is left"
+        return f"{limit}: {reason_of(error)}"
 
     def fault(self, error: BaseException) -> dict[str, Any]:
         """Return the answer for a PolicyFault, of this file or of a class of that name."""

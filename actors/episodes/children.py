@@ -2,7 +2,8 @@
 
     episode --> child with a free place, or a new one (up to ``processes``) --> result, checked again
                     |
-                    +-- ended, wrote rubbish, or went on after a cancel: it is killed with all below it, and its episodes fail
+                    +-- ended, wrote rubbish, ran out of memory, or went on after a cancel: it is killed with all below it, and its
+                        episodes fail
 
 A child has no credentials: it knows the gateway's address and the key of its episode.
 """
@@ -82,17 +83,19 @@ class Children:
         python: str = "",
         processes: int = 4,
         episodes_per_child: int = 8,
+        memory_mb: int = 0,
         resumes: bool = False,
         kill_after_s: float = 2.0,
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
 
-        ``resumes``: the program must have a method ``resume``.
+        ``memory_mb``: limit of a child's private memory; 0 = none. ``resumes``: the program must have a method ``resume``.
 
         ``kill_after_s``: time that an episode has to end after it was cancelled, before its child is killed.
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
         self._processes, self._per_child, self._kill_after_s = processes, episodes_per_child, kill_after_s
+        self._memory_mb = memory_mb
         self.counters = ChildCounters()
         self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -207,7 +210,7 @@ class Children:
         child.reading = asyncio.create_task(self._read(child, reader), name=f"rollout child {process.pid}")
         path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
         try:
-            how = {"path": path, "alone": self._per_child == 1, "resumes": self._resumes}
+            how = {"path": path, "alone": self._per_child == 1, "resumes": self._resumes, "memory_mb": self._memory_mb}
             child.send({"type": "load", "use": self._use, "options": self._options, **how})
             async with asyncio.timeout(START_S):
                 await child.loaded
@@ -240,6 +243,8 @@ class Children:
             self._changed.wake()
             if future is not None and not future.done():
                 _settle(future, message)
+            if message.get("out_of_memory"):  # after a failed allocation anything may be half done
+                self._kill(child, "another episode used up the memory of their process, which was killed: rollouts.NAME.memory_mb")
         else:
             raise frames.BadFrame(f"a message of type {str(kind)[:80]!r}, want a result")
 

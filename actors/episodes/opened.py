@@ -55,6 +55,7 @@ async def opened_rollouts(
                     python=config.python,
                     processes=config.processes,
                     episodes_per_child=config.episodes_per_child,
+                    memory_mb=config.memory_mb,
                     resumes=config.again == RESUME,
                 )
             )
@@ -62,7 +63,14 @@ async def opened_rollouts(
                 await children.load()
             except ProgramFailed as error:
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
-            found[name] = ProgramRollout(gateway, children, max_calls_in_flight=config.max_calls_in_flight, turns=turns, again=config.again)
+            found[name] = ProgramRollout(
+                gateway,
+                children,
+                max_calls_in_flight=config.max_calls_in_flight,
+                turns=turns,
+                again=config.again,
+                drain_s=config.drain_s,
+            )
         yield found
 
 

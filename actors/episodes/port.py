@@ -24,9 +24,10 @@ class Made:
 class Unfinished(Exception):
     """There is no sample, for a reason outside the task: no engine was found, or this process is leaving."""
 
-    def __init__(self, reason: str, partial: Partial | None = None) -> None:
+    def __init__(self, reason: str, partial: Partial | None = None, *, turns: int = 0) -> None:
+        """``turns``: those that were made and are not stored, so that they are generated again."""
         super().__init__(reason, partial)
-        self.reason, self.partial = reason, partial
+        self.reason, self.partial, self.turns = reason, partial, turns
 
     def __str__(self) -> str:
         return self.reason
@@ -42,6 +43,11 @@ class AlreadyStored(Exception):
 
 class Rollout(Protocol):
     """Makes the samples of tasks, many at once."""
+
+    @property
+    def drain_s(self) -> float | None:
+        """Seconds that its samples may go on when the actor drains; None = as the actor's settings have it."""
+        ...
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
         """Make sample ``index`` of a task. ``first``: no actor had the task before.

@@ -24,12 +24,21 @@ class ProgramRollout:
     """A ``Rollout`` with samples made by a program in child processes, which asks the model through the gateway."""
 
     def __init__(
-        self, gateway: Gateway, programs: Programs, *, max_calls_in_flight: int, turns: TurnStream | None = None, again: str = RESTART
+        self,
+        gateway: Gateway,
+        programs: Programs,
+        *,
+        max_calls_in_flight: int,
+        turns: TurnStream | None = None,
+        again: str = RESTART,
+        drain_s: float | None = None,
     ) -> None:
         """``max_calls_in_flight``: model calls of one episode at once; others wait.
 
-        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began.
+        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began. ``drain_s``: how
+        long episodes may go on when the actor drains; None = as the actor's settings have it.
         """
+        self.drain_s = drain_s
         self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
         self._turns, self._again = turns, again
         self._open: set[Episode] = set()
@@ -54,6 +63,8 @@ class ProgramRollout:
             async with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
                 result = await self._run(episode, key)
             made = _made(episode, result)
+        except Unfinished as error:
+            raise Unfinished(error.reason, turns=len(episode.recorder) - episode.log.num_stored) from None
         except GenerationFailed:
             if not episode.keeps_turns:
                 await episode.log.failed()

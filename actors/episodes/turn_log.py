@@ -96,6 +96,11 @@ class TurnLog:
         return self._log is not None and self._keeps and self._log.kept
 
     @property
+    def num_stored(self) -> int:
+        """Number of the recorded turns that the next attempt finds in the log."""
+        return len(self._numbers)
+
+    @property
     def pending(self) -> int:
         """Number of stored answers that are not given out yet."""
         return sum(len(turns) for turns in self._pending.values())

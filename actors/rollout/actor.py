@@ -21,6 +21,7 @@ stores when it drains is not repeated: the next actor finds finished samples and
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from actors.rollout.single_turn import failed, failed_sample
 from actors.teachers.teachers import TeacherFailed, Teachers
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
+from bus.config import SINGLE_TURN
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
 from bus.streams.episode_turns import Superseded
@@ -121,7 +123,8 @@ class Actor:
         self._scorer_waits_for, self._stop_waiting_for_scorers = scorers.waits_for, scorers.stop_waiting
         self._rollouts = dict(rollouts)
         self._repeated = Repeated(logger)
-        self._in_flight = 0
+        self._in_flight_of: Counter[str] = Counter()
+        """Samples in flight, by rollout."""
         self._changed = Waiter()
         self._draining = False
         self._failed_in_a_row = 0
@@ -141,24 +144,24 @@ class Actor:
     @property
     def in_flight(self) -> int:
         """Number of samples of leased tasks that are not done."""
-        return self._in_flight
+        return self._in_flight_of.total()
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
-        waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self._in_flight else ""
-        if self._in_flight and not waits_for and self._bus.samples.stats.waiting_full:
+        waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self.in_flight else ""
+        if self.in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
-        if not self._in_flight and not self._draining and self._failed_in_a_row > FAILURES_IN_A_ROW:
+        if not self.in_flight and not self._draining and self._failed_in_a_row > FAILURES_IN_A_ROW:
             waits_for = f"the end of a pause: the last {self._failed_in_a_row} tasks failed"
-        elif not self._in_flight and not self._draining:
+        elif not self.in_flight and not self._draining:
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
         if self._draining:
-            return "draining", waits_for or f"{self._in_flight} samples"
+            return "draining", waits_for or f"{self.in_flight} samples"
         return ("working" if self._activity.busy else "waiting"), waits_for
 
     async def _note_drain(self, draining: asyncio.Event) -> None:
         await draining.wait()
-        logger.info("draining in_flight=%d", self._in_flight)
+        logger.info("draining in_flight=%d", self.in_flight)
         self._draining = True
         self._told_to_drain.set()
         self._responses.stop_waiting()
@@ -166,23 +169,37 @@ class Actor:
         await self._finish_or_cut_short()
 
     async def _finish_or_cut_short(self) -> None:
-        """Work on for ``drain_finish_s``, then wait for no scorer any longer, and cut short the responses that are not finished."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_finish_s):
-                while self._in_flight:
-                    await self._changed.wait()
-                return
-        self._stop_waiting_for_scorers()
-        if not self._config.partials:
+        """Work on for ``drain_finish_s``, or a rollout's own time, then wait for no scorer any longer, and cut short what is not finished.
+
+        Single turns go on for as long as episodes with a longer time do: to cut short ends all requests.
+        """
+        began_s = asyncio.get_running_loop().time()
+        drains_s = {
+            name: self._config.drain_finish_s if rollout.drain_s is None else rollout.drain_s for name, rollout in self._rollouts.items()
+        }
+        for drain_s in sorted(set(drains_s.values())):
+            await self._done([name for name, own_s in drains_s.items() if own_s >= drain_s], began_s + drain_s)
+            for name, rollout in self._rollouts.items():
+                if drains_s[name] == drain_s and self._config.partials and self._in_flight_of[name]:
+                    logger.info("handing back rollout=%s in_flight=%d", name or SINGLE_TURN, self._in_flight_of[name])
+                    rollout.interrupt()
+        if not self.in_flight:
             return
-        logger.info("cutting short the unfinished responses in_flight=%d", self._in_flight)
-        for rollout in self._rollouts.values():
-            rollout.interrupt()
-        await self._responses.cut_short()
+        self._stop_waiting_for_scorers()
+        if self._config.partials:
+            logger.info("cutting short the unfinished responses in_flight=%d", self.in_flight)
+            await self._responses.cut_short()
+
+    async def _done(self, rollouts: Sequence[str], until_s: float) -> None:
+        """Wait until no samples of these rollouts are in flight, or until this time of the loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                while any(self._in_flight_of[name] for name in rollouts):
+                    await self._changed.wait()
 
     async def _lease(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
         while not self._draining:
-            if self._in_flight >= self._config.max_samples_in_flight:
+            if self.in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
             await self._pause()
@@ -192,7 +209,7 @@ class Actor:
             if self._draining:
                 await self._nak(lease, 0.0)
             else:
-                self._add_in_flight(lease.task.group_size)
+                self._add_in_flight(lease.task.rollout, lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _pause(self) -> None:
@@ -289,7 +306,7 @@ class Actor:
                 return [RolloutOutcome(unfinished=str(error))] * len(made)
             return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))
         finally:
-            self._add_in_flight(-lease.task.group_size)
+            self._add_in_flight(lease.task.rollout, -lease.task.group_size)
 
     async def _each(self, lease: Lease, make: Callable[[int], Coroutine[Any, Any, Result]], *, counted: bool) -> list[Result]:
         """Make every sample of a task concurrently. ``counted``: each counts as done when it is made."""
@@ -299,7 +316,7 @@ class Actor:
                 for index in range(lease.task.group_size):
                     making.append(group.create_task(make(index), name=f"sample {lease.task.id}.{index}"))
                     if counted:
-                        making[-1].add_done_callback(lambda _: self._add_in_flight(-1))
+                        making[-1].add_done_callback(lambda _: self._add_in_flight(lease.task.rollout, -1))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return [done.result() for done in making]
@@ -329,6 +346,9 @@ class Actor:
             made = replace(made, sample=await self._judged(task, made))
             check_sample(made.sample)
         except Unfinished as error:
+            counters.turns_redone += error.turns
+            if error.turns:
+                logger.info("episode handed back task=%d index=%d turns_redone=%d", task.id, index, error.turns)
             return RolloutOutcome(unfinished=error.reason, partial=error.partial)
         except NoServer as error:
             return RolloutOutcome(unfinished=str(error))
@@ -444,9 +464,9 @@ class Actor:
             async with asyncio.timeout(NAK_TIMEOUT_S):
                 await lease.nak(delay_s)
 
-    def _add_in_flight(self, num_samples: int) -> None:
-        self._in_flight += num_samples
-        if not self._in_flight:
+    def _add_in_flight(self, rollout: str, num_samples: int) -> None:
+        self._in_flight_of[rollout] += num_samples
+        if not self.in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
 

@@ -23,6 +23,8 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 class SingleTurn:
     """The rollout of tasks that name none."""
 
+    drain_s: float | None = None
+
     def __init__(self, responses: Responses) -> None:
         self._responses = responses
 

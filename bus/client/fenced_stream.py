@@ -19,7 +19,7 @@ from bus.client.outbox import WRONG_LAST_SEQUENCE
 from bus.client.pull import Delivered, OrderedPull, present
 from bus.client.retries import before_retry, retry
 from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
-from bus.wire import subjects
+from bus.wire import parts, subjects
 from bus.wire.codec import encode_record
 from bus.wire.messages import Fence
 from bus.wire.subjects import natural
@@ -102,9 +102,17 @@ class FencedWriter(Generic[R]):
                 self.epoch = previous
                 raise
 
+    @property
+    def max_bytes(self) -> int:
+        """Size of the largest message that the server takes, without its headers."""
+        return self._jet.connection.max_payload - parts.HEADER_RESERVE_BYTES
+
     async def append(self, subject: str, payload: bytes) -> int:
-        """Append a message and return its sequence. Retries for ever. Raises Fenced; cancellable."""
+        """Append a message and return its sequence. Retries for ever; cancellable. Raises Fenced, and WireError for one too large."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
+        # No try of such a message can succeed, and the client library's refusal looks like an outage.
+        if not parts.fits(payload, self._jet.connection.max_payload):
+            raise WireError(subject, f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)", len(payload))
         async with self._lock:
             return await self._append(subject, payload)
 

@@ -22,14 +22,19 @@ class PlanLog:
         self._stream = self._log.name
         self._writer = FencedWriter(self._log)
 
+    @property
+    def max_record_bytes(self) -> int:
+        """Size of the largest record that the server stores."""
+        return self._writer.max_bytes
+
     async def fence(self, epoch: int) -> None:
         """Take over as the only writer. Raises Fenced."""
         await self._writer.fence(epoch)
 
     async def append(self, record: PlanRecord) -> int:
-        """Store a record and return its sequence. Retries until stored. Raises Fenced; needs ``fence`` first.
+        """Store a record and return its sequence. Retries until stored. Needs ``fence`` first; ``record.epoch`` must be the fenced one.
 
-        ``record.epoch`` must be the fenced one.
+        Raises Fenced, and WireError for a record that is larger than a message.
         """
         if isinstance(record, Fence) or record.epoch != self._writer.epoch:
             raise WireError("epoch", f"a record of epoch {self._writer.epoch}, no fence", f"{type(record).__name__} of {record.epoch}")

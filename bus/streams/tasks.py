@@ -140,7 +140,10 @@ class TaskQueue:
         await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
-        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one. Raises Fenced."""
+        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one.
+
+        Raises Fenced, and WireError for a task that is larger than a message.
+        """
         if task.epoch != self._writer.epoch:
             raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
         return await self._writer.append(subjects.task(self.jet.run, task.kind, task.rollout), encode_task(task))

@@ -13,13 +13,15 @@ from actors.errors import EngineFailed
 from actors.serving.sglang.releases import OLDEST, release_of, written
 from bus.client.address import parse
 from bus.config import OLDEST_SERVER
-from bus.wire.parts import MAX_SAMPLE_BYTES
+from bus.wire.budget import Budget
+from bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from launch.settings.wiring import ENGINES
+from learner.data.plans import plan_bytes
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
@@ -72,6 +74,7 @@ def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, dat
         if file and not Path(file).is_file():
             report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="fix the path")
     if not config.bus.url:
+        _check_plan(report, config, config.bus.max_payload_bytes, report.at("bus.max_payload_bytes"))
         return
     where = report.at("bus.url")
     wrong = _wrong_servers(config.bus.url)
@@ -79,7 +82,7 @@ def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, dat
         want = "nats://host:port (or tls://), several with commas"
         report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="fix it, or remove it: a server is started then")
     elif reach:
-        _reach(report, where, config.bus.url)
+        _reach(report, where, config)
 
 
 def _wrong_servers(url: str) -> str:
@@ -118,16 +121,44 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
         severity("bus", report.at("learner.routing_replay"), want=want, got=f"{whole} bytes", cure=cure)
 
 
-def _reach(report: Report, where: str, url: str) -> None:
+def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str) -> None:
+    """Check that the plan of a step fits in one message: with one sequence a sample, and with as many as the rollouts' budgets allow."""
+    samples, groups, room = config.samples_per_step, config.learner.groups_per_step, max_payload - HEADER_RESERVE_BYTES
+    versions = config.staleness.max_lag + 1
+    want = f"room for the plan of a step, of {groups} groups and {samples} samples, in one message"
+    least = plan_bytes(groups=groups, samples=samples, sequences=samples, versions=versions)
+    if least > room:
+        cure = f"raise it to {least + HEADER_RESERVE_BYTES}, or lower learner.groups_per_step or learner.group_size"
+        report.error("bus", where, want=want, got=f"{max_payload}, for a plan of {least} bytes", cure=cure)
+        return
+    for name, rollout in config.trained_rollouts.items():
+        each = _most_sequences(rollout.budget)
+        most = plan_bytes(groups=groups, samples=samples, sequences=samples * each, versions=versions)
+        if most > room:
+            got = f"{max_payload}, for up to {most} bytes with the {each} sequences that rollouts.{name}.budget allows an episode"
+            cure = f"such a step runs with fewer groups; raise it to {most + HEADER_RESERVE_BYTES}, or lower rollouts.{name}.budget.turns"
+            report.warning("bus", where, want=want, got=got, cure=cure)
+
+
+def _most_sequences(budget: Budget) -> int:
+    """Return the largest number of sequences that a budget allows an episode; 1 where it limits none of what makes them."""
+    # A sequence has a turn of its own, a sampled token, and a token of context.
+    limits = [limit for limit in (budget.turns, budget.tokens, budget.total_tokens // 2) if limit]
+    return min(limits, default=1)
+
+
+def _reach(report: Report, where: str, config: RunConfig) -> None:
     """Read the INFO line of the first server that answers, and check it."""
     reasons = []
-    for server in parse(url).servers:
+    for server in parse(config.bus.url).servers:
         try:
             info = _info(server)
         except (OSError, ValueError) as error:
             reasons.append(f"{server}: {error}")
             continue
         _check_server(report, where, server, info)
+        if isinstance(largest := info.get("max_payload"), int):
+            _check_plan(report, config, largest, f"max_payload of {server}")
         return
     want = "a nats-server that can be reached"
     report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or remove bus.url: one is started then")

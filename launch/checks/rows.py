@@ -66,6 +66,7 @@ def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> No
         if temperature != 1:
             want = f"sampling.temperature: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
             raise PromptError(row.where, want, temperature)
-        if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else "entropy_coef" if algorithm.entropy_coef else ""):
+        of_entropy = next((name for name in ("entropy_coef", "entropy_target") if getattr(algorithm, name)), "")
+        if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else of_entropy):
             want = f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its cross-entropy alone"
             raise PromptError(row.where, want, getattr(algorithm, name) if name != "kl.coef" else algorithm.kl.coef)

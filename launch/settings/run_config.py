@@ -210,6 +210,9 @@ class RunConfig:
         for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
             if parts["learner"]["algorithm"][name] == default:
                 del parts["learner"]["algorithm"][name]
+        if not self.learner.algorithm.entropy_target:  # so the digests of former runs stay
+            for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
+                del parts["learner"]["algorithm"][name]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         for name in (
@@ -264,6 +267,10 @@ def _refuse_contradictions(config: RunConfig) -> None:
     processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
         raise ValueError(f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got {config.bus.auth_users}")
+    for name, one in parse_rollouts(config.rollouts).items():
+        if one.drain_s is not None and one.drain_s >= config.up.drain_s:
+            want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
+            raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {one.drain_s:g}")
     if config.up.scorers and not config.actor.scorers.enabled:
         raise ValueError(f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}")
 

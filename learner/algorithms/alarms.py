@@ -185,6 +185,14 @@ THRESHOLDS: Mapping[str, Threshold] = {
         advice="a token older than max_lag was trained: a bug",
         source="by construction",
     ),
+    "long_episodes": Threshold(
+        metric="data/episode_lag_share_p95",
+        warn=1.0,
+        error=2.0,
+        advice="one episode in twenty takes longer than max_lag steps, so that its first turns are always too old: raise max_lag, or "
+        "lower the budget of the rollout",
+        source="by construction; twice as long: practice",
+    ),
 }
 """Thresholds by the name used in ``AlarmConfig.ignore`` and ``thresholds``; a value equal to a threshold is good."""
 FLOAT32 = {"numerics": (1e-3, 1e-2)}
@@ -249,7 +257,7 @@ def _bounds(name: str, row: Threshold, metrics: Mapping[str, float], config: Ala
 
 
 def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> bool:
-    if name == "lag":
+    if name in ("lag", "long_episodes"):
         return context.gate == "train"
     if name == "skipped":
         return False

@@ -136,7 +136,13 @@ class AlgorithmConfig:
     loss_constant: float = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus in the loss; 0 = none."""
+    """Coefficient of the entropy bonus in the loss, with ``entropy_target`` the first one; 0 = none."""
+    entropy_target: float = 0.0
+    """> 0: mean entropy per token, nats, below which the coefficient grows; above it there is no bonus, and the coefficient falls."""
+    entropy_delta: float = 0.005
+    """Change of the coefficient in a step, with ``entropy_target``."""
+    entropy_coef_max: float = 1.0
+    """Largest coefficient, with ``entropy_target``."""
     ess_lr: bool = False
     """Learning rate times ``sqrt(min(1, share / ess_lr_base))``, share = effective sample share of the sequence weights (VCPO)."""
     ess_lr_base: float = 1.0
@@ -244,6 +250,7 @@ _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
     *("m2_keep_low", "m2_keep_high"),
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
+    "entropy_target",
     "sft_coef",
     *("clip_cov_low", "kl_cov_coef"),
 )
@@ -395,6 +402,7 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         )
     if config.ess_lr_base != 1 and not config.ess_lr:
         raise ValueError(f"ess_lr_base: not used without ess_lr; want ess_lr: true, or 1.0, got {config.ess_lr_base!r}")
+    _refuse_entropy(config, defaults)
     if not config.m2_limit and (config.m2_tokens != "all" or config.m2_keep_low or config.m2_keep_high):
         got = f"m2_tokens {config.m2_tokens}, {config.m2_keep_low} .. {config.m2_keep_high}"
         raise ValueError(
@@ -415,6 +423,21 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
             raise ValueError(f"kl.{name}: nothing compares with it; want {want}, got {getattr(config.kl, name)!r}")
     if config.loss == "sft":
         _refuse_ignored_by_sft(config, defaults)
+
+
+def _refuse_entropy(config: AlgorithmConfig, defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for settings of the adaptive entropy bonus that have no effect, or contradict each other."""
+    for name in ("entropy_delta", "entropy_coef_max"):
+        if not config.entropy_target and getattr(config, name) != defaults[name]:
+            got = getattr(config, name)
+            raise ValueError(f"{name}: not used without entropy_target; want entropy_target > 0, or {defaults[name]}, got {got!r}")
+    if not config.entropy_target:
+        return
+    if not config.entropy_delta > 0:
+        raise ValueError(f"entropy_delta: want > 0 (else entropy_coef never changes), got {config.entropy_delta!r}")
+    if not max(config.entropy_coef, config.entropy_delta) <= config.entropy_coef_max:
+        least = max(config.entropy_coef, config.entropy_delta)
+        raise ValueError(f"entropy_coef_max: want >= entropy_coef and entropy_delta, {least!r}, got {config.entropy_coef_max!r}")
 
 
 def _refuse_ignored_by_sft(config: AlgorithmConfig, defaults: Mapping[str, object]) -> None:

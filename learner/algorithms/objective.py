@@ -429,12 +429,15 @@ class Objective:
         coupled: Coupled,
         *,
         kl_scale: float = 1.0,
+        entropy_coef: float | None = None,
         listed_TK: Tensor | None = None,
     ) -> tuple[Tensor, TokenLoss, Tensor | None]:
         """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or None).
 
         The scalar is ``loss + kl.coef KL - entropy_coef H``, and ``+ distill_coef KL`` of the tokens that a teacher listed (``listed_TK``:
         their log-probs under the trained policy), each aggregated in the same way: this row's part of the update's number.
+
+        ``entropy_coef``: the present one, which adapts; None = that of the settings.
         """
         config = self.config
         loss = self.token_loss(log_probs_T, tokens, coupled)
@@ -454,8 +457,10 @@ class Objective:
             total = total + kl_scale * config.kl.coef * aggregate(penalty_T, *place, mode=mode)
         if self.by_listed:
             total = total + config.distill_coef * aggregate(self.listed_divergence(tokens, listed_TK), *place, mode=mode)
-        if config.entropy_coef:
-            total = total - config.entropy_coef * aggregate(entropy_T, *place, mode=mode)
+        if entropy_coef is None:
+            entropy_coef = config.entropy_coef
+        if entropy_coef:
+            total = total - entropy_coef * aggregate(entropy_T, *place, mode=mode)
         return total, loss, divergence_T
 
     @property

@@ -21,7 +21,7 @@ from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, cou
 from learner.data.plans import GENESIS, chain_of
 from learner.data.requeues import Requeues
 from learner.data.rules import DataRules
-from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, urgent
+from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, settled_at_once, that_fit, urgent
 from learner.data.snapshot import SCHEMA, read_state, refuse_other_identity
 from learner.data.staleness_admission import Admission, TaskDemand
 from learner.data.versions import KnownVersions
@@ -51,6 +51,10 @@ class DataSource:
         """Sequence of the last applied record in the log PLAN."""
         self.changes = 0
         """Counter that increases whenever the result of ``plan`` or ``settlement`` may have changed."""
+        self.max_record_bytes = 0
+        """Bytes that a record of the log PLAN may have; 0 = any number. A step that would need more is planned with fewer groups."""
+        self.left_out = 0
+        """Groups that were left out of the last plan that ``plan`` returned, because of ``max_record_bytes``."""
         self._created = created
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
@@ -284,7 +288,7 @@ class DataSource:
             return self._requeues.next(epoch=self.epoch, step=self.step + 1)
         # The least reason by name, because any fixed order will do; later calls return the others.
         reason, groups = min(by_reason.items())
-        return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
+        return make_settle(settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1)
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
         """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
@@ -300,7 +304,9 @@ class DataSource:
             left = self._delayed_since + self.rules.order_deadline_s - now
             if left > 0:
                 return waits_for_old(old, step=self.step + 1, now=now, left_s=left)
-        return make_plan(chosen, self._versions.steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+        fitting = that_fit(chosen, self.max_record_bytes)
+        self.left_out = len(chosen) - len(fitting)
+        return make_plan(fitting, self._versions.steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
 
     def _wanted_groups(self) -> int:
         """Return the number of complete groups with which the next step is planned."""

@@ -1,4 +1,4 @@
-"""Hash chain of plans: a digest of everything trained so far, by which two histories can be compared."""
+"""Plans as a whole: their hash chain, a digest of everything trained so far by which two histories can be compared, and their size."""
 
 import hashlib
 
@@ -9,6 +9,21 @@ from bus.wire.messages import Plan
 
 GENESIS = "0" * 64
 """Value of the chain before the first plan."""
+_RECORD_BYTES = 1024
+"""Scalars, digests, field names and headers of arrays; a plan has less than 600 bytes of them."""
+_VERSION_BYTES = 18
+"""One entry of ``version_steps``, two integers of msgpack at their longest."""
+
+
+def plan_bytes(*, groups: int, samples: int, sequences: int, versions: int = 1, masked: int = 0) -> int:
+    """Return an upper bound of the bytes of a plan as it is stored, which exceeds them by less than 1 kB and 17 bytes a version."""
+    rows = 4 * samples if sequences > samples else 0
+    return _RECORD_BYTES + 12 * groups + 8 * samples + rows + 8 * sequences + _VERSION_BYTES * versions + 8 * masked
+
+
+def settle_bytes(*, groups: int, samples: int) -> int:
+    """Return an upper bound of the bytes of a Settle as it is stored."""
+    return _RECORD_BYTES + 8 * groups + 8 * samples
 
 
 def chain_of(previous: str, plan: Plan) -> str:

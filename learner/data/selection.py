@@ -8,7 +8,7 @@ import numpy as np
 from bus.wire.messages import Plan, Settle
 from learner.data.groups import Group
 from learner.data.packing import assign
-from learner.data.plans import chain_of
+from learner.data.plans import chain_of, plan_bytes, settle_bytes
 from learner.data.rules import DataRules
 from learner.errors import ReplayMismatch
 
@@ -66,6 +66,29 @@ def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[i
     oldest = oldest_step(rules, step)
     last = max(age(group, steps) for group in chosen) if len(chosen) >= rules.groups_per_step else None
     return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
+
+
+def that_fit(chosen: Sequence[Group], max_bytes: int) -> Sequence[Group]:
+    """Return the first groups of these whose plan has at most ``max_bytes``, 0 = any number; one at least."""
+    sizes = {"groups": 0, "samples": 0, "sequences": 0, "masked": 0}
+    versions: set[int] = set()
+    for count, group in enumerate(chosen):
+        of_group = (1, len(group.samples), sum(len(sample.lengths) for sample in group.rows), len(group.masked))
+        sizes = {name: before + more for (name, before), more in zip(sizes.items(), of_group, strict=True)}
+        versions.update(group.versions)
+        if max_bytes and count and plan_bytes(**sizes, versions=len(versions)) > max_bytes:
+            return chosen[:count]
+    return chosen
+
+
+def settled_at_once(groups: Sequence[Group], max_bytes: int) -> Sequence[Group]:
+    """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at least."""
+    samples = 0
+    for count, group in enumerate(groups):
+        samples += len(group.samples)
+        if max_bytes and count and settle_bytes(groups=count + 1, samples=samples) > max_bytes:
+            return groups[:count]
+    return groups
 
 
 def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) -> Settle:

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bus.wire.messages import Sample
+from bus.wire.messages import Plan, Sample
+from learner.feed.episode_age import SECONDS
 
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
 _OVERRIDDEN, _MALFORMED = "overridden_sampling", "malformed_calls"
 
 
-def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``data/...`` of the samples that a rollout has made; empty if there are none."""
+def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
+    """Return ``data/...`` of those of a plan's samples that a rollout has made; empty if there are none."""
     episodes = [sample for sample in samples if sample.turns is not None]
     if not episodes:
         return {}
@@ -21,19 +22,46 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     tokens = sum(len(sample.tokens) for sample in episodes)
     sampled = sum(int(sample.turns.tokens.sum()) for sample in episodes if sample.turns is not None)
     timings = [sample.timings for sample in episodes]
-    return {
-        "data/episodes": float(len(episodes)),
-        "data/turns_mean": float(turns.mean()),
-        "data/turns_max": float(turns.max()),
-        "data/sequences_mean": float(np.mean([len(sample.sizes) for sample in episodes])),
-        "data/context_share": 1 - sampled / max(1, tokens),
-        "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
-        "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
-        "data/malformed_calls_share": float(np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])),
-        "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
-        "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),
-        "data/episode_tools_seconds": float(np.mean([timing.tools_s for timing in timings])),
-        "data/episode_reward_seconds": float(np.mean([timing.reward_s for timing in timings])),
-    } | {
-        f"data/budget_share/{limit}": float(np.mean([sample.finish_reason == f"budget.{limit}" for sample in episodes])) for limit in LIMITS
-    }
+    return (
+        {
+            "data/episodes": float(len(episodes)),
+            "data/turns_mean": float(turns.mean()),
+            "data/turns_max": float(turns.max()),
+            "data/sequences_mean": float(np.mean([len(sample.sizes) for sample in episodes])),
+            "data/context_share": 1 - sampled / max(1, tokens),
+            SECONDS: float(np.percentile([_seconds(sample) for sample in episodes], 95)),
+            "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
+            "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
+            "data/malformed_calls_share": float(np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])),
+            "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
+            "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),
+            "data/episode_tools_seconds": float(np.mean([timing.tools_s for timing in timings])),
+            "data/episode_reward_seconds": float(np.mean([timing.reward_s for timing in timings])),
+        }
+        | {
+            f"data/budget_share/{limit}": float(np.mean([sample.finish_reason == f"budget.{limit}" for sample in episodes]))
+            for limit in LIMITS
+        }
+        | _masked_shares(episodes, plan)
+    )
+
+
+def _seconds(episode: Sample) -> float:
+    """Return the seconds from the begin of an episode to the end of its last model call; 0 for one without any."""
+    turns = episode.turns
+    return 0.0 if turns is None else float((turns.begin_s + turns.seconds).max(initial=0.0))
+
+
+def _masked_shares(episodes: Sequence[Sample], plan: Plan) -> dict[str, float]:
+    """Return the shares of sampled tokens that the gate masks for their age: of all turns, and of each episode's first one."""
+    counts = np.zeros((2, 2))
+    for episode in episodes:
+        steps = [plan.version_steps[span.version] for span in episode.spans]
+        step_R = np.repeat(np.array(steps, np.int64), [span.num_tokens for span in episode.spans])
+        sampled_R = episode.loss_mask.astype(bool)
+        masked_R = sampled_R & (step_R < plan.oldest_step) if plan.oldest_step is not None else np.zeros_like(sampled_R)
+        turns = episode.turns
+        first = slice(0, 0) if turns is None or not len(turns.at) else slice(int(turns.at[0]), int(turns.at[0] + turns.tokens[0]))
+        counts += [[masked_R.sum(), sampled_R.sum()], [masked_R[first].sum(), sampled_R[first].sum()]]
+    of_all, of_first = (float(masked / max(1, sampled)) for masked, sampled in counts)
+    return {"data/masked_share_all_turns": of_all, "data/masked_share_first_turn": of_first}

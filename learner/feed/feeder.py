@@ -138,4 +138,5 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
         epoch=places.epoch,
         metadata=learner.algorithm.own_estimator,
+        alarms=learner.algorithm.alarms,
     )

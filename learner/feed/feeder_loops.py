@@ -30,6 +30,7 @@ from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
+from learner.algorithms.alarms import Context
 from learner.data.batch_frames import encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
@@ -42,6 +43,7 @@ from learner.feed.beginning import evaluations_of, first_head, initial_weights, 
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
+from learner.feed.episode_age import EpisodeAge
 from learner.feed.episode_metrics import episode_metrics
 from learner.feed.evaluations import EvalPlan
 from learner.feed.feed_messages import Start
@@ -139,6 +141,7 @@ class Feeder:
             self._row.copies = Copies(self._bus, self._rules.root, num_nodes=self._rules.num_nodes, copies=self._rules.copies)
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._row.copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
+        self._source.max_record_bytes = self._bus.plans.max_record_bytes
         self._curriculum = Curriculum(self._rules.curriculum)
         self._curriculum.load(resumed.curriculum)
         registry = VersionRegistry(self._bus)
@@ -193,6 +196,7 @@ class Feeder:
             senders=self._senders,
             intake=self._intake,
             filtering=self._filtering,
+            age=self._outcomes.age,
             evaluations=self._evaluations,
             replayed=self._replayed,
         )
@@ -204,6 +208,7 @@ class Feeder:
             resumed,
             epoch=self._epoch,
             steps=self._data_rules.steps,
+            age=EpisodeAge(self._rules.alarms, Context(max_lag=self._data_rules.max_lag, gate=self._data_rules.gate)),
             kept=KeptCheckpoints(self._rules.root, self._rules.keep_checkpoints, self._row.copies, self._best),
             on_published=self._published,
         )
@@ -392,7 +397,7 @@ class Feeder:
         )
         batches = await asyncio.to_thread(build)
         await save_step(self._rules, record, samples, limits)
-        self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples))
+        self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples, record))
         metadata = b""
         if self._rules.metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
@@ -400,6 +405,9 @@ class Feeder:
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
         if len(record.tasks) < self._data_rules.groups_per_step:
             log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._data_rules.groups_per_step)
+        if self._source.left_out and not recorded:
+            text = "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the nats-server"
+            log.warning(text, self._source.left_out, self._source.max_record_bytes)
 
     async def _snapshot(self) -> bytes:
         async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state

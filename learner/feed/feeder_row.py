@@ -15,6 +15,7 @@ from learner.data.selection import is_filtered
 from learner.data.senders import Senders
 from learner.errors import NoProgress
 from learner.feed.copies import Copies
+from learner.feed.episode_age import EpisodeAge
 from learner.feed.evaluations import Evaluations
 from learner.feed.feed_server import FeedServer
 from learner.feed.filtering import Filtering
@@ -35,6 +36,7 @@ class Parts:
     intake: Intake
     filtering: Filtering
     evaluations: Evaluations
+    age: EpisodeAge
     replayed: asyncio.Event
     """Set when all recorded steps are repeated."""
 
@@ -91,7 +93,7 @@ class FeederRow:
         return {
             "phase": self.phase,
             "waits_for": self._waits_for(),
-            "trouble": "; ".join(text for text in (parts.prompts.trouble, parts.filtering.trouble) if text),
+            "trouble": "; ".join(text for text in (parts.prompts.trouble, parts.filtering.trouble, parts.age.trouble) if text),
             "version": version,
             "load": {key: float(value) for key, value in load.items()} | parts.filtering.load(),
         }

@@ -7,6 +7,7 @@ from pathlib import Path
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape
+from learner.algorithms.alarms import AlarmConfig
 from learner.data.curriculum import CurriculumRules
 
 
@@ -46,6 +47,8 @@ class FeederRules:
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
     metadata: bool = False
     """True if the estimator is a function by import path, which may ask for the metadata of samples."""
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    """Action on alarms, of which the feeder raises ``long_episodes``."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name; empty = none."""
     initial_model: str = ""

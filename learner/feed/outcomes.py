@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from learner.data.snapshot import read_state
 from learner.errors import FeedError
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies, manifest_digest
+from learner.feed.episode_age import EpisodeAge
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
 
@@ -57,12 +59,13 @@ class Outcomes:
         epoch: int,
         steps: int,
         kept: KeptCheckpoints,
+        age: EpisodeAge,
         on_published: Callable[[int, int], None],
     ) -> None:
         """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
         step = resumed.source.step
         self._bus, self._server, self._epoch, self._root = bus, server, epoch, kept.root
-        self.steps = steps
+        self.steps, self.age = steps, age
         """Last step of the run."""
         self._keep, self._earlier, self._on_published = kept.number, resumed.done, on_published
         self._done = step
@@ -101,7 +104,9 @@ class Outcomes:
         before = self._earlier.get(step)
         if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
             log.error("step %d executed again gave OTHER weights: digest %s before, %s now", step, before.weights_digest, weights_digest)
-        numbers = {name: value for name, value in (metrics | self._plans[step][1]).items() if math.isfinite(value)}  # readers write JSON
+        metrics = metrics | self._plans[step][1]
+        metrics |= self.age.done(metrics, time.monotonic(), recorded=before is not None)
+        numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
         done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
         await self._bus.plans.append(done)
         await self._announce(done)

@@ -21,6 +21,7 @@ from learner.algorithms import diagnostics
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
+from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import counted_samples, next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
@@ -121,6 +122,8 @@ class Trainer:
         self._turn_gamma, self._critic, self._hooks = turn_gamma, critic, Hooks(hooks)
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
+        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
+        """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         _prepare(policy, optimizer)
@@ -130,11 +133,14 @@ class Trainer:
     @property
     def numbers(self) -> dict[str, float]:
         """State beside weights and optimizers, equal on all ranks: part of the checkpoint."""
-        return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens}
+        adaptive = {"entropy_coef": self.entropy_bonus.coef, "entropy_low": float(self.entropy_bonus.low)}
+        return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **(adaptive if self._algorithm.entropy_target else {})}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a schedule needs."""
         self.kl_scale = numbers["kl_scale"]
+        if self._algorithm.entropy_target and "entropy_coef" in numbers:  # missing where the target was set later
+            self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
         if "trained_tokens" not in numbers and any(optimizer.by_tokens for optimizer in self._optimizers):
             raise ConfigRefused(
                 "learner.optimizer.warmup_tokens, lr_decay_tokens", "0: the checkpoint has no count of trained tokens", "> 0"
@@ -183,7 +189,7 @@ class Trainer:
                 taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed)
             updates = [self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)]
             self._policy.gather()
-        # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
+        # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
         if self._collector is not None:
@@ -360,7 +366,7 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the KL coefficients towards their target divergence, by the samples of policies; not while the critic alone is trained."""
+        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic alone is trained."""
         kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
             counted = counted_samples(num_samples, kl.horizon)
@@ -368,6 +374,12 @@ class Trainer:
             self.kl_scale = next_coefficient(self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted)
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
+        algorithm = self._algorithm
+        if algorithm.entropy_target:
+            metrics["train/entropy_coef"] = self.entropy_bonus.applied
+            if "train/entropy" in metrics and not self._warms_up(batch.step):
+                bounds = {"target": algorithm.entropy_target, "delta": algorithm.entropy_delta, "most": algorithm.entropy_coef_max}
+                self.entropy_bonus = self.entropy_bonus.after(metrics["train/entropy"], **bounds)
 
     # ---- over the ranks
 
@@ -448,7 +460,14 @@ class Trainer:
         log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, step.temperature, listed=self._objective.by_listed)
         seen = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
-            log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale, listed_TK=listed_TK
+            log_probs_T,
+            entropy_T,
+            seen,
+            denominators,
+            coupled,
+            kl_scale=self.kl_scale,
+            entropy_coef=self.entropy_bonus.applied if self._algorithm.entropy_target else None,
+            listed_TK=listed_TK,
         )
         if self._collector is not None:
             self._collector.row(fields.of_policy(seen, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor)))

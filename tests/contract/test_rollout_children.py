@@ -116,6 +116,50 @@ async def test_a_child_that_ends_fails_its_episodes_and_another_is_started(tmp_p
         assert pool.counters.started == 2
 
 
+async def test_an_episode_that_needs_more_memory_than_its_child_may_have_fails_with_that_reason(tmp_path: Path) -> None:
+    async with children(processes=1, memory_mb=256) as pool:
+        beside = asyncio.create_task(run(pool, "waits", id="2.0.a", file=str(tmp_path / "up")))
+        await begun(tmp_path / "up")
+        assert (await run(pool, "hoards", mb=64)).value == 1.0
+        assert pool.counters.killed == 0
+        reason = await refusal(pool, "hoards", mb=300)
+        assert "want at most 256 MB of private memory (rollouts.NAME.memory_mb): MemoryError" in reason
+        assert "rollout_programs.py, line" in reason
+        with pytest.raises(ProgramFailed, match="another episode used up the memory") as found:
+            await beside
+        assert found.value.ended, "the turns of the other episode are as good as before"
+        assert (await run(pool, "hoards_below", mb=300)).value == 1.0, "a process below it has the limit, too, and ends with an error"
+        assert (await run(pool, "hoards_below", mb=64)).value == 0.0
+        assert (await run(pool, "give", value="2")).value == 2.0
+        assert (pool.counters.started, pool.counters.killed) == (2, 1)
+
+
+async def test_without_a_limit_memory_is_that_of_the_machine() -> None:
+    async with children() as pool:
+        assert (await run(pool, "hoards", mb=300)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("resource.setrlimit = lambda kind, limits: None", "does not hold the limit 256"),
+        ("resource.setrlimit = lambda kind, limits: resource.RLIM_NONE", "refuses the limit 256"),
+        ("sys.modules['resource'] = None", "refuses the limit 256"),
+    ],
+)
+async def test_a_limit_that_cannot_be_held_is_refused(tmp_path: Path, lines: str, reason: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import resource, sys\n{lines}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:. exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    async with children(python=str(python), memory_mb=256) as pool:
+        with pytest.raises(ProgramFailed, match=reason) as found:
+            await pool.load()
+        assert "rollouts.NAME.memory_mb: want 0 (no limit)" in found.value.reason
+    async with children(python=str(python)) as pool:
+        assert (await run(pool, "give", value="2")).value == 2.0
+
+
 async def test_many_episodes_share_children_up_to_their_number(tmp_path: Path) -> None:
     async with children(processes=2, episodes_per_child=3) as pool:
         waiting = [asyncio.create_task(run(pool, "waits", id=f"{n}.0.a", file=str(tmp_path / str(n)))) for n in range(6)]
@@ -186,10 +230,11 @@ async def test_a_child_that_writes_rubbish_is_ended(rubbish: str) -> None:
         ("tests.rollout_programs:Refuses", "no licence"),
         ("tests.rollout_programs:Idle", "a method run"),
         ("tests.rollout_programs:Agent", "colour"),
+        ("tests.rollout_programs:Hoards", "want at most 256 MB of private memory (rollouts.NAME.memory_mb): MemoryError"),
     ],
 )
 async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_at_once(use: str, reason: str) -> None:
-    async with children(use, options={"colour": "blue"} if "Agent" in use else {}) as pool:
+    async with children(use, options={"colour": "blue"} if "Agent" in use else {}, memory_mb=256) as pool:
         for _ in range(3):
             with pytest.raises(ProgramFailed) as found:
                 await pool.load()

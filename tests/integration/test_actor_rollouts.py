@@ -103,6 +103,40 @@ async def test_a_drain_hands_back_a_task_whose_program_waits_in_a_tool(
         assert await all_samples(bus) == []
 
 
+@pytest.mark.parametrize(
+    ("rollout", "made", "redone"),
+    [({}, 0, 2), ({"again": "replay"}, 0, 0), ({"drain_s": 60.0}, 2, 0)],
+    ids=["restart", "replay", "time of its own"],
+)
+async def test_a_drain_gives_episodes_the_time_of_their_rollout(
+    open_bus: BusOpener,
+    nats_server: EmbeddedServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    rollout: dict[str, Any],
+    made: int,
+    redone: int,
+) -> None:
+    """After it they are handed back, and the turns so far that are not stored are generated again."""
+    caplog.set_level("INFO")
+    async with open_bus(rollouts=("script",)) as bus, engine(bus):
+        file, goes_on = tmp_path / "up", tmp_path / "on"
+        metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}
+        await issue(bus, await take_over(bus), rollout="script", metadata=metadata, group_size=2, budget=Budget(turns=4))
+        draining, config = asyncio.Event(), ActorConfig(reward="digits", drain_finish_s=0.0)
+        rollouts = programs(script=SCRIPT | rollout)
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
+        while sum((tmp_path / f"up.{index}").exists() for index in range(2)) < 2:  # noqa: ASYNC110 - the program makes them
+            await asyncio.sleep(0.01)
+        draining.set()
+        if made:
+            await row_until(bus.rows("live"), "actor.a", lambda row: row["phase"] == "draining")
+            goes_on.touch()
+        await work
+        assert len(await all_samples(bus)) == made
+        assert [record.args[2] for record in caplog.records if "turns_redone" in record.msg] == [1] * redone  # type: ignore[index]
+
+
 async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_again(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:

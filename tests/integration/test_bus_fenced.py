@@ -2,15 +2,18 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from bus.config import BusConfig
 from bus.errors import Fenced, WireError
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_record
-from bus.wire.messages import Done, Fence, PlanRecord
+from bus.wire.messages import Done, Fence, PlanRecord, Settle
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 
@@ -48,6 +51,22 @@ async def test_records_are_stored_behind_their_fence_in_order(open_bus: BusOpene
         await bus.plans.append(done(4))
         assert (await take(following, 1))[0][0] == 5
         await following.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_record_that_is_larger_than_a_message_is_refused_and_not_tried_for_ever(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await bus.tasks.fence(1)
+        room = bus.plans.max_record_bytes
+        assert room == BusConfig().max_payload_bytes - 1024
+        large = Settle(epoch=1, reason="lost", tasks=np.arange(room // 8), seqs=np.zeros(0, np.int64), step=1)
+        async with asyncio.timeout(20):
+            with pytest.raises(WireError, match=f"at most {room} bytes, as max_payload of the nats-server allows"):
+                await bus.plans.append(large)
+            with pytest.raises(WireError, match="at most"):
+                await bus.tasks.issue(make_task(bus.run, epoch=1, prompt="p" * room))
+            fitting = replace(large, tasks=np.arange(room // 8 - 100))
+            assert await bus.plans.append(fitting) == 2
 
 
 async def test_a_second_writer_fences_the_first_off(open_bus: BusOpener) -> None:

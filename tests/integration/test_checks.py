@@ -55,11 +55,12 @@ def test_a_usable_server_is_found(tmp_path: Path, nats_server: EmbeddedServer) -
     [
         (info(version="2.9.25"), "want nats-server >= 2.10, got 2.9.25"),
         (info(jetstream=False), "want a nats-server with JetStream"),
+        (info(max_payload=1100), "max_payload of nats://127.0.0.1:"),
         (b"HTTP/1.1 400 Bad Request\r\n", "no nats-server answers there"),
         (b"INFO {\r\n", "want a nats-server that can be reached"),
         (b"INFO 3\r\n", "no nats-server answers there"),
     ],
-    ids=["old", "no-jetstream", "http", "half", "number"],
+    ids=["old", "no-jetstream", "small-messages", "http", "half", "number"],
 )
 def test_an_unusable_server_is_an_error(tmp_path: Path, line: bytes, complaint: str) -> None:
     with answering(line) as url:

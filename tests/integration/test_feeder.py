@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,13 @@ from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
+from learner.algorithms.alarms import AlarmConfig, Context
 from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.snapshot import read_state
 from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
+from learner.feed.episode_age import SHARE, EpisodeAge
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
@@ -35,12 +37,20 @@ from learner.settings.config import LearnerConfig, StalenessConfig
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_partial
+from tests.bus_kit import make_partial, make_turns
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 from weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """The usual server, with messages of at most 4 KB for the test that needs them small."""
+    small = request.node.name == "test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups"
+    with EmbeddedServer(tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig(port=-1)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -106,6 +116,44 @@ async def test_five_steps(open_world: OpenWorld, max_lag: int, data_parallel: in
         tasks = [task async for task in world.bus.tasks.scan()]
         assert len(tasks) == 10  # no more than the run needs
         assert [one.step for one in disk.listed(world.root)] == [5, 4]
+
+
+async def test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups(
+    open_world: OpenWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world(steps=2, groups_per_step=60, max_tokens_per_micro_batch=1000) as world:
+        assert world.bus.plans.max_record_bytes == 3072
+        async with world.actors():
+            await finish(world)
+        plans = await check_history(world)
+        assert [len(plan.tasks) for plan in plans] == [46, 46], "12 bytes a group, 16 a sample"
+        assert "groups left out, because a plan must fit in a message count=14 bytes=3072" in caplog.text
+
+
+async def test_episodes_that_take_longer_than_their_tokens_may_be_old_are_an_alarm(
+    open_world: OpenWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(task: Task, index: int) -> Sample:
+        """Return a sample of one turn that took a thousand hours."""
+        turns = make_turns(
+            at=np.array([0], np.int32),
+            tokens=np.array([3], np.int32),
+            begin_s=np.array([3.6e6 - 1], np.float32),
+            seconds=np.array([1], np.float32),
+            tools_s=np.array([0], np.float32),
+            id=("t-0",),
+            finish=("stop",),
+            agent=("",),
+            rewards=(),
+        )
+        return sample(task, index, ((task.min_version, 3),), turns=turns)
+
+    async with open_world(steps=2) as world, world.actors(slow):
+        await finish(world)
+        first, second = [record.metrics for record in await world.records() if isinstance(record, Done)]
+    assert (first["data/episodes"], first["data/episode_seconds_p95"], first["data/masked_share_first_turn"]) == (4, 3.6e6, 0)
+    assert SHARE not in first and second[SHARE] > 1000
+    assert "alarm long_episodes" in caplog.text
 
 
 async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:
@@ -561,7 +609,14 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         server = FeedServer("tcp://127.0.0.1:*", keys=KEYS, world_size=1, data_parallel=1)
         begun = await resume(bus, rules=data_kit.rules(run=bus.run), epoch=1, root=tmp_path)
         outcomes = Outcomes(
-            bus, server, begun, epoch=1, steps=1, kept=KeptCheckpoints(tmp_path, 1), on_published=lambda version, step: None
+            bus,
+            server,
+            begun,
+            epoch=1,
+            steps=1,
+            kept=KeptCheckpoints(tmp_path, 1),
+            age=EpisodeAge(AlarmConfig(), Context(max_lag=1)),
+            on_published=lambda version, step: None,
         )
         assert await outcomes._waited_for(7, created) == 3
         outcomes.fullness = 0.86

@@ -546,6 +546,33 @@ def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Paralle
         again.restore({"kl_scale": 1.0})
 
 
+def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:
+    """Above any entropy of the model, the target is never reached; below all, the bonus is never applied again."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5)]
+
+    def trainer(**settings: float) -> Trainer:
+        algorithm = AlgorithmConfig(entropy_coef=0.01, **settings)  # type: ignore[arg-type]
+        return Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
+
+    fixed, low = trainer(), trainer(entropy_target=99.0, entropy_delta=0.25, entropy_coef_max=0.4)
+    found = [low.train(batch) for batch in batches]
+    assert [metrics["train/entropy_coef"] for metrics in found] == [0.01, pytest.approx(0.26), 0.4]
+    plain = fixed.train(batches[1])
+    assert "train/entropy_coef" not in plain and set(fixed.numbers) == {"kl_scale", "trained_tokens"}
+    bonus = (0.26 - 0.01) * found[1]["train/entropy"]
+    assert found[1]["train/loss"] == pytest.approx(plain["train/loss"] - bonus, abs=1e-4), "the weights stay as they are"
+    again = trainer(entropy_target=99.0, entropy_delta=0.25, entropy_coef_max=0.4)
+    again.restore(low.numbers)
+    assert again.entropy_bonus == low.entropy_bonus and again.train(batches[0])["train/entropy_coef"] == 0.4
+    high = trainer(entropy_target=1e-3)
+    assert [high.train(batch)["train/entropy_coef"] for batch in batches] == [0.01, 0, 0]
+    again.restore(high.numbers)
+    assert again.train(batches[0])["train/entropy_coef"] == 0
+    again.restore(fixed.numbers)  # of a run that had no target: it begins with the settings'
+    assert not undocumented(found[0])
+
+
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=30))
 def test_packed_rows_find_every_token_and_waste_less_than_half(lengths: list[int]) -> None:

@@ -124,6 +124,11 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"veto": 1.5}, "veto: want < 1"),
         ({"veto": 1.0}, "veto: want < 1"),
         ({"entropy_coef": -0.1}, "entropy_coef: want >= 0"),
+        ({"entropy_target": -0.1}, "entropy_target: want >= 0"),
+        ({"entropy_delta": 0.1}, "entropy_delta: not used without entropy_target; want entropy_target > 0, or 0.005, got 0.1"),
+        ({"entropy_coef_max": 0.1}, "entropy_coef_max: not used without entropy_target"),
+        ({"entropy_target": 0.5, "entropy_delta": 0.0}, "entropy_delta: want > 0"),
+        ({"entropy_target": 0.5, "entropy_coef": 0.2, "entropy_coef_max": 0.1}, "entropy_coef_max: want >= entropy_coef and entropy_delta"),
         ({"kl": KLConfig(reward_coef=0.1, reward_by="token")}, "kl.reward_by: token needs an advantage in units of the reward"),
         (
             {"loss": "gspo"},

@@ -340,10 +340,10 @@ def denominators(constant: float = 5.0) -> Denominators:
     return Denominators(tokens=81, sequences=27, trainable_N=torch.full((27,), STEPS), constant=constant)
 
 
-def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0) -> tuple[float, Any]:
+def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0, entropy_coef: float | None = None) -> tuple[float, Any]:
     entropy_T = torch.arange(81.0).double() / 81
     total, _, divergence_T = Objective(AlgorithmConfig(**settings)).total(
-        PI.log_probs_T, entropy_T, given, denominators(), Coupled(), kl_scale=kl_scale
+        PI.log_probs_T, entropy_T, given, denominators(), Coupled(), kl_scale=kl_scale, entropy_coef=entropy_coef
     )
     return float(total.detach()), divergence_T
 
@@ -362,6 +362,8 @@ def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
         total, divergence_T = total_of(settings, given, kl_scale=0.5)
         assert total == pytest.approx(policy + 0.5 * 0.2 * divergence - 0.3 * entropy)
         same(divergence_T, (-x_T).exp() - 1 + x_T)
+    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.7)[0] == pytest.approx(policy - 0.7 * entropy), "the present one"
+    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.0)[0] == pytest.approx(policy)
     assert total_of({}, tokens())[0] == pytest.approx(policy)
     assert total_of({}, tokens())[1] is None
     assert total_of({"aggregation": "constant"}, tokens())[0] == pytest.approx(policy * 81 / (27 * 5))

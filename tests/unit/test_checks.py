@@ -23,6 +23,7 @@ from launch.settings.config_loader import load, to_map
 from launch.settings.run_config import CONFIG_FILE
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
+from learner.data.plans import plan_bytes
 from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
 
@@ -257,6 +258,25 @@ def test_the_stream_is_measured_by_the_longest_prompt(tmp_path: Path) -> None:
         assert f"in samples of {tokens} prompt tokens, got 1000; raise it, or lower data.max_prompt_tokens" in text
     assert config.stream_bytes(240, 384) > 10 * config.stream_bytes(240), "with experts of 48 layers, 8 in each"
     assert config.stream_bytes(240) > config.stream_bytes(10) > config.stream_bytes(5) > config.stream_bytes(0)
+
+
+def test_the_plan_of_a_step_fits_in_a_message(tmp_path: Path) -> None:
+    def found(*settings: str) -> list[str]:
+        """Return the findings on the plan, with their level."""
+        step = ("learner.groups_per_step=400", "learner.group_size=16", "bus.samples_max_bytes=1000000000000")
+        return [str(one) for one in checked(tmp_path, *step, *settings).findings if "the plan of a step" in one.text]
+
+    least = plan_bytes(groups=400, samples=6400, sequences=6400, versions=load(write_run(tmp_path)).config.staleness.max_lag + 1)
+    assert 16 * 6400 < least < 18 * 6400 + 1024
+    (error,) = found(f"bus.max_payload_bytes={least + 1023}")
+    assert error.startswith("error") and "--set: bus.max_payload_bytes: want room for the plan of a step, of 400 groups and 6400" in error
+    assert f"for a plan of {least} bytes; raise it to {least + 1024}, or lower learner.groups_per_step" in error
+    assert not found(f"bus.max_payload_bytes={least + 1024}")
+    rollout = ("rollouts={a: {use: 'agent:tests.rollout_programs:Agent', budget: {turns: 9}}}", "data.rollout=a")
+    (warning,) = found(*rollout, f"bus.max_payload_bytes={least + 1024}")
+    assert warning.startswith("warning") and "with the 9 sequences that rollouts.a.budget allows an episode" in warning
+    assert "such a step runs with fewer groups; raise it to" in warning
+    assert not found(*rollout, "bus.max_payload_bytes=1000000")
 
 
 def test_a_model_whose_weights_are_not_its_own_is_refused(tmp_path: Path) -> None:

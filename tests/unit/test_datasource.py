@@ -6,13 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bus.errors import WireError
+from bus.wire.codec import encode_record
 from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.data.arrivals import Arrival, Disposition
 from learner.data.datasource import EARLY_SAMPLES, DataSource
-from learner.data.groups import Verdict
+from learner.data.groups import BufferedSample, Group, Verdict
+from learner.data.plans import plan_bytes, settle_bytes
 from learner.data.rules import DataRules
+from learner.data.selection import that_fit
 from learner.data.waits import Waits
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.settings.config import StalenessConfig
@@ -744,3 +749,79 @@ def test_a_sample_that_comes_after_the_verdict_is_judged_with_the_others() -> No
     pond.source.judged(of.id, Verdict(), [1, 2, 4, 3])
     plan = pond.take_plan()
     assert plan.group_sizes.tolist() == [4] and plan.masked is None
+
+
+# ---- records that fit in a message
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=12),
+    versions=st.integers(1, 40),
+    masks=st.booleans(),
+    big=st.booleans(),
+)
+def test_a_plan_has_at_most_the_bytes_that_are_expected_of_it(sizes: list[list[int]], versions: int, masks: bool, big: bool) -> None:
+    """``sizes``: sequences of each sample of each group."""
+    samples, sequences = sum(map(len, sizes)), sum(map(sum, sizes))
+    first = 2**40 if big else 0
+    plan = Plan(
+        epoch=first,
+        step=first + 1,
+        tasks=np.arange(len(sizes)),
+        seqs=np.arange(samples),
+        group_sizes=np.array([len(group) for group in sizes], np.int32),
+        ranks=np.zeros(sequences, np.int32),
+        micro_batches=np.zeros(sequences, np.int32),
+        version_steps={first + version: first + version for version in range(versions)},
+        oldest_step=first,
+        data_parallel=first,
+        num_micro_batches=first,
+        config_digest="d" * 64,
+        chain="c" * 64,
+        rows=np.ones(samples, np.int32) if sequences > samples else None,
+        masked=np.arange(samples) if masks else None,
+    )
+    bound = plan_bytes(groups=len(sizes), samples=samples, sequences=sequences, versions=versions, masked=samples * masks)
+    assert bound - 1024 - 17 * versions < len(encode_record(plan)) <= bound
+    settle = Settle(epoch=first, reason="filtered:" + "r" * 200, tasks=plan.tasks, seqs=plan.seqs, step=first)
+    assert len(encode_record(settle)) <= settle_bytes(groups=len(sizes), samples=samples)
+
+
+def test_a_step_is_planned_with_as_many_groups_as_fit_in_a_message() -> None:
+    pond = Pond(groups_per_step=8, max_lag=4)
+    for one in pond.issue(*range(1, 17)):
+        pond.complete(one)
+    room = plan_bytes(groups=3, samples=6, sequences=6)
+    pond.source.max_record_bytes = room
+    plan = pond.take_plan()
+    assert plan.tasks.tolist() == [1, 2, 3] and len(encode_record(plan)) <= room
+    assert pond.source.left_out == 5, "which stay for the next step"
+    pond.source.max_record_bytes = 1
+    assert pond.take_plan().tasks.tolist() == [4], "one group at least: the log refuses a record that is larger than a message"
+    pond.source.max_record_bytes = 0
+    assert pond.take_plan().tasks.tolist() == [*range(5, 13)] and pond.source.left_out == 0
+
+
+def test_sequences_and_masked_samples_count_for_the_room() -> None:
+    def chosen(lengths: tuple[int, ...], masked: bool = False) -> int:
+        """Return the number of groups of two samples that fit where three of a sequence each do."""
+        groups = [Group(task=task(id), touched_s=0.0) for id in range(1, 9)]
+        for group in groups:
+            for index in range(2):
+                group.add(replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths))
+            group.mask(frozenset(group.seqs) if masked else frozenset())
+        return len(that_fit(groups, plan_bytes(groups=3, samples=6, sequences=6)))
+
+    assert [chosen((6,)), chosen((6,), masked=True), chosen((6, 6)), chosen((6, 6, 6, 6))] == [3, 2, 1, 1]
+
+
+def test_many_tasks_are_given_up_in_records_that_fit_in_a_message() -> None:
+    pond = Pond(groups_per_step=4, max_lag=1)
+    for one in pond.issue(*range(1, 9)):
+        pond.complete(one)
+        pond.source.lost(one.id)
+    pond.source.max_record_bytes = settle_bytes(groups=3, samples=6)
+    settled = [pond.take_settle() for _ in range(3)]
+    assert [len(one.tasks) for one in settled] == [3, 3, 2]
+    assert sorted(id for one in settled for id in one.tasks.tolist()) == [*range(1, 9)]
+    assert all(len(encode_record(one)) <= pond.source.max_record_bytes for one in settled)

@@ -285,6 +285,7 @@ def test_settings_that_contradict_recorded_responses_are_refused(tmp_path: Path,
         (("learner.algorithm.correction=decoupled",), "want tokens and log_probs in response 1 with learner.algorithm.loss: ppo"),
         (("learner.algorithm.correction=sft", "sampling.temperature=0.7"), "want sampling.temperature: 1 with response 1"),
         (("learner.algorithm={correction: sft, entropy_coef: 0.1}",), "want learner.algorithm.entropy_coef: 0 with response 1"),
+        (("learner.algorithm={correction: sft, entropy_target: 0.1}",), "want learner.algorithm.entropy_target: 0 with response 1"),
         (("learner.algorithm={correction: sft, kl: {coef: 0.1}}",), "want learner.algorithm.kl.coef: 0 with response 1"),
     ],
 )

@@ -16,7 +16,7 @@ USE = "agent:mine:Agent"
 
 def test_defaults() -> None:
     found = parse_rollouts({"a": {"use": USE, "budget": {"context": 9}}})["a"]
-    assert (found.program, found.python, found.processes) == ("mine:Agent", "", 4)
+    assert (found.program, found.python, found.processes, found.memory_mb) == ("mine:Agent", "", 4, 4096)
     assert found.budget == Budget(turns=64, context=9, seconds=1800.0)
     assert parse_rollouts({"a": {"use": "agent:pack.mod:Outer.f"}})["a"] == RolloutConfig(use="agent:pack.mod:Outer.f")
 
@@ -63,6 +63,8 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
         ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want a whole number >= 1, got 0"),
         ({"a": {"use": USE, "episodes_per_child": True}}, "rollouts.a.episodes_per_child"),
+        ({"a": {"use": USE, "memory_mb": -1}}, "rollouts.a.memory_mb: want a whole number >= 0, got -1"),
+        ({"a": {"use": USE, "drain_s": -1}}, "rollouts.a.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got -1"),
         ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay, resume, got 'retry'"),
         ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
         ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such limit"),
@@ -96,6 +98,10 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
     [
         (TWO + "data: {rollout: c}", "data.rollout: want a name in rollouts"),
         ("data: {rollout: a}", "which has none"),
+        (
+            "rollouts: {a: {use: 'agent:mine:A', drain_s: 30}}",
+            "rollouts.a.drain_s: want less than up.drain_s = 30, after which an actor is ended; raise that one, got 30",
+        ),
         (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
         (TWO + "data: {rollout: a, path: x.jsonl, sampling_key: s}", "data.sampling_key: want none with data.rollout"),
         ("rollouts: {a: {use: x}}", "rollouts.a.use"),
@@ -117,7 +123,14 @@ def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
     plain, unused = config(tmp_path, "seed: 1\n"), config(tmp_path, TWO + "seed: 1\n")
     used = config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n")
     assert plain.digest() == unused.digest() != used.digest()
-    places = ("rollouts.a.python=/opt/python", "rollouts.a.processes=2", "rollouts.a.again=replay", "rollouts.b.use=agent:yours:B")
+    places = (
+        "rollouts.a.python=/opt/python",
+        "rollouts.a.processes=2",
+        "rollouts.a.memory_mb=0",
+        "rollouts.a.drain_s=9",
+        "rollouts.a.again=replay",
+    )
+    places += ("rollouts.b.use=agent:yours:B",)
     assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", *places).digest() == used.digest()
     for change in ("rollouts.a.use=agent:yours:A", "rollouts.a.budget.turns=4"):
         assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", change).digest() != used.digest()
