@@ -264,5 +264,5 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 def test_it_is_a_rollout_by_name() -> None:
     assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "actors.episodes.programs.multi_turn:MultiTurn"
     assert parse_rollouts({"a": {"use": "multi_turn", "python": "/usr/bin/python3"}})["a"].python == "/usr/bin/python3"
-    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or verifiers:TASKSET, got 'multiturn'"):
+    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"):
         parse_rollouts({"a": {"use": "multiturn"}})

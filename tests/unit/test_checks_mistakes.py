@@ -149,7 +149,11 @@ MISTAKES: dict[str, Mistake] = {
         prompts({"prompt": "what", "label": {"answer": "3"}}),
     ),
     "no reward": Mistake(
-        "actor.reward", "a reward: one of by_rollout, code, dapo, deepscaler, digits, exact", "got none", "actor: {reward: exact}", ("actor.reward=''",)
+        "actor.reward",
+        "a reward: one of by_rollout, code, dapo, deepscaler, digits",
+        "got none",
+        "actor: {reward: exact}",
+        ("actor.reward=''",),
     ),
     "a reward that is not known": Mistake(
         "--set: actor.reward",
