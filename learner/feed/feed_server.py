@@ -154,8 +154,8 @@ class FeedServer:
 
     @property
     def wants_metadata(self) -> bool:
-        """True if a rank asks for the metadata of samples, or might: none is registered yet."""
-        return not self._ranks or any(rank.metadata for rank in self._ranks.values())
+        """True if a rank asks for the metadata of samples, or might: some are not registered yet."""
+        return len(self._ranks) < self._world_size or any(rank.metadata for rank in self._ranks.values())
 
     async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
         """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: one more, for those that ask for it."""
