@@ -73,10 +73,10 @@ async def recorded_feeder(
             await asyncio.gather(feeding, return_exceptions=True)
 
 
-def taken(url: str, rank: int, last: int = STEPS) -> list[StepBatch]:
-    """Act as a rank that trains nothing, up to a step; return its batches. Rank 1 asks for metadata."""
+def taken(url: str, rank: int, last: int = STEPS, *, metadata: bool = False) -> list[StepBatch]:
+    """Act as a rank that trains nothing, up to a step; return its batches. ``metadata``: ask for that of the samples."""
     found = []
-    with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, metadata=rank == 1, silence_s=20) as client:
+    with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, metadata=metadata, silence_s=60) as client:
         start = client.hello()
         assert (start.step, start.steps, start.checkpoint, start.recorded_until) == (0, STEPS, None, 0)
         for step in range(1, last + 1):
@@ -98,7 +98,7 @@ async def test_recorded_steps_are_fed_to_every_rank(opened: AbstractAsyncContext
             numbered = [replace(one, metadata={"number": number}) for number, one in enumerate(recorded.samples)]
             save_rollout(tmp_path / f"{step}.msgpack", replace(recorded, samples=numbered))
         async with recorded_feeder(world, f"{tmp_path}/{{step}}.msgpack") as (url, feeding):
-            ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank) for rank in (0, 1)])
+            ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank, metadata=rank == 1) for rank in (0, 1)])
             await feeding
         for step in range(1, STEPS + 1):
             mine = [batches[step - 1] for batches in ranks]
@@ -120,7 +120,7 @@ async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(opened: Abs
     save_rollout(tmp_path / "one.msgpack", rollout(2))
 
     def started(url: str) -> str | None:
-        with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2, silence_s=20) as client:
+        with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2, silence_s=60) as client:
             return client.hello().initial
 
     async with opened as world:
@@ -130,7 +130,7 @@ async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(opened: Abs
         (path / "weights.bin").write_bytes(b"8")
         async with recorded_feeder(world, f"{tmp_path}/one.msgpack") as (url, feeding):
             with pytest.raises(CheckpointCorrupt, match=r"weights\.bin: want sha256"):
-                await asyncio.wait_for(feeding, 20)
+                await asyncio.wait_for(feeding, 60)
 
 
 async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
