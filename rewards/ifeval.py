@@ -1,8 +1,8 @@
 """Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``rewards.ifbench``).
 
 Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
-unchanged. Without a language detector ``language:response_language`` is refused, ``english_*`` checks the case only, and sentences end at
-``.``, ``!`` or ``?`` (the original uses nltk).
+unchanged. ``language:response_language`` needs the extra ``language`` (``rewards.language``); ``english_*`` checks the case only, and
+sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from bus.wire.json_object import JsonMapping
 from rewards import ifbench
 from rewards.errors import RewardFailed
+from rewards.language import written_in
 from rewards.port import RewardRequest
 
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
@@ -48,6 +49,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
         raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
     try:
         return bool(response.strip()) and check(response, arguments)
+    except ModuleNotFoundError as error:
+        raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RewardFailed("ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]) from None
 
@@ -152,6 +155,7 @@ INSTRUCTIONS: dict[str, Check] = {
     "keywords:forbidden_words": lambda text, own: not any(_has_word(word, text) for word in own["forbidden_words"]),
     "keywords:frequency": lambda text, own: _compared(_count(own["keyword"], text), own["relation"], own["frequency"]),
     "keywords:letter_frequency": _letter,
+    "language:response_language": lambda text, own: written_in(text, own["language"]),
     "length_constraints:nth_paragraph_first_word": _paragraph_begins,
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:number_sentences": lambda text, own: _compared(

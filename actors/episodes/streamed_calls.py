@@ -105,7 +105,21 @@ class StreamedCalls:
         return any(turn.recorded for turn in self._turns)
 
     async def end(self) -> None:
-        """End the calls, and record the tokens sent of the unfinished ones."""
+        """End the calls, and record the tokens sent of the unfinished ones: to the end, also when this is cancelled meanwhile.
+
+        A client that hangs up is an error of the next write, and right after it a cancellation.
+        """
+        ending, cancelled = asyncio.ensure_future(self._end()), None
+        while not ending.done():
+            try:
+                await asyncio.wait({ending})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -8,6 +8,7 @@ EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
     "math": ("math_verify",),
+    "language": ("langdetect",),
     "renderers": ("renderers", "httpx"),
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),

@@ -56,7 +56,9 @@ class Calls:
             except _Refused as error:
                 raise RewardFailed(self._name, str(error)) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
-                reason = f"{self._url}: {error or type(error).__name__}"[:1000]
+                slow = isinstance(error, TimeoutError) and not str(error)
+                what = f"no answer within {self._timeout_s:g} s" if slow else str(error) or type(error).__name__
+                reason = f"{self._url}: {what}"[:1000]
                 self._note_failure()
                 continue
             self._failures = 0

@@ -1,17 +1,20 @@
-"""Samples/s per core of each reward that ships, and of a reward by import path in child processes.
+"""Samples/s per core of each reward that ships, ``math`` against the library math-verify, and a reward by import path in child processes.
 
 python -m tests.bench.rewards [--seconds 1.0] [--names gsm8k,math]
 
 A response is a solution of GSM8K's test split in the notation that the reward reads, with the gold answer as label, and a response with a
 wrong one; both count. The reward of a child is an empty function: its figure is the cost of the way there and back, for responses of 1 kB
-and 100 kB, one call at a time (latency) and 64 at a time. Likewise the way to a scorer, a process with the reward ``length``, by HTTP. No
-reference library is measured: math-verify is not installed here.
+and 100 kB, one call at a time (latency) and 64 at a time. Likewise the way to a scorer, a process with the reward ``length``, by HTTP.
+
+``math`` and the reward ``math_verify``, which calls math-verify, score the same answers in turn, in this process: those of GSM8K, and those
+of ``tests/data/reward_references.jsonl``, with fractions, intervals, sets and expressions. Their verdicts are compared.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +33,8 @@ from rewards.port import RewardRequest
 from rewards.registry import ASKING, TABLE, bind
 from rewards.scorers.single import opened
 
+ROUNDS = 3
+"""Measurements of each side, in turn; the median counts."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlong": {"max_tokens": 200, "buffer": 50},
     "regex": {"pattern": r"#### (\S+)", "group": "1"},
@@ -57,9 +62,37 @@ def requests(name: str, count: int = 200) -> list[RewardRequest]:
     return found
 
 
-def per_second(name: str, seconds: float) -> float:
-    """Return the samples that one core scores in a second of its own time."""
-    reward, work, done = bind(name, OPTIONS.get(name)), requests(name), 0
+def references() -> list[RewardRequest]:
+    """Return the answers in LaTeX on which the tests compare ``math`` with its reference."""
+    rows = map(json.loads, (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines())
+    found = [
+        RewardRequest(prompt="q", response=r["response"], label=r["label"], status=Status.COMPLETED) for r in rows if r["reward"] == "math"
+    ]
+    return [request for request in found if "\\boxed" in request.response]
+
+
+def against_math_verify(seconds: float) -> None:
+    """Print the speed of ``math`` over that of math-verify on the same answers, and how many verdicts are the same."""
+    for what, work in (("GSM8K", requests("math")), ("LaTeX", references())):
+        verdicts = {name: [_score(name, request) for request in work] for name in ("math", "math_verify")}
+        same = sum(ours == theirs for ours, theirs in zip(*verdicts.values(), strict=True))
+        rates: dict[str, list[float]] = {name: [] for name in verdicts}
+        for _ in range(ROUNDS):
+            for name, found in rates.items():
+                found.append(per_second(name, seconds / ROUNDS, work))
+        ours, theirs = (statistics.median(found) for found in rates.values())
+        print(f"math / math-verify, {what}: {ours:,.0f} and {theirs:,.0f} samples/s per core, ratio {ours / theirs:.1f}; ", end="")
+        print(f"{same} of {len(work)} verdicts are the same")
+
+
+def _score(name: str, request: RewardRequest) -> float:
+    found: Any = bind(name)(request)
+    return float(found["score"] if isinstance(found, dict) else found)
+
+
+def per_second(name: str, seconds: float, work: list[RewardRequest] | None = None) -> float:
+    """Return the samples that one core scores in a second of its own time; ``work``: None = those of the reward."""
+    reward, work, done = bind(name, OPTIONS.get(name)), work or requests(name), 0
     begin = time.process_time()
     while (took := time.process_time() - begin) < seconds:
         for request in work:
@@ -138,6 +171,7 @@ def main() -> int:
     for name in args.names.split(","):
         rate = per_second(name, args.seconds)
         print(f"{name:<14} {rate:>10,.0f} samples/s per core   {1e6 / rate:>8.1f} us each")
+    against_math_verify(args.seconds)
     for size in (1_000, 100_000):
         for at_once in (1, 64):
             rate, cpu_s = asyncio.run(children(size, at_once, args.seconds))

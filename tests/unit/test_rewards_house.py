@@ -1,8 +1,11 @@
 """The rewards that ship: tables of inputs with their scores, and bounds that hold for any input."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,8 @@ def test_repetition_counts_phrases_that_occurred_before(ngram: int, times: int) 
     assert repetition(request("a b c d e " * times), ngram=ngram, penalty=2.0) == pytest.approx(-2 * (1 - distinct / total))
 
 
+LANGUAGE = "language:response_language"
+"""The instruction that needs an extra."""
 IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("change_case:capital_word_frequency", {"capital_relation": "at least", "capital_frequency": 2}, ["A B c", "NO, NO"], ["A b", "no"]),
     ("change_case:english_capital", {}, ["HELLO, YOU", "A 1"], ["Hello", "1"]),
@@ -209,6 +214,10 @@ IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("keywords:frequency", {"keyword": "a", "relation": "less than", "frequency": 3}, ["b a a"], ["a a a"]),
     ("keywords:letter_frequency", {"letter": "e", "let_relation": "at least", "let_frequency": 2}, ["Eve"], ["red"]),
     (
+        LANGUAGE, {"language": "de"},
+        ["Das ist ein kurzer Satz auf Deutsch, und noch einer.", "12 + 34 = 46"], ["This is a sentence in English."],
+    ),
+    (
         "length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
         ['a\n\n"So, it is'], ["so\n\na", "so", "a\n\nso\n\nb"],
     ),
@@ -223,6 +232,8 @@ IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("name", "own", "good", "bad"), IFEVAL, ids=[row[0] for row in IFEVAL])
 def test_instructions(name: str, own: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    if name == LANGUAGE:
+        pytest.importorskip("langdetect", reason="pip install 'tidemill[language]' (make setup installs it)")
     for text in good:
         assert follows(name, own, text), text
     for text in [*bad, " "]:
@@ -237,12 +248,32 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
     assert ifeval(request("a", rules), share=True) == {"score": 0.5, "followed": 0.5}
     for wrong, words in (
         ({}, "want a list"), ({"instruction_id_list": ["x"], "kwargs": []}, "want a list of 1 maps"),
-        ({"instruction_id_list": ["language:response_language"], "kwargs": [{}]}, "is not supported"),
+        ({"instruction_id_list": ["words:start_verb"], "kwargs": [{}]}, "is not supported"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "KeyError"),
         ({"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "relation": "more", "frequency": 1}]}, "less than"),
     ):  # fmt: skip
         with pytest.raises(RewardFailed, match=words):
             ifeval(request("a", wrong))
+
+
+def test_a_language_is_detected_the_same_each_time_or_refused_with_the_cure() -> None:
+    text = "This is not eine Sprache, sondern two of them, und keine wins."
+    if find_spec("langdetect") is None:
+        with pytest.raises(RewardFailed, match=r"language:response_language' needs .* pip install 'tidemill\[language\]'"):
+            follows(LANGUAGE, {"language": "en"}, text)
+        return
+    assert len({follows(LANGUAGE, {"language": "en"}, text) for _ in range(20)}) == 1
+    assert follows(LANGUAGE, {"language": "zh-cn"}, "这是一个用中文写的句子。")
+    with pytest.raises(RewardFailed, match=r"language: want one of af, ar, .*got 'xx'"):
+        follows(LANGUAGE, {"language": "xx"}, text)
+
+
+def test_without_the_library_of_languages_the_cure_is_named() -> None:
+    """A fresh interpreter in which it is blocked."""
+    code = "import sys; sys.modules['langdetect'] = None\nfrom rewards.ifeval import follows\n"
+    code += "follows('language:response_language', {'language': 'de'}, 'Das')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "RewardFailed" in ended.stderr and "pip install 'tidemill[language]'" in ended.stderr, ended.stderr
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}, "length": {"target": 5}}
@@ -272,7 +303,8 @@ LONG = [*REPEATED.split(" "), "a ", "A ", ". ", "Answer: ", "\n"]
 @pytest.mark.parametrize("name", BOUNDED)
 def test_time_is_bounded_for_a_response_that_repeats(name: str) -> None:
     reward: Callable[..., Any] = bind(name, OPTIONS.get(name))
-    rules: dict[str, Any] = {"instruction_id_list": [row[0] for row in IFEVAL], "kwargs": [row[1] for row in IFEVAL]}
+    rows = [row for row in IFEVAL if row[0] != LANGUAGE or find_spec("langdetect") is not None]
+    rules: dict[str, Any] = {"instruction_id_list": [row[0] for row in rows], "kwargs": [row[1] for row in rows]}
     begin = time.process_time()
     for piece in LONG:
         text = piece * (60_000 // len(piece))

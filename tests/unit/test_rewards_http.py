@@ -105,6 +105,13 @@ async def test_attempts_are_bounded_and_the_last_reason_is_told() -> None:
     assert len(asked) == 3
 
 
+async def test_a_server_that_does_not_answer_is_a_reason_in_words() -> None:
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with silent, asking(Remote(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", retries=0, timeout_s=0.05)) as remote:
+        with pytest.raises(RewardFailed, match=r"no answer within 0.05 s \(1 attempts\)"):
+            await remote(request())
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 async def test_a_call_that_is_wrong_is_not_repeated(status: int) -> None:
     async with answering(lambda number, asked: web.Response(status=status, text="no")) as (url, asked), asking(Remote(url)) as remote:

@@ -100,3 +100,20 @@ async def test_nothing_is_recorded_where_no_token_was_sent_and_errors_are_raised
             await anext(states)
     await calls.end()
     assert recorded == []
+
+
+async def test_a_cancelled_end_records_what_was_sent() -> None:
+    """A client that hangs up ends a write with an error; the cancellation of its request comes while that is handled."""
+    engine = Engine()
+    calls, recorded = streamed(engine)
+    await calls.begin()
+    states = calls.states()
+    assert [len((await anext(states))["output_ids"]) for _ in range(2)] == [0, 1]
+    calls.sent()
+    await states.aclose()
+    ending = asyncio.ensure_future(calls.end())
+    for _ in range(2):
+        await asyncio.sleep(0)
+        ending.cancel()
+    await asyncio.wait({ending})
+    assert recorded == [(CUT, 1)] and engine.left and ending.cancelled()
