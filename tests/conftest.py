@@ -4,12 +4,13 @@ import asyncio
 import gc
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import selectors
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         runner.run(_guarded(pyfuncitem.obj, args, LIMIT_S.get(pyfuncitem.path.parent.name, PROCESSES_LIMIT_S)))
     assert not watched.blocked_s, f"the event loop was blocked, in seconds: {watched.blocked_s}"
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Leave the root logger as it was before the test: commands that run in this process set up logging for a process of their own."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        return (yield)
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 class WatchedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # the class depends on the system
