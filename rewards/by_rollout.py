@@ -1,10 +1,8 @@
 """For runs in which every episode gets its reward from its rollout."""
 
 from rewards.errors import RewardFailed
+from rewards.part_settings import BY_ROLLOUT
 from rewards.port import RewardRequest
-
-BY_ROLLOUT = "by_rollout"
-"""Its name in ``actor.reward``."""
 
 
 def by_rollout(request: RewardRequest) -> float:

@@ -1,4 +1,4 @@
-"""The setting ``reward_parts``: several rewards by name, with weights and conditions. Loads no reward."""
+"""Settings of rewards: ``reward_parts``, several of them by name, with weights and conditions; ``by_rollout``. Loads no reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,8 @@ from typing import Any
 from bus.wire.json_object import JsonMapping
 
 SCORE = "score"
+BY_ROLLOUT = "by_rollout"
+"""``actor.reward`` of a run in which every episode gets its reward from its rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

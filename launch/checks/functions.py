@@ -18,10 +18,9 @@ from learner.algorithms.choices import OFFERED
 from learner.data.filter_settings import read_filters
 from learner.data.filters import FILTER
 from learner.data.prompts import Row
-from rewards.by_rollout import BY_ROLLOUT
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
-from rewards.part_settings import read_parts
+from rewards.part_settings import BY_ROLLOUT, read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 

@@ -23,7 +23,7 @@ from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT
-from rewards.by_rollout import BY_ROLLOUT
+from rewards.part_settings import BY_ROLLOUT
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import launch
 from bus.wire.messages import Status
-from rewards.by_rollout import BY_ROLLOUT
 from rewards.dapo import dapo
 from rewards.deepscaler import deepscaler, math
 from rewards.errors import RewardFailed
@@ -25,6 +24,7 @@ from rewards.gsm8k import gsm8k
 from rewards.ifeval import INSTRUCTIONS, follows, ifeval
 from rewards.math_equality import same_math
 from rewards.overlong import overlong
+from rewards.part_settings import BY_ROLLOUT
 from rewards.port import RewardRequest
 from rewards.regex import regex
 from rewards.registry import ASKING, TABLE, UNBOUNDED, bind

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -106,10 +107,10 @@ async def test_attempts_are_bounded_and_the_last_reason_is_told() -> None:
 
 
 async def test_a_server_that_does_not_answer_is_a_reason_in_words() -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with silent, asking(Remote(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", retries=0, timeout_s=0.05)) as remote:
-        with pytest.raises(RewardFailed, match=r"no answer within 0.05 s \(1 attempts\)"):
-            await remote(request())
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+        async with asking(Remote(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=0, timeout_s=0.05)) as remote:
+            with pytest.raises(RewardFailed, match=r"no answer within 0.05 s \(1 attempts\)"):
+                await remote(request())
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
