@@ -11,8 +11,8 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from actors.episodes.calls import Called, answer_of
 from actors.episodes.episode import Episode, Spent
 from actors.episodes.model_calls import ModelCalls
 from actors.episodes.transcript import messages_of
+from actors.episodes.turn_log import StoredTurn
 from actors.errors import BadRequest
 from actors.events import DATA
 from actors.http_api import json_map
@@ -117,7 +118,7 @@ class Gateway:
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode))
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
-        _remember(history, self._model, episode)
+        remember_restored(history, self._model, episode.log.restored)
         open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))
         self._open[key] = open
         try:
@@ -321,15 +322,33 @@ async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> Non
         episode.show = partial(messages_of, body, path, episode.text)
 
 
-def _remember(history: TokenHistory, model: ModelText, episode: Episode) -> None:
-    """Remember the turns in front of the stored state, so that their texts give the very ids again."""
-    known: dict[int, list[Piece]] = {-1: []}
-    for turn in episode.log.restored:
+def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[StoredTurn]) -> None:
+    """Remember turns of an earlier life, in order, as the pieces that it had, so that their texts give the very ids again.
+
+    A prompt need not begin with the ids of the turn before: the end token that closed a response is not in its text.
+    """
+    known: defaultdict[str, list[list[Piece]]] = defaultdict(list)
+    for turn in turns:
         made = turn.record
-        context = tuple(made.context.tolist())
-        piece = [Piece(text=model.text.decode(context, skip_special=False), tokens=context)] if context else []
+        pieces, rest = _begun(turn.prompt.tolist(), known[made.agent])
+        if rest:
+            pieces.append(Piece(text=model.text.decode(rest, skip_special=False), tokens=tuple(rest)))
         called = Called(turn.prompt, turn.output(made.id), turn.response(), turn)
-        known[made.number] = history.remember([*known.get(made.parent, []), *piece], answer_of(called, made.id), made.agent)
+        known[made.agent].append(history.remember(pieces, answer_of(called, made.id), made.agent))
+
+
+def _begun(ids: list[int], known: list[list[Piece]]) -> tuple[list[Piece], list[int]]:
+    """Return the longest beginning of ``ids`` that is the beginning of a known text in whole pieces, and the ids behind it."""
+    best, longest = list[Piece](), 0
+    for pieces in reversed(known):
+        end, count = 0, 0
+        while count < len(pieces) and ids[end : end + len(pieces[count].tokens)] == [*pieces[count].tokens]:
+            end, count = end + len(pieces[count].tokens), count + 1
+        if end > longest:
+            best, longest = pieces[:count], end
+        if count == len(pieces):  # the usual case: behind the newest turn
+            break
+    return [*best], ids[longest:]
 
 
 def _key(given: web.Request) -> tuple[str, str]:
