@@ -41,5 +41,5 @@ def written_in(text: str, language: str) -> bool:
     detector.append(text)
     try:
         return bool(detector.detect() == language)
-    except LangDetectException:  # no letters, of which a language could be told
+    except LangDetectException:  # a text without letters has no language to find
         return True

@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Engine:
             except urllib.error.HTTPError as error:
                 text = error.read()[:200].decode(errors="replace")
                 raise ValueError(f"--engine: want an engine that scores prompts, got HTTP {error.code}: {text}") from None
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"--engine: want an engine that scores prompts at {self._url}, got {error!r}") from None
             if len(values) != len(tokens) - 1:
                 want = "score its weights with --model DIR"
@@ -54,7 +55,7 @@ class Engine:
         """Return the dtype in the engine's answer to GET /server_info; empty if there is no such answer, or no dtype in it."""
         try:
             answer = self._json("/server_info")
-        except (OSError, ValueError):
+        except (HTTPException, OSError, ValueError):
             return ""
         return DTYPES.get(str(answer.get("dtype")).removeprefix("torch."), "") if isinstance(answer, Mapping) else ""
 

@@ -73,7 +73,7 @@ class Collector:
             self._open.rows.append(_on_host(fields))
 
     def logits(self, logits_KV: Tensor, at_K: Tensor) -> None:
-        """Take logits of the micro-batch whose ``row`` came last: those that predict the targets at ``at_K``."""
+        """Take logits of the micro-batch of the last ``row``: those that predict the targets at ``at_K``."""
         if self.writes:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
