@@ -172,7 +172,7 @@ class Proxy:
         writer.close()
 
 
-async def until_backlog(bus: Bus, waiting: int, leased: int) -> None:
+async def until_backlog(bus: Bus, waiting: int, leased: int, rollout: str | None = None) -> None:
     """Wait until the queue has these numbers: the server counts a stored task for its consumers a moment later."""
-    while await bus.tasks.backlog() != (waiting, leased):  # noqa: ASYNC110 - the server sends no event
+    while await bus.tasks.backlog(rollout=rollout) != (waiting, leased):  # noqa: ASYNC110 - the server sends no event
         await asyncio.sleep(0.01)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
@@ -283,6 +284,22 @@ def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
                 "prepare_seconds": statistics.median(report.prepare_s for report in reports),
                 "stall_seconds": statistics.median(max(report.stall_s.values()) for report in reports),
             }
+    return found | {"plain copies": copies(sum(tensor.nbytes for tensor in tensors.values()), device, args.rounds)}
+
+
+def copies(size: int, device: torch.device, rounds: int) -> dict[str, float]:
+    """Return GB/s of plain copies of as many bytes: on the device, and between it and pinned host memory. No push can be faster."""
+    here = torch.empty(size, dtype=torch.uint8, device=device)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    work: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "device": (torch.empty_like(here), here),
+        "to host": (host, here),
+        "from host": (here, host),
+    }
+    found = {}
+    for name, (target, source) in work.items():
+        target.copy_(source)
+        found[name] = size / 1e9 / statistics.median(timed(lambda a=target, b=source: a.copy_(b), device) for _ in range(rounds))  # type: ignore[misc]
     return found
 
 
@@ -311,8 +328,25 @@ async def measure_engine(directory: Path, vocab: int, args: argparse.Namespace) 
             await client.close()
             await engine.close()
         del engine
-        found[str(rows)] = {"tokens_per_second": rows * args.new_tokens / statistics.median(seconds[1:])}
+        found[str(rows)] = {
+            "tokens_per_second": rows * args.new_tokens / statistics.median(seconds[1:]),
+            "transformers": rows * args.new_tokens / plain_generation(directory, prompts, args),
+        }
     return found
+
+
+def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse.Namespace) -> float:
+    """Return the seconds of ``generate`` of transformers for the same prompts, all at once, with as many new tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa").to(args.torch_device).eval()
+    tokens = torch.from_numpy(prompts).to(args.torch_device)
+
+    def generate() -> None:
+        model.generate(tokens, do_sample=True, max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, pad_token_id=0)
+
+    model.generate(tokens, do_sample=True, max_new_tokens=2, pad_token_id=0)
+    return timed(generate, args.torch_device)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "32 experts of 64, 4 of them a token (hidden 128)": {"hidden": 128, "experts": 32, "each": 4, "inner": 64},
     "128 experts of 64, 8 of them a token (hidden 128)": {"hidden": 128, "experts": 128, "each": 8, "inner": 64},
 }
+ON_CUDA = {
+    "128 experts of 768, 8 of them a token (hidden 2048, as Qwen3-30B-A3B)": {"hidden": 2048, "experts": 128, "each": 8, "inner": 768}
+}
+"""Shapes for an accelerator alone."""
 LAYERS, VOCAB = 2, 128
 
 
@@ -47,10 +51,10 @@ def make_model(directory: Path, *, hidden: int, experts: int, each: int, inner: 
 
 def compare(name: str, *, rounds: int, device: str) -> dict[str, float]:
     """Return the median milliseconds of both steps, and the ratio of the medians; the first losses must agree."""
-    batch = make_batch(sequences=64, prompt=16, response=32, vocab=VOCAB)
+    batch = make_batch(sequences=64, prompt=16, response=112 if name in ON_CUDA else 32, vocab=VOCAB)
     dtype, clock = ("bfloat16", time.perf_counter) if device == "cuda" else ("float32", time.process_time)
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory), **SHAPES[name])
+        make_model(Path(directory), **(SHAPES | ON_CUDA)[name])
         wanted = {"grouped": Wanted(grouped_experts="always"), "sequential": Wanted(grouped_experts="never")}
         steps = {kind: our_step(Path(directory), batch, device, dtype=dtype, kernels=one) for kind, one in wanted.items()}
     first = {kind: step() for kind, step in steps.items()}
@@ -73,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in SHAPES:
+    for name in SHAPES | (ON_CUDA if args.device == "cuda" else {}):
         found = compare(name, rounds=args.rounds, device=args.device)
         print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
 

@@ -19,11 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def algorithms(model_dir: str, cases: list[str], device: str) -> dict[str, Any]:
     """Return the metrics of two steps of each case."""
-    from tests.integration.megatron_layouts import train
+    from tests.integration.megatron_layouts import Layout, train
     from tests.megatron_world import one_rank
 
     with one_rank(device) as here:
-        return {case: train(Path(model_dir), here, case, 1 << 20)["metrics"] for case in cases}
+        return {case: train(Path(model_dir), here, case, Layout())["metrics"] for case in cases}
+
+
+def roles(model_dir: str, directory: str, names: list[str]) -> dict[str, Any]:
+    """Return the metrics of the steps of each role, on the CPU."""
+    from tests.gpu.test_gpu_roles import trained
+    from tests.megatron_world import one_rank
+
+    with one_rank() as here:
+        return {name: trained(name, Path(model_dir), Path(directory), here) for name in names}
 
 
 def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
@@ -203,7 +212,7 @@ def _appeared(file: Path, limit_s: float = 120.0) -> str:
 
 
 BODIES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (algorithms, checkpoint, join, group_of_one, peer_never_comes, sender, receiver, open_handle)
+    each.__name__: each for each in (algorithms, roles, checkpoint, join, group_of_one, peer_never_comes, sender, receiver, open_handle)
 }
 
 
