@@ -1,6 +1,6 @@
 """``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name.
 
-On CPUs, unless a benchmark's option ``--device cuda`` is given.
+On CPUs, unless a benchmark's option ``--device cuda`` is given, or the benchmark is ``gpu``.
 """
 
 import importlib
@@ -40,7 +40,7 @@ def main() -> int:
     if wanted is None:
         print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
         return 2
-    if not any("cuda" in word for word in sys.argv):  # as the value of a benchmark's --device
+    if not any(word == "gpu" or "cuda" in word for word in sys.argv[1:]):  # cuda: as the value of a benchmark's --device
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     failed = [name for name, options in wanted if not runs_well(name, options)]
     if failed:

@@ -220,7 +220,9 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
                 rate = work / result["seconds"]
                 result |= {"tflops": rate / 1e12, "mfu": rate / (args.peak_tflops * 1e12)}
                 result["tokens_per_second"] = args.micro_batches * sum(lengths) / result["seconds"]
-                found[f"{len(lengths)} x {length}, {name}"] = result
+                found[title := f"{len(lengths)} x {length}, {name}"] = result
+                memory = f", peak {result['peak_gb']:.1f} GB" if "peak_gb" in result else ""
+                print(f"{title}: {result['seconds']:.4f} s, {result['tflops']:.0f} TFLOP/s, MFU {result['mfu']:.1%}{memory}", flush=True)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     torch.use_deterministic_algorithms(False)

@@ -30,6 +30,17 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
 
+FAILURES = "TIDEMILL_TEST_FAILURES"
+"""Environment variable: a file that gets each failure as it happens, for a machine whose time may be over before pytest prints them."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    place = os.environ.get(FAILURES)
+    if place and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(place).open("a", encoding="utf-8") as file:
+            file.write(f"==== {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext[-6000:]}\n")
+
+
 Child = Callable[..., Any]
 """``child(name, *arguments, see_gpu=False)`` runs a function of ``tests.gpu.child`` in a process and returns its result."""
 

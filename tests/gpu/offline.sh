@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The tests and benchmarks of docs/gpu.md on a machine with one GPU and without network. Run it in the root of the tree, with the wheels of
-# `make gpu-wheels` in .whl: `tests/gpu/offline.sh [PART ...]`, all parts by default. Logs and figures are in $OUT (/tmp/out).
+# `make gpu-wheels` in .whl: `tests/gpu/offline.sh [PART ...]`, all parts by default, one after the other or (A+B) at the
+# same time. Logs, figures and failures.txt, which has each failure as it happens, are in $OUT (/tmp/out).
 set -uo pipefail
-parts=${*:-tests alone steps pushes engine experts}
+parts=${*:-tests+runs alone steps pushes engine experts}
 site=/tmp/site out=${OUT:-/tmp/out}
 mkdir -p "$out"
 [ -d $site ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site .whl/*.whl || exit 1
@@ -14,23 +15,35 @@ export CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
 nvidia-smi -L
 python3 -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'
 
-# Those that measure the time or the free memory of the whole GPU.
+# Those that measure the time or the free memory of the whole GPU, and whole runs, of which each has processes of its own.
 ALONE="tests/gpu/test_gpu_stream.py tests/gpu/test_gpu_saver_memory.py tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_logprobs.py"
+RUNS=tests/gpu/test_gpu_up.py
 
 tests() { # LIMIT ARGUMENTS: other versions of torch and numpy warn of more, which the tests turn into errors.
-    timeout "$1" python3 -m pytest -m gpu -p no:cacheprovider -o filterwarnings=default --timeout 150 -q "${@:2}"
+    TIDEMILL_TEST_FAILURES=$out/failures.txt timeout "$1" \
+        python3 -m pytest -m gpu -p no:cacheprovider -p no:benchmark -W default -o filterwarnings=default --timeout 120 -v "${@:2}"
 }
 
-for part in $parts; do
-    began=$SECONDS
-    case $part in
-    tests) tests "${TESTS_S:-240}" tests/gpu $(printf -- '--ignore=%s ' $ALONE) -n "${WORKERS:-6}" --dist worksteal ;;
+one() { # PART
+    case $1 in
+    tests) tests "${TESTS_S:-240}" tests/gpu $(printf -- '--ignore=%s ' $ALONE $RUNS) -n 6 --dist loadfile ;;
+    runs) tests "${TESTS_S:-240}" $RUNS -n 3 ;;
     alone) tests "${ALONE_S:-120}" $ALONE -s ;;
     again) tests "${TESTS_S:-240}" ${AGAIN:?the tests to run} -s ;;
-    experts) timeout "${EXPERTS_S:-90}" python3 -m tests.bench grouped_experts --device cuda ;;
-    steps | pushes | engine) timeout "${BENCH_S:-200}" python3 -m tests.bench gpu --parts $part --rounds 3 --out "$out/$part.json" ;;
-    *) echo "no part $part" ;;
-    esac >"$out/$part.log" 2>&1
-    echo "== $part: exit $?, $((SECONDS - began)) s"
-    grep -vE 'Warning|warn\(' "$out/$part.log" | tail -n "${LINES_EACH:-45}"
+    experts) timeout "${BENCH_S:-200}" python3 -m tests.bench grouped_experts --device cuda ;;
+    steps | pushes | engine) timeout "${BENCH_S:-200}" python3 -m tests.bench gpu --parts "$1" --out "$out/$1.json" ${BENCH:-} ;;
+    *) echo "no part $1"; return 2 ;;
+    esac
+}
+
+part() { # PART: run it, and show the end of what it printed
+    local began=$SECONDS
+    one "$1" >"$out/$1.log" 2>&1
+    echo "== $1: exit $?, $((SECONDS - began)) s"
+    grep -vE '[Ww]arning|warn|PASSED|^$' "$out/$1.log" | tail -n "${LINES_EACH:-40}"
+}
+
+for each in $parts; do # names joined by + at the same time
+    for name in ${each//+/ }; do part "$name" & done
+    wait
 done

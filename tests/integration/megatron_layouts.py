@@ -130,7 +130,7 @@ def another(policy: Policy) -> WeightBackup:
 def projected(tensor: torch.Tensor) -> float:
     """Return one number that changes with every element."""
     flat = tensor.detach().double().reshape(-1)
-    return float(flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64).cos())
+    return float(flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device).cos())
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
