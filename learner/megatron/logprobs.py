@@ -6,7 +6,7 @@ K = listed ids of each token, J = 1 + K: the target and the listed ids.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,18 @@ CHUNK_ELEMENTS = LOGITS_AT_ONCE
 """Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the
 weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks. Logits that fit into one chunk are
 kept for the backward pass, larger ones are computed again."""
+FUSED_CHUNKS = 4
+"""Number of such chunks that the fused kernels take at a time: they need no memory beside the logits, in the dtype of the product."""
 
 
 def log_probs_and_entropy(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, group: dist.ProcessGroup | None = None
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``, both [T].
 
@@ -31,13 +39,15 @@ def log_probs_and_entropy(
     unscaled, as the engines do. ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one
     = this rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
 
+    ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but float64.
+
     Logits of at most ``CHUNK_ELEMENTS`` are kept for the backward pass. Of larger ones only the inputs and tensors of size T are kept, and
     the backward pass computes them again chunk by chunk (a fourth product beside the three of a linear layer). It adds the gradient of
     a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it, which requires
     ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, fused)
     return log_probs_TJ[:, 0], entropy_T
 
 
@@ -49,13 +59,14 @@ def listed_log_probs(
     *,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the same pass.
 
     All are differentiable. An id may be listed twice, or be the target.
     """
     ids_TJ = torch.cat([targets_T[:, None], listed_TK], dim=1)
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, fused)
     return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
 
 
@@ -90,35 +101,33 @@ def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _log_probs(
-    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float, group: dist.ProcessGroup | None
+    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float, group: dist.ProcessGroup | None, fused: bool
 ) -> tuple[Tensor, Tensor]:
     scale = 1.0 if temperature == 0 else 1.0 / temperature
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group)
+    fused = fused and weight_VH.dtype != torch.float64
+    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group, fused)
     return log_probs_TJ, entropy_T
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None, fused: bool
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs, [T, J], and entropies, [T]."""
         local_TJ, mine_TJ = _local_ids(ids_TJ, len(weight_VH), group)
-        logits = _Logits(hidden_TH, weight_VH, scale)
+        logits = _Logits(hidden_TH, weight_VH, scale, fused=fused)
         highest_T = torch.full(ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
-        sum_T, moment_T = torch.zeros_like(highest_T), torch.zeros_like(highest_T)
+        sums = _Sums(highest_T, torch.zeros_like(highest_T), torch.zeros_like(highest_T))
         picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
-        # With m, the highest logit so far: sum(e^(z - m)) and its moment, sum((z - m) e^(z - m)), which gives the entropy.
         for start, z_TC in logits.chunks():
             column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
-            picked_TJ = torch.where(inside_TJ, z_TC.gather(1, column_TJ), picked_TJ)
-            top_T = torch.maximum(highest_T, z_TC.amax(1))
-            sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
-            z_TC -= top_T[:, None]  # the largest logit becomes 0, so that no exponential overflows
-            p_TC = torch.exp(z_TC, out=logits.spare(z_TC))
-            sum_T, moment_T, highest_T = sum_T + p_TC.sum(1), moment_T + p_TC.mul_(z_TC).sum(1), top_T
+            found_TJ = z_TC.gather(1, column_TJ)
+            picked_TJ = torch.where(inside_TJ, logits.scaled(found_TJ.to(logits.dtype)) if fused else found_TJ, picked_TJ)
+            sums = _add_fused(sums, z_TC, scale) if fused else _add(sums, z_TC, logits.spare(z_TC))
+        highest_T, sum_T, moment_T = sums
         if group is not None:
             top_T = _all_reduced(highest_T.clone(), group, dist.ReduceOp.MAX)
             sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
@@ -129,62 +138,139 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - moment_T / sum_T
         ctx.save_for_backward(hidden_TH, weight_VH, local_TJ, mine_TJ, highest_T + log_sum_T, entropy_T, logits.kept)
-        ctx.scale, ctx.group = scale, group
+        ctx.scale, ctx.group, ctx.fused = scale, group, fused
         return torch.stack([picked_T - log_sum_T for picked_T in picked_JT], dim=1), entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states and weight; None for a weight with ``main_grad``, to which it was added."""
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
-        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV)
+        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
-        grad_log_probs_T = grad_log_probs_TJ.sum(1)
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
+        given = _Given(
+            ids_TJ=local_TJ,
+            mine_TJ=mine_TJ,
+            normalizer_T=normalizer_T,
+            entropy_T=entropy_T,
+            grad_log_probs_TJ=grad_log_probs_TJ,
+            grad_entropy_T=grad_entropy_T if with_entropy else None,
+        )
         for start, z_TC in logits.chunks():
-            column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
-            log_p_TC = z_TC.sub_(normalizer_T[:, None])
-            # The logits' gradient sum_J g (1[id] - p) - h p (log p + H), with g that of the log-probs and h that of the entropy.
-            if with_entropy:
-                p_TC = torch.exp(log_p_TC, out=logits.spare(z_TC))
-                grad_TC = log_p_TC.add_(entropy_T[:, None]).mul_(-grad_entropy_T[:, None]).sub_(grad_log_probs_T[:, None]).mul_(p_TC)
-            else:
-                grad_TC = log_p_TC.exp_().mul_(-grad_log_probs_T[:, None])
-            grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, grad_log_probs_TJ, 0.0))
-            totals.add(start, logits.scaled(grad_TC).to(weight_VH.dtype))
+            grad_TC = _fused_gradient(given, start, z_TC, logits) if ctx.fused else _gradient(given, start, z_TC, logits)
+            totals.add(start, grad_TC.to(weight_VH.dtype))
         grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
-        return grad_TH, None if totals.in_main_grad else totals.weight_VH, None, None, None
+        return grad_TH, None if totals.in_main_grad else totals.weight_VH, None, None, None, None
+
+
+class _Sums(NamedTuple):
+    """Sums over the logits so far, [T]: their highest m, sum(e^(z - m)), and for the entropy the moment sum((z - m) e^(z - m))."""
+
+    highest_T: Tensor
+    sum_T: Tensor
+    moment_T: Tensor
+
+
+def _add(sums: _Sums, z_TC: Tensor, spare_TC: Tensor) -> _Sums:
+    """Add a chunk, which is overwritten."""
+    top_T = torch.maximum(sums.highest_T, z_TC.amax(1))
+    sum_T, moment_T = _relative(sums.sum_T, sums.moment_T, sums.highest_T - top_T)
+    z_TC -= top_T[:, None]  # the largest logit becomes 0, so that no exponential overflows
+    p_TC = torch.exp(z_TC, out=spare_TC)
+    return _Sums(top_T, sum_T + p_TC.sum(1), moment_T + p_TC.mul_(z_TC).sum(1))
+
+
+def _add_fused(sums: _Sums, z_TC: Tensor, scale: float) -> _Sums:
+    """Add an unscaled chunk in place."""
+    from learner.megatron.layers.fused_log_probs import add_statistics
+
+    add_statistics(z_TC, scale, *sums)
+    return sums
+
+
+class _Given(NamedTuple):
+    """What the gradient of the logits is made of, beside themselves."""
+
+    ids_TJ: Tensor
+    """Columns of this rank's part of the vocabulary."""
+    mine_TJ: Tensor
+    """Mask of the ids that are in it."""
+    normalizer_T: Tensor
+    entropy_T: Tensor
+    grad_log_probs_TJ: Tensor
+    grad_entropy_T: Tensor | None
+    """None = 0 for all tokens."""
+
+
+def _gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
+    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h = by the entropy."""
+    column_TJ, inside_TJ = _columns(given.ids_TJ, given.mine_TJ, start, z_TC.shape[1])
+    grad_T1 = given.grad_log_probs_TJ.sum(1, keepdim=True)
+    log_p_TC = z_TC.sub_(given.normalizer_T[:, None])
+    if given.grad_entropy_T is not None:
+        p_TC = torch.exp(log_p_TC, out=logits.spare(z_TC))
+        grad_TC = log_p_TC.add_(given.entropy_T[:, None]).mul_(-given.grad_entropy_T[:, None]).sub_(grad_T1).mul_(p_TC)
+    else:
+        grad_TC = log_p_TC.exp_().mul_(-grad_T1)
+    grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, given.grad_log_probs_TJ, 0.0))
+    return logits.scaled(grad_TC)
+
+
+def _fused_gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
+    """Return the same as ``_gradient`` from unscaled logits."""
+    from learner.megatron.layers.fused_log_probs import logits_gradient
+
+    out_TC = torch.empty_like(z_TC) if logits.kept is not None else z_TC
+    logits_gradient(
+        z_TC,
+        out_TC,
+        logits.scale,
+        start=start,
+        ids_TJ=given.ids_TJ,
+        normalizer_T=given.normalizer_T,
+        entropy_T=given.entropy_T,
+        grad_log_probs_TJ=given.grad_log_probs_TJ,
+        grad_entropy_T=given.grad_entropy_T,
+    )
+    return out_TC
 
 
 class _Logits:
-    """Scaled logits in chunks of columns, all in the same memory: a chunk is valid until the next one."""
+    """Logits in chunks of columns, all in the same memory: a chunk is valid until the next one."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None) -> None:
-        """``kept_TV``: the unscaled logits if they were kept, else they are computed."""
-        self._hidden_TH, self._weight_VH, self._scale = hidden_TH, weight_VH, scale
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False) -> None:
+        """``kept_TV``: the unscaled logits if they were kept, else they are computed.
+
+        ``fused``: the chunks are the products as they are; otherwise they are scaled, and in float32 at least.
+        """
+        self._hidden_TH, self._weight_VH, self.scale, self._fused = hidden_TH, weight_VH, scale, fused
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        self._width = max(1, CHUNK_ELEMENTS // max(1, len(hidden_TH)))
+        self._width = max(1, CHUNK_ELEMENTS * (FUSED_CHUNKS if fused else 1) // max(1, len(hidden_TH)))
         self.kept = kept_TV
         """The unscaled logits, [T, V], where they are one chunk and ``chunks`` has computed them."""
         self._memory: dict[str, Tensor] = {}
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first column, logits [T, C]); the caller may overwrite the logits."""
+        """Yield (first column, logits [T, C]); the caller may overwrite the logits, unless they are ``kept`` and ``fused``."""
         if self.kept is None and len(self._weight_VH) <= self._width:
             self.kept = self._hidden_TH @ self._weight_VH.t()
         if self.kept is not None:
-            yield 0, self.scaled(self.kept.to(self.dtype, copy=True))
+            yield 0, self.kept if self._fused else self.scaled(self.kept.to(self.dtype, copy=True))
             return
         for start in range(0, len(self._weight_VH), self._width):
             weight_CH = self._weight_VH[start : start + self._width]
             product_TC = torch.mm(self._hidden_TH, weight_CH.t(), out=self._part("product", len(weight_CH), weight_CH.dtype))
+            if self._fused:
+                yield start, product_TC
+                continue
             if weight_CH.dtype != self.dtype:
                 product_TC = self._part("logits", len(weight_CH), self.dtype).copy_(product_TC)
             yield start, self.scaled(product_TC)
 
     def scaled(self, values_TC: Tensor) -> Tensor:
         """Return ``values``, multiplied in place by the factor of the logits."""
-        return values_TC if self._scale == 1 else values_TC.mul_(self._scale)
+        return values_TC if self.scale == 1 else values_TC.mul_(self.scale)
 
     def spare(self, z_TC: Tensor) -> Tensor:
         """Return memory for another tensor like the chunk."""

@@ -437,12 +437,12 @@ class Trainer:
     def _log_probs(self, row: Row, hidden_TH: Tensor, temperature: float, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on all ranks of it."""
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
-        inputs = (hidden_TH, weight_VH, row.targets_T)
+        inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
         if listed and row.listed_TK is not None:
-            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, temperature=temperature, group=here.tp_group)
+            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, temperature=temperature, group=here.tp_group, fused=fused)
             found = torch.cat([torch.stack(both, dim=1), listed_TK], dim=1)
         else:
-            found = torch.stack(log_probs_and_entropy(*inputs, temperature=temperature, group=here.tp_group), dim=1)
+            found = torch.stack(log_probs_and_entropy(*inputs, temperature=temperature, group=here.tp_group, fused=fused), dim=1)
         if here.cp_size > 1:
             found = gather_parts(found, here.cp_group)
         return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None

@@ -6,6 +6,7 @@ that everything runs. The step of transformers (bfloat16 weights and Adam, the s
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -40,6 +41,7 @@ from tests.tiny_models import write_tiny_tokenizer
 
 SHAPE = {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936}
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+VARIANTS = ("deterministic", "fast", "recompute", "transformers")
 START_S = 180.0
 """Time limit in seconds for an engine process to be live."""
 KERNELS = {
@@ -216,6 +218,11 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
                 "transformers": lambda batch=batch: plain_step(directory, batch, device),  # type: ignore[misc]
             }
             for name, make in steps.items():
+                if name not in args.variants:
+                    continue
+                gc.collect()  # models and optimizers are in cycles, and would count in the next one's peak
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
                 result = timed_steps(make(), device, args.rounds)
                 rate = work / result["seconds"]
                 result |= {"tflops": rate / 1e12, "mfu": rate / (args.peak_tflops * 1e12)}
@@ -223,8 +230,7 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
                 found[title := f"{len(lengths)} x {length}, {name}"] = result
                 memory = f", peak {result['peak_gb']:.1f} GB" if "peak_gb" in result else ""
                 print(f"{title}: {result['seconds']:.4f} s, {result['tflops']:.0f} TFLOP/s, MFU {result['mfu']:.1%}{memory}", flush=True)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                print("  " + ", ".join(f"{kind} {seconds * 1e3:.0f} ms" for kind, seconds in result["split"].items()), flush=True)
     torch.use_deterministic_algorithms(False)
     return found
 
@@ -359,6 +365,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, which shows that everything runs; on a CPU always")
     parser.add_argument("--parts", nargs="+", choices=("steps", "pushes", "engine"), default=["steps", "pushes", "engine"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="kinds of steps")
     parser.add_argument("--layers", type=int, help="layers of the model")
     parser.add_argument("--sequence", type=int, nargs="+", help="tokens of a sequence; each is measured")
     parser.add_argument("--row-tokens", type=int, help="tokens of a micro-batch")

@@ -30,7 +30,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
 
-FAILURES = "TIDEMILL_TEST_FAILURES"
+FAILURES = "FAILURES_FILE"
 """Environment variable: a file that gets each failure as it happens, for a machine whose time may be over before pytest prints them."""
 
 

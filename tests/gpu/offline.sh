@@ -3,7 +3,7 @@
 # `make gpu-wheels` in .whl: `tests/gpu/offline.sh [PART ...]`, all parts by default, one after the other or (A+B) at the
 # same time. Logs, figures and failures.txt, which has each failure as it happens, are in $OUT (/tmp/out).
 set -uo pipefail
-parts=${*:-tests+runs alone steps pushes engine experts}
+parts=${*:-tests+runs alone bench experts}
 site=/tmp/site out=${OUT:-/tmp/out}
 mkdir -p "$out"
 [ -d $site ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site .whl/*.whl || exit 1
@@ -20,7 +20,7 @@ ALONE="tests/gpu/test_gpu_stream.py tests/gpu/test_gpu_saver_memory.py tests/gpu
 RUNS=tests/gpu/test_gpu_up.py
 
 tests() { # LIMIT ARGUMENTS: other versions of torch and numpy warn of more, which the tests turn into errors.
-    TIDEMILL_TEST_FAILURES=$out/failures.txt timeout "$1" \
+    FAILURES_FILE=$out/failures.txt timeout "$1" \
         python3 -m pytest -m gpu -p no:cacheprovider -p no:benchmark -W default -o filterwarnings=default --timeout 120 -v "${@:2}"
 }
 
@@ -31,7 +31,7 @@ one() { # PART
     alone) tests "${ALONE_S:-120}" $ALONE -s ;;
     again) tests "${TESTS_S:-240}" ${AGAIN:?the tests to run} -s ;;
     experts) timeout "${BENCH_S:-200}" python3 -m tests.bench grouped_experts --device cuda ;;
-    steps | pushes | engine) timeout "${BENCH_S:-200}" python3 -m tests.bench gpu --parts "$1" --out "$out/$1.json" ${BENCH:-} ;;
+    bench) timeout "${BENCH_S:-400}" python3 -m tests.bench gpu --out "$out/gpu.json" ${BENCH:-} ;;
     *) echo "no part $1"; return 2 ;;
     esac
 }

@@ -22,6 +22,7 @@ from learner.megatron.layers.kernels import (
     Wanted,
     choose_attention,
     choose_fused_activation,
+    choose_fused_log_probs,
     choose_grouped_experts,
     chosen,
     varlen_operator,
@@ -94,6 +95,16 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
             choose_fused_activation("always", site)
 
 
+def test_log_probs_are_fused_wherever_triton_runs() -> None:
+    for site in (HOPPER, HOPPER._replace(dtype=torch.float32, deterministic=False)):
+        assert choose_fused_log_probs("auto", site).kernel == "fused" == choose_fused_log_probs("always", site).kernel
+        assert choose_fused_log_probs("never", site).kernel == "separate"
+    for site in (HOPPER._replace(device="cpu"), HOPPER._replace(compiler="the package triton is not installed")):
+        assert choose_fused_log_probs("auto", site).kernel == "separate"
+        with pytest.raises(ConfigRefused, match=r"learner.fused_log_probs: want auto or never, got 'always: the (device is cpu|package)"):
+            choose_fused_log_probs("always", site)
+
+
 def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
     site = HOPPER._replace(expert_sizes=(64, 32))
     for good in (site, site._replace(device="cpu", dtype=torch.float32, expert_sizes=(33, 7))):
@@ -118,6 +129,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
         "recompute": "full",
         "fused_activation": "never",
         "grouped_experts": "never",
+        "fused_log_probs": "never",
         "megatron": {"test_mode": True},
     }
     assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
@@ -130,6 +142,7 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage().split(" reason=")[0] for record in caplog.records] == [
         "kernel of=attention chosen=sdpa",
         "kernel of=activation chosen=separate",
+        "kernel of=log-probs chosen=separate",
     ]
     assert CORE_ATTENTION.keys() == {SDPA, VARLEN}
 
@@ -140,6 +153,8 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
         ({"attention": "flash"}, "attention: want auto, sdpa or varlen, got 'flash'"),
         ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
         ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
+        ({"fused_log_probs": "yes"}, "fused_log_probs: want auto, always or never, got 'yes'"),
+        ({"fused_log_probs": "always", "device": "cpu"}, "fused_log_probs: want auto on the CPU"),
         ({"grouped_experts": "yes"}, "grouped_experts: want auto, always or never, got 'yes'"),
         ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
         ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),

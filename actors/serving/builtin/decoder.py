@@ -8,15 +8,22 @@ Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query
 D = head size, P = positions, V = vocabulary; N = tokens of all rows, X = experts, J = experts of a token.
 """
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from actors.serving.builtin.shape import HALVES, Experts, Rope
 from actors.serving.builtin.weights import LayerWeights, Weights
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of attention on CUDA: not cuDNN's, which torch prefers in half precision. They are planned anew for each length, and every
+decoding step has another one; that took 30 ms a token on an H200."""
 
 
 class Attention(Protocol):
@@ -73,10 +80,15 @@ def forward(
     ``chosen``: the experts of each token, [B, T, J], are appended to it, layer by layer.
     """
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
-    for index, layer in enumerate(weights.layers):
-        x_BTE = x_BTE + _after(weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention))
-        x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
+    with _kernels(x_BTE.device):
+        for index, layer in enumerate(weights.layers):
+            x_BTE = x_BTE + _after(weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention))
+            x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
     return x_BTE
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[None]:
+    return sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def logits(weights: Weights, x_BE: Tensor) -> Tensor:

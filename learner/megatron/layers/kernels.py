@@ -1,4 +1,4 @@
-"""The choice of kernels for the model on one device: attention, recomputation, fused activation. Knows torch and no model.
+"""The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs. Knows torch and no model.
 
 Each choice is a pure function that also gives its reason; ``chosen`` looks at this machine once and logs the result.
 """
@@ -57,7 +57,7 @@ class Site(NamedTuple):
     """Parameters of torch's ``varlen_attn``; empty if this torch has none."""
     deterministic: bool
     compiler: str
-    """Why torch.compile cannot work here; empty if it can."""
+    """Why torch.compile and Triton cannot work here; empty if they can."""
     expert_sizes: tuple[int, ...] = ()
     """Sizes of an expert's inputs and outputs; empty for a model without experts."""
     grouped: bool = True
@@ -72,6 +72,7 @@ class Wanted:
     recompute: str = "none"
     fused_activation: str = "auto"
     grouped_experts: str = "auto"
+    fused_log_probs: str = "auto"
     megatron: JsonMapping = field(default_factory=dict)
     """Megatron's own arguments."""
 
@@ -83,6 +84,7 @@ class Wanted:
             recompute=learner.recompute,
             fused_activation=learner.fused_activation,
             grouped_experts=learner.grouped_experts,
+            fused_log_probs=learner.fused_log_probs,
             megatron=learner.megatron,
         )
 
@@ -95,6 +97,7 @@ class Kernels:
     recompute: str = "none"
     fused_activation: bool = False
     grouped_experts: bool = False
+    fused_log_probs: bool = False
     megatron: JsonMapping = field(default_factory=dict)
 
     def arguments(self) -> Arguments:
@@ -167,6 +170,19 @@ def choose_grouped_experts(wanted: str, site: Site) -> Choice:
     return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
 
 
+def choose_fused_log_probs(wanted: str, site: Site) -> Choice:
+    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
+
+    The kernels (``fused_log_probs.py``) give the same bits for a row of tokens each time, so deterministic runs take them too.
+    """
+    if wanted == "never":
+        return Choice("separate", "learner.fused_log_probs: never")
+    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
+    if wanted == "always" and obstacle:
+        raise ConfigRefused("learner.fused_log_probs", "auto or never", f"always: {obstacle}")
+    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with triton")
+
+
 def _grouping_obstacle(site: Site) -> str:
     if not site.grouped:
         return f"torch {torch.__version__} has no grouped_mm"
@@ -199,6 +215,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     choices = {"attention": choose_attention(config.attention, site), "activation": choose_fused_activation(config.fused_activation, site)}
     if expert_sizes:
         choices["experts"] = choose_grouped_experts(config.grouped_experts, site)
+    choices["log-probs"] = choose_fused_log_probs(config.fused_log_probs, site)
     for name, choice in choices.items():
         log.info("kernel of=%s chosen=%s reason=%s", name, choice.kernel, choice.reason)
     return Kernels(
@@ -206,6 +223,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
         recompute=config.recompute,
         fused_activation=choices["activation"].kernel == "fused",
         grouped_experts="experts" in choices and choices["experts"].kernel == "grouped",
+        fused_log_probs=choices["log-probs"].kernel == "fused",
         megatron=config.megatron,
     )
 
@@ -237,9 +255,9 @@ def varlen_operator() -> Callable[..., Any] | None:
 
 
 def _compile_obstacle() -> str:
-    """Return why torch.compile cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc or clang."""
+    """Return why torch.compile and Triton cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc or clang."""
     if importlib.util.find_spec("triton") is None:
-        return "torch.compile needs the package triton"
+        return "the package triton is not installed"
     compiler = os.environ.get("CC", "")
     if not any(shutil.which(name) for name in (compiler, "gcc", "clang") if name):
         return "triton needs a C compiler (CC, gcc or clang)"
