@@ -16,7 +16,7 @@ GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -131,6 +131,10 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-dep
 # On a machine with one GPU (docs/gpu.md). The wheels are for such a machine that has no network.
 test-gpu: setup
 	$(ON_GPU) $(BIN)/python -m pytest tests/gpu -m gpu
+
+# The same tests on the CPU at tiny sizes, so that they keep up with the code: without what only CUDA has.
+test-gpu-logic: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/gpu -m gpu --gpu-device cpu $(BESIDE)
 
 bench-gpu: setup
 	$(ON_GPU) $(BIN)/python -m tests.bench gpu --out gpu.json

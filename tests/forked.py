@@ -25,6 +25,8 @@ from tests.template import INHERITED, ROOT, template
 
 CHILDLESS = ("actor", "bus", "engine", "feeder", "prepare", "rank", "router")
 """Commands that start no command of ours."""
+EXECUTED = "CHILDREN_EXECUTED"
+"""Environment variable: a forked program executes its children. For GPUs: torch refuses CUDA in a process forked after its start."""
 FORKED = ("launch", "tests.chaos.dying")
 """Modules that are forked where a forked program starts them; others are executed."""
 
@@ -146,8 +148,8 @@ class _Process:
 
 
 def run_module(module: str, words: Sequence[str]) -> None:
-    """Run ``python -m MODULE WORDS`` in this process; its own children are forked, too."""
-    if INHERITED in os.environ:
+    """Run ``python -m MODULE WORDS`` in this process; its own children are forked, too, unless the environment has ``EXECUTED``."""
+    if INHERITED in os.environ and EXECUTED not in os.environ:
         Child.spawn = _spawn  # type: ignore[method-assign]
     sys.argv[1:] = words
     runpy.run_module(module, run_name="__main__", alter_sys=True)

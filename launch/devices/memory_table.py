@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
-from learner.layout.sizes import LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
+from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
 from learner.settings.config import RECOMPUTE, LearnerConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -126,7 +126,7 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
     """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
     split = learner.tensor_parallel
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
-    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused)
+    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused, norm_kernel=cuda)
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
@@ -140,7 +140,7 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
     yield Row(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
-        bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype),
+        bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype, fused=cuda and learner.fused_log_probs != "never"),
     )
 
 
@@ -291,18 +291,20 @@ def optimizer_bytes(num_parameters: int, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The activations of a rank's decoder: dtype, ranks that share the model, recomputation, fused activation."""
+    """The activations of a rank's decoder: dtype, ranks that share the model, recomputation, kernels."""
 
     dtype: str
     tensor_parallel: int = 1
     recompute: str = NONE
     fused: bool = False
     """The activation of the MLP is one kernel."""
+    norm_kernel: bool = False
+    """A norm is one kernel, as on CUDA, which keeps its input and a scale; else it also keeps the normalised value, both in float32."""
 
     def kept_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""
         item, hidden = ITEM_BYTES[self.dtype], shape.hidden
-        norm = hidden * (3 * item if self.dtype == "float32" else 2 * FLOAT32 + item) + FLOAT32
+        norm = self._norm(hidden) + hidden * item
         if self.recompute == FULL:
             # of each layer its input; the angles of the rotary positions once, for all
             layers = shape.num_layers * hidden * item + shape.rope.size(shape.head_dim) * FLOAT32
@@ -317,7 +319,15 @@ class Activations:
         return self._mlp(shape) if self.recompute == SELECTIVE else 0
 
     def _layer(self, shape: ModelShape) -> int:
-        return _layer_bytes(shape, ITEM_BYTES[self.dtype], self.tensor_parallel) + self._mlp(shape)
+        item, split, hidden = ITEM_BYTES[self.dtype], self.tensor_parallel, shape.hidden
+        heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
+        queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
+        norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
+        rotary = 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
+        # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
+        attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
+        head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0
+        return norms + rotary + attention + head_norms + self._mlp(shape)
 
     def _mlp(self, shape: ModelShape) -> int:
         if shape.experts is not None:
@@ -325,42 +335,32 @@ class Activations:
             return shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
         # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
         inner = (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
-        return inner + _post_norm_bytes(shape)
+        return inner + self._post_norm(shape)
 
+    def _norm(self, size: int) -> int:
+        """Return the bytes that a norm keeps per token beside its result: what it computes from, and a scale."""
+        return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + FLOAT32
 
-def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
-    """Return the bytes that one layer keeps per token outside its MLP.
+    def _post_norm(self, shape: ModelShape) -> int:
+        """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a sum."""
+        return self._norm(shape.hidden) if shape.post_norms else 0
 
-    Norms compute in float32, and keep their input, its normalised value and a scale.
-    """
-    heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
-    queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
-    norm_copies = 3 if item == FLOAT32 else 2  # float32: the input of the next matrix is the product with the norm's weight
-    norms = 2 * (norm_copies * shape.hidden * FLOAT32 + FLOAT32) + (0 if item == FLOAT32 else 2 * shape.hidden * item)
-    rotary = 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
-    # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
-    attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
-    norms += _post_norm_bytes(shape)
-    return norms + rotary + attention + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
-
-
-def _post_norm_bytes(shape: ModelShape) -> int:
-    """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a sum."""
-    return 2 * shape.hidden * FLOAT32 + FLOAT32 if shape.post_norms else 0
-
-
-def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int:
-    """Return the bytes that the norms of queries and keys keep per token (Qwen3)."""
-    scales = (heads + kv_heads) * FLOAT32
-    if item == FLOAT32:  # the norm's input is a view of the joint projection; of queries in several groups it is a copy
+    def _head_norms(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes that the norms of queries and keys keep per token (Qwen3)."""
+        scales = (heads + kv_heads) * FLOAT32
+        if self.norm_kernel or self.dtype != "float32":
+            return (heads + kv_heads) * head_dim * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + scales
+        # the norm's input is a view of the joint projection; of queries in several groups it is a copy
         return (heads * (1 if kv_heads == 1 else 2) + kv_heads) * head_dim * FLOAT32 + scales
-    return 2 * (heads + kv_heads) * head_dim * FLOAT32 + scales
 
 
-def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str) -> int:
+def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:
     """Return the most bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
+    if fused:
+        at_once = FUSED_CHUNKS * LOGITS_AT_ONCE
+        return 2 * elements * item if elements <= at_once else max(tokens, at_once) * item + tokens * hidden * FLOAT32
     if elements <= LOGITS_AT_ONCE:
         return elements * (item + 2 * FLOAT32)
     chunk = max(tokens, LOGITS_AT_ONCE)

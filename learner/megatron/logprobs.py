@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.layout.sizes import LOGITS_AT_ONCE
+from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
 """Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the
 weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks. Logits that fit into one chunk are
 kept for the backward pass, larger ones are computed again."""
-FUSED_CHUNKS = 4
-"""Number of such chunks that the fused kernels take at a time: they need no memory beside the logits, in the dtype of the product."""
 
 
 def log_probs_and_entropy(

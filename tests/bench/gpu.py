@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from bus.config import BusConfig
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
@@ -38,6 +38,7 @@ from tests.bench.push import make_layout, publishing
 from tests.learner_steps import make_batches
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_tokenizer
+from weightstore.transport.nccl import own_end
 
 SHAPE = {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936}
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
@@ -240,7 +241,9 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
 
 async def engine_main(url: str, run: str, model_dir: str, device: str) -> None:
     """Body of the engine's process."""
-    places = EnginePlaces(bus_url=url, run=run, model_dir=Path(model_dir), bus=BusConfig(), id="engine")
+    own = own_end()
+    devices = HeldDevices(own=(own.uuid,), visible=(own.uuid,), nccl=own.nccl) if own.uuid else HeldDevices()
+    places = EnginePlaces(bus_url=url, run=run, model_dir=Path(model_dir), bus=BusConfig(), id="engine", devices=devices)
     config = EngineConfig(device=device, dtype="bfloat16", max_running=4, max_context=256)
     await run_engine(places, config, asyncio.Event(), factory=BuiltinEngine, limits=EngineLimits())
 

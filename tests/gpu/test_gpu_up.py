@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import EXECUTED
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fork_server")]
@@ -19,6 +20,12 @@ ON_CUDA = {
 }
 """Settings of whole runs. The learner's device and the engine's are ``auto`` by default."""
 CUDA_ONLY = {"handles in the GPU's memory"}
+
+
+@pytest.fixture(autouse=True)
+def executed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda":
+        monkeypatch.setenv(EXECUTED, "1")
 
 
 def on_device(run: Up, device: torch.device) -> None:

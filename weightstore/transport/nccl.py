@@ -1,7 +1,7 @@
 """Decide whether weights can go from the learner's GPU to an engine over NCCL, or as CUDA handles, by the facts that both state.
 
 NCCL ends a broadcast, or waits in it, for ends of different releases and for two ends on one GPU (NVIDIA/nccl, src/init.cc), and an SGLang
-server ends when it is given memory of a GPU that it does not see. So both are decided before anything is sent. Not tried on GPUs yet.
+server ends when it is given memory of a GPU that it does not see. So both are decided before anything is sent. Not tried on several GPUs.
 """
 
 from collections.abc import Collection
