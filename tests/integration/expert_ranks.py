@@ -82,14 +82,18 @@ OF_FOUR: dict[str, dict[str, Any]] = {
 """Layouts of four ranks."""
 DEEP = "qwen3_moe, deep"
 """A model of four layers, every second one with experts."""
+DEEP_BIASED = "glm4_moe, deep"
+"""A model of four layers, all but the first with experts that have a bias."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in EXPERTS},
     DEEP: ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    DEEP_BIASED: ("glm4_moe", {"num_hidden_layers": 4}),
 }
 ONE = [
-    *((family, "plain") for family in MODELS),
+    *((family, "plain") for family in (*EXPERTS, DEEP)),
     *(("qwen3_moe", way) for way in ("moved", "replayed", "own rows", "balanced")),
     (DEEP, "balanced"),
+    (DEEP_BIASED, "biased"),
     *(("glm4_moe", way) for way in ("own rows", "biased", "moved", "replayed")),
 ]
 """Runs of one process."""
@@ -107,6 +111,7 @@ RUNS = [
     ("glm4_moe", "TP2", "replayed"),
     *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "CP2")),
     (DEEP, "PP2 VP2", "balanced"),
+    (DEEP_BIASED, "PP2 VP2", "biased"),
     *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2")),
 ]
 """(model, layout, way): every family, layout, kind of optimizer and setting, and the pairs that meet in the code."""
