@@ -1,31 +1,25 @@
 """The scale of the loss that balances the experts' tokens, beside a loss with denominators of its own.
 
-Megatron multiplies the balancing loss of a row by its tokens on this rank, and expects that all gradients are divided by the tokens of the
-step later. The objective's gradients are not, so the balancing loss is divided here.
+A router multiplies the balancing loss of a row by the tokens of the row, without padding, and Megatron expects that all gradients are
+divided by the tokens of the step later. The objective's gradients are not, so the balancing loss is divided here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
 
-
-def balanced(
-    scale_loss: Callable[[Tensor], Tensor], lengths: Sequence[int], here: Parallel, summed: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
+def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Return Megatron's ``grad_scale_func`` for one minibatch: the balancing loss counts as its mean over all tokens.
 
-    ``lengths``: tokens of this rank's rows, or of its part of them with context parallelism. ``summed`` adds a tensor up over the
-    data-parallel ranks; collective. ``scale_loss`` scales the objective.
+    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. The ranks that share a row by tensor or context
+    parallelism have parts of its loss, which their gradients add up; each data-parallel rank has rows of its own.
+
+    ``tokens``: number of tokens of the minibatch on all data-parallel ranks, without padding. ``scale_loss`` scales the objective.
     """
-    tokens = summed(torch.tensor(float(sum(lengths) * here.cp_size), dtype=torch.float64))
-    # A rank counts only its own part of a row's tokens.
-    share = here.tp_size * here.cp_size / float(tokens)
 
     def scale(value: Tensor) -> Tensor:
         """Scale the objective, which has a graph, or the number that Megatron gives for the balancing loss."""
-        return scale_loss(value) if value.requires_grad else value * share
+        return scale_loss(value) if value.requires_grad else value / tokens
 
     return scale

@@ -123,6 +123,7 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
     part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
     sequence_T = tensor_of(micro_batch.sequence_T).long()
+    padding_T = sample_T < 0
     rollout_T = to(tensor_of(micro_batch.rollout_log_probs_T))
     demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
     return Row(
@@ -130,7 +131,11 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
         targets_T=to(part(tensor_of(micro_batch.targets_T))),
         position_T=to(_places(mask_T, sequence_T)),
         turn_T=to(tensor_of(micro_batch.turn_T).long()),
-        packed=packed_row(micro_batch.cu_seqlens, to(part(tensor_of(micro_batch.position_ids_T)))),
+        packed=packed_row(
+            micro_batch.cu_seqlens,
+            to(part(tensor_of(micro_batch.position_ids_T))),
+            padding_T=to(part(padding_T)) if padding_T.any() else None,
+        ),
         demonstrated_T=to(demonstrated_T),
         listed_TK=to(part(tensor_of(micro_batch.teacher_top_ids_TK).long().view(-1, top_k))) if top_k else None,
         seen=Tokens(

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from learner.layout.stages import is_last
@@ -77,6 +78,7 @@ def run_rows(
                 position_ids=row.packed.position_ids_T[None],  # type: ignore[index]
                 attention_mask=None,
                 packed_seq_params=row.packed,
+                padding_mask=_padding_mask(policy, row.packed, model),
                 **({"fp32_output": False} if policy.config.bf16 else {}),
             )
         return output, partial(after, row)
@@ -96,6 +98,19 @@ def run_rows(
     return results[: len(rows)] if is_last(policy.parallel) else None
 
 
+def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | None:
+    """Return the tokens that the routers of a chunk leave out of their counts, [1, T], True = padding; None = none, or nothing is counted.
+
+    The chunk with the embedding divides the mask over the tensor-parallel ranks itself; a later one needs this rank's part.
+    """
+    if packed.padding_T is None or not policy.mixture.counts_tokens:
+        return None
+    here, padding_T = policy.parallel, packed.padding_T
+    if here.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        padding_T = own_part(padding_T, here.tp_rank, here.tp_size)
+    return padding_T[None]
+
+
 def _fillers(policy: Policy, num_rows: int) -> list[_Filler]:
     """Return rows of padding for the interleaved schedule, which wants a multiple of the number of stages."""
     here = policy.parallel
@@ -104,5 +119,6 @@ def _fillers(policy: Policy, num_rows: int) -> list[_Filler]:
         return []
     length = here.cp_size * here.tp_size
     positions_T = own_part(torch.arange(length, device=here.device), here.cp_rank, here.cp_size)
-    packed = packed_row(np.array([0, length], np.int32), positions_T)
+    padding_T = torch.ones_like(positions_T, dtype=torch.bool)
+    packed = packed_row(np.array([0, length], np.int32), positions_T, padding_T=padding_T)
     return [_Filler(tokens_T=torch.zeros_like(positions_T), packed=packed)] * missing

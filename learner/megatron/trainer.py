@@ -305,9 +305,8 @@ class Trainer:
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
-            lengths = [len(row.tokens_T) for row in rows]
-            scale_loss = self._optimizer.inner.scale_loss
-            self._policy.config.grad_scale_func = balanced(scale_loss, lengths, self._policy.parallel, self._summed)
+            tokens = self._summed(torch.stack([(row.seen.sample_T >= 0).sum() for row in rows]).sum())
+            self._policy.config.grad_scale_func = balanced(self._optimizer.inner.scale_loss, tokens)
         biases = [(bias, bias.clone()) for bias in self._policy.router_biases()] if self._policy.mixture.bias_update_rate else []
         with self._policy.routing.replaying():
             parts = run_rows(self._policy, rows, loss, forward_only=warms_up)

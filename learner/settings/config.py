@@ -308,11 +308,6 @@ class LearnerConfig:
         for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
-            if getattr(self, name) and self.virtual_pipeline > 1:
-                why = "whose rows of padding would count"
-                raise ValueError(
-                    f"{name}: want 0 with virtual_pipeline > 1, {why}, got {getattr(self, name)!r}; lower virtual_pipeline to 1"
-                )
         spread = self.num_ranks // self.pipeline_parallel
         if spread % self.expert_parallel:
             raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {self.expert_parallel}")

@@ -32,7 +32,7 @@ WAYS = {
     "given, full": Way(mixture=GIVEN, minibatches=3, lr=1e-2, recompute="full"),
     "unknown": Way(mixture=GIVEN, minibatches=3, lr=1e-2),
     "moved": Way(minibatches=3, lr=1e-2),
-    "given, balanced": Way(mixture=replace(GIVEN, aux_loss_coef=0.1), even_rows=True),
+    "given, balanced": Way(mixture=replace(GIVEN, aux_loss_coef=0.1), own_rows=True),
     "given, biased": Way(mixture=replace(GIVEN, bias_update_rate=0.01)),
 }
 USED = {family: MODELS[family] for family in ("qwen3_moe", "glm4_moe", DEEP)}
@@ -104,9 +104,9 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
         samples,
         step=STEP,
         data_parallel=here.dp_size,
-        max_tokens=1 if chosen.even_rows else 90,
+        max_tokens=1 if chosen.own_rows else 90,
         minibatches=chosen.minibatches,
-        pad_to=2 if chosen.even_rows else here.tp_size * here.cp_size,
+        pad_to=here.tp_size * here.cp_size,
         routed=shape if chosen.mixture.given else None,
     )
     routers = [parameter for name, parameter in made.policy.named_weights() if name.endswith("router.weight")]

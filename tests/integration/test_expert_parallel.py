@@ -133,8 +133,8 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: st
     [
         ("qwen3_moe", "moved", "replayed"),
         ("glm4_moe", "moved", "replayed"),
-        ("qwen3_moe", "even", "balanced"),
-        ("glm4_moe", "plain", "biased"),
+        ("qwen3_moe", "own rows", "balanced"),
+        ("glm4_moe", "own rows", "biased"),
     ],
 )
 def test_the_settings_change_the_numbers(world: World, family: str, one: str, other: str) -> None:
@@ -148,7 +148,7 @@ def test_a_router_of_scores_as_they_are_is_balanced_and_replayed(tmp_path: Path,
     """A balancing loss changes the gradient and not the policy's loss; replay changes the loss of later minibatches."""
     model_dir, plain = (
         write_tiny_model(tmp_path, "glm4_moe", vocab_size=VOCAB, norm_topk_prob=False),
-        {"balanced": "even"}.get(way, "moved"),
+        {"balanced": "own rows"}.get(way, "moved"),
     )
     with one_rank() as here:
         [ours], [other] = (take(learner(model_dir, here, WAYS[name]), (3,), here, WAYS[name]) for name in (way, plain))

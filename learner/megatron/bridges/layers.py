@@ -5,7 +5,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
@@ -37,7 +41,7 @@ class PartialReplay(RouterReplay):  # type: ignore[misc]
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's router of tokens to experts, with a product that needs no Transformer Engine."""
+    """Megatron's router of tokens to experts, with a product that needs no Transformer Engine. It counts no padding."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -48,13 +52,28 @@ class Router(TopKRouter):  # type: ignore[misc]
         logits: Tensor = torch.nn.functional.linear(input.float(), self.weight.float())
         return logits
 
-    def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *unused: Any, valid_token_count: Any = None, **more: Any
-    ) -> Tensor:
-        """Attach the balancing loss to the graph, multiplied by this rank's tokens (``balance``), without Megatron's global table of it."""
-        tokens = activation.shape[0] if valid_token_count is None else valid_token_count
-        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens)
+    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+        """Attach this rank's part of the row's balancing loss to ``probs``, multiplied by the tokens of the whole row (``balance``).
+
+        Scores and map are 0 for padding, so a row of nothing else has a loss of 0. Megatron's own multiplies by the tokens of this rank,
+        which are fewer where the padding is, and keeps a global table of losses.
+        """
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        # All ranks of a row must count alike, so tokens are counted by the map also where no mask is given.
+        sent_E, _, tokens = get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True)
+        loss = switch_load_balancing_loss_func(
+            scores_for_aux_loss, sent_E, tokens.clamp(min=1), self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion
+        )
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
         return attached
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert, once for every row that is trained. Megatron's own cannot apply a mask to several experts."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            counted_TE = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += counted_TE.sum(dim=0)
 
 
 class ScoreRouter(Router):

@@ -35,7 +35,9 @@ class PackedRow(PackedSeqParams):
     """
 
     position_ids_T: Tensor | None = None
-    """Positions of this rank's tokens; all other fields are those of the whole row, which context parallelism cuts into parts."""
+    """Positions of this rank's tokens. Fields without such a note are those of the whole row, which context parallelism cuts into parts."""
+    padding_T: Tensor | None = None
+    """True for padding in this rank's tokens; None = the whole row has none. Routers do not count it."""
     bounds_S: Tensor | None = None
     """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty."""
     buckets: tuple[tuple[int, int], ...] = ()
@@ -52,8 +54,8 @@ class PackedRow(PackedSeqParams):
     [T, E]) of the last pass, where routers are observed. In host memory; those of a device are complete after a synchronization."""
 
 
-def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
-    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T)."""
+def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T: Tensor | None = None) -> PackedRow:
+    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in ``PackedRow``."""
     device = position_ids_T.device
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -65,6 +67,7 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedR
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids_T=position_ids_T,
+        padding_T=padding_T,
         bounds_S=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device),
         buckets=buckets,
         take_P=None if in_order else torch.from_numpy(take).to(device),

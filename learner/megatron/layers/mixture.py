@@ -19,6 +19,11 @@ class Mixture:
     bias_update_rate: float = 0.0
     """Step by which routers with a bias per expert move it towards experts with few tokens; 0 = it is fixed."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """True if the number of tokens of each expert moves the policy: by a balancing loss or the biases of routers."""
+        return bool(self.aux_loss_coef or self.bias_update_rate)
+
     @classmethod
     def of(cls, learner: LearnerConfig) -> "Mixture":
         """Return those of a configuration."""
