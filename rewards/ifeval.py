@@ -19,6 +19,7 @@ _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
 _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-)", re.MULTILINE)
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s", "P.P.S.": r"p\.\s?p\.\s?s"}
 _WORD = re.compile(r"\w+")
 
 Check = Callable[[str, JsonMapping], bool]
@@ -108,8 +109,8 @@ def _title(text: str, own: JsonMapping) -> bool:
 
 
 def _postscript(text: str, own: JsonMapping) -> bool:
-    marker = re.sub(r"[.\s]", "", str(own["postscript_marker"])).lower()
-    return re.search(r"\.?\s{0,3}".join(map(re.escape, marker)), text.lower()) is not None
+    marker = str(own["postscript_marker"]).strip()
+    return re.search(_POSTSCRIPTS.get(marker.upper()) or re.escape(marker.lower()), text.lower()) is not None
 
 
 def _two_responses(text: str, own: JsonMapping) -> bool:
