@@ -1,4 +1,4 @@
-"""Rewards against the code that they are named after: slime's math, deepscaler, f1 and gpqa, verl's gsm8k and dapo.
+"""Rewards against the code that they are named after: slime's math, deepscaler, f1 and gpqa, verl's gsm8k and dapo, TRL's shaping.
 
 ``reference`` is the result of slime 624b824a8 or verl b178a3cd5 for an input of ours (gsm8k: its flexible and its strict method). Where
 our result is another one, the row has it as ``ours``, with the reason.
@@ -16,10 +16,14 @@ from rewards.dapo import dapo
 from rewards.deepscaler import deepscaler, math
 from rewards.gpqa import gpqa
 from rewards.gsm8k import gsm8k
+from rewards.overlong import overlong
 from rewards.port import RewardRequest
+from rewards.repetition import repetition
 from rewards.token_f1 import f1
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
+SHAPING = [json.loads(line) for line in (Path(__file__).parents[1] / "data/shaping_references.jsonl").read_text().splitlines()]
+"""Results of TRL 1.16's ``get_soft_overlong_punishment``, and of its ``get_repetition_penalty_reward`` over words instead of tokens."""
 REWARDS: dict[str, Any] = {
     "math": math,
     "deepscaler": deepscaler,
@@ -53,3 +57,14 @@ def test_every_difference_has_a_reason() -> None:
     results = Counter((row["reward"], row["reference"]) for row in ROWS)
     assert min(results[name, 1.0] for name in REWARDS) > 5, "each set has right answers, and wrong ones"
     assert all(sum(count for (reward, _), count in results.items() if reward == name) - results[name, 1.0] >= 15 for name in REWARDS)
+
+
+@pytest.mark.parametrize(("name", "function"), [("overlong", overlong), ("repetition", repetition)])
+def test_shaping_is_that_of_the_reference(name: str, function: Any) -> None:
+    rows = [row for row in SHAPING if row["reward"] == name]
+    assert len(rows) >= 60 and len({row["reference"] for row in rows}) >= 10
+    for row in rows:
+        asked = RewardRequest(
+            prompt="", response=row.get("response", ""), label=None, status=Status.COMPLETED, sampled_length=row.get("sampled_tokens", 0)
+        )
+        assert function(asked, **row["options"]) == pytest.approx(row["reference"], abs=1e-12), row
