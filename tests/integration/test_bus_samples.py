@@ -227,7 +227,7 @@ async def test_reading_leaves_no_consumer_behind(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 1)
         await read_some(bus, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES"))["state"]["consumer_count"]:
                 continue
 
