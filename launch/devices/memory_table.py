@@ -338,7 +338,7 @@ class Activations:
         return inner + self._post_norm(shape)
 
     def _norm(self, size: int) -> int:
-        """Return the bytes that a norm keeps per token beside its result: what it computes from, and a scale."""
+        """Return the bytes that a norm keeps per token beside its result."""
         return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + FLOAT32
 
     def _post_norm(self, shape: ModelShape) -> int:

@@ -39,9 +39,9 @@ def log_probs_and_entropy(
 
     ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but float64.
 
-    Logits of at most ``CHUNK_ELEMENTS`` are kept for the backward pass. Of larger ones only the inputs and tensors of size T are kept, and
-    the backward pass computes them again chunk by chunk (a fourth product beside the three of a linear layer). It adds the gradient of
-    a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it, which requires
+    Logits of one chunk (``CHUNK_ELEMENTS``, with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward pass. Of more, only the
+    inputs and tensors of size T are kept, and the backward pass computes them again chunk by chunk (a fourth product beside the three of a
+    linear layer). It adds the gradient of a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it, which requires
     ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
@@ -188,7 +188,7 @@ def _add_fused(sums: _Sums, z_TC: Tensor, scale: float) -> _Sums:
 
 
 class _Given(NamedTuple):
-    """What the gradient of the logits is made of, beside themselves."""
+    """Inputs of the gradient of the logits, beside the logits."""
 
     ids_TJ: Tensor
     """Columns of this rank's part of the vocabulary."""

@@ -31,7 +31,7 @@ CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
 
 FAILURES = "FAILURES_FILE"
-"""Environment variable: a file that gets each failure as it happens, for a machine whose time may be over before pytest prints them."""
+"""Environment variable with the path of a file to which each failure is written at once: a lent machine may be gone before pytest ends."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

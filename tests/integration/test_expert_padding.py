@@ -98,11 +98,11 @@ def test_recomputed_layers_leave_out_padding(here: Parallel, model_dirs: dict[st
 
 
 def test_the_balancing_loss_is_the_mean_over_all_tokens_of_that_of_their_row(here: Parallel, model_dirs: dict[str, Path]) -> None:
-    """Its gradient in a batch is the sum of those of the rows alone, each times its share of the tokens without padding."""
+    """The gradient of a batch is the sum of those of its rows alone, each times the share of the row in the tokens without padding."""
     batch, model_dir = batch_of(pad_to=32, row_of_padding=True), model_dirs["qwen3_moe"]
 
     def gradient(*rows: MicroBatch) -> Tensor:
-        """Return the gradient of the balancing loss of these rows, all weights in one: what its coefficient adds."""
+        """Return the gradient of the balancing loss of these rows by all weights: the difference of two runs, with and without it."""
         part = replace(batch, micro_batches=rows)
         with_loss, without = (trained(model_dir, here, part, Mixture(aux_loss_coef=coef)).gradients for coef in (10.0, 0.0))
         return torch.cat([(with_loss[name] - gradient).flatten() for name, gradient in without.items()])

@@ -1,4 +1,4 @@
-"""An address that answers ``debug score`` with anything but scores gets one line that says so."""
+"""``debug score`` with an address that answers with anything but scores ends with one line."""
 
 import socketserver
 import threading
@@ -15,7 +15,7 @@ def answering(data: bytes) -> Iterator[str]:
     """Serve these bytes as the answer to every request; yield the address."""
 
     class Handler(socketserver.BaseRequestHandler):
-        """Reads what has come of the request, and answers."""
+        """Reads the first part of a request, and answers."""
 
         def handle(self) -> None:
             """Answer one request."""
