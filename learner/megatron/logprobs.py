@@ -39,10 +39,11 @@ def log_probs_and_entropy(
 
     ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but float64.
 
-    Logits of one chunk (``CHUNK_ELEMENTS``, with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward pass. Of more, only the
-    inputs and tensors of size T are kept, and the backward pass computes them again chunk by chunk (a fourth product beside the three of a
-    linear layer). It adds the gradient of a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it, which requires
-    ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
+    Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward pass. Of more, only
+    the inputs and tensors of size T are kept, and the backward pass computes them again chunk by chunk (a fourth product beside the three
+    of a linear layer). It adds the gradient of a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype,
+    and returns none for it, which requires ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the
+    embedding of tied weights) as always.
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
     log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, fused)
