@@ -79,9 +79,10 @@ test-chaos: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/chaos $(BESIDE)
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
-# One after the other, as they measure. The second one takes longer cuts, too. Both print the times to the next step.
+# Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
+# every machine and longer cuts, and prints the times to the next step.
 test-net: setup
-	$(BIN)/python -m pytest -s -m "not slow" tests/net
+	$(BIN)/python -m pytest -m "not slow" tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/test_ipv6.py $(BESIDE)
 
 test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
@@ -98,7 +99,8 @@ test-sglang-all: setup $(SGLANG)/.ready
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
 test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
-	$(BIN)/python -m pytest tests/env --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+	$(BIN)/python -m pytest tests/env $(BESIDE) \
+		--openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
 environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready

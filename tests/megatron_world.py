@@ -1,5 +1,6 @@
 """Megatron's groups in tests: a world of one rank in the test process, and the layouts that ranks of a test form one after the other."""
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -46,8 +47,9 @@ def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     yield parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
-    with KeptPort() as kept:
-        port = [kept.number]
-        torch.distributed.broadcast_object_list(port)
-        parallel.leave()
-        os.environ["MASTER_PORT"] = str(port[0])
+    kept = KeptPort()
+    atexit.register(kept.close)  # until then no other process gets it, as the next ranks listen there
+    port = [kept.number]
+    torch.distributed.broadcast_object_list(port)
+    parallel.leave()
+    os.environ["MASTER_PORT"] = str(port[0])

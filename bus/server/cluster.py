@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +9,8 @@ from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from bus.server.nats_server import EmbeddedServer
-from bus.system.files import write_whole
+from bus.server.ports import KeptPort
 
-_ROUTES_FILE = "routes.json"
 _CLUSTER_NAME = "tidemill"
 
 
@@ -28,6 +26,9 @@ class EmbeddedBus:
         self._directory, self._config, self._read_only = directory, config, read_only
         self._auth_dir = auth_dir or directory / "auth"
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
+        on_this_machine = config.cluster if config.cluster > 1 and not config.server_name else 0
+        self._routes = [KeptPort() for _ in range(on_this_machine)]
+        """Ports of the routes, reserved until ``stop``: each server needs all of them before the others listen."""
         self.servers = [self._server(number, users) for number in range(config.cluster)]
 
     @property
@@ -55,6 +56,8 @@ class EmbeddedBus:
         """Stop all servers."""
         for server in self.servers:
             server.stop()
+        for port in self._routes:
+            port.close()
 
     def _server(self, number: int, users: Sequence[str]) -> EmbeddedServer:
         config = self._config
@@ -63,7 +66,7 @@ class EmbeddedBus:
             return EmbeddedServer(self._directory, config, extra=[*users, *lines], read_only=self._read_only)
         if config.cluster == 1:
             return EmbeddedServer(self._directory, config, extra=users, read_only=self._read_only)
-        places = self._places()
+        places = [f"127.0.0.1:{port.number}" for port in self._routes]
         lines = self._cluster_lines(f"n{number}", places[number], places)
         port = config.port + number if config.port > 0 else config.port
         own = dataclasses.replace(config, port=port)
@@ -83,16 +86,6 @@ class EmbeddedBus:
             lines.append(f"  tls {{ {', '.join(f'{name}: {quoted(file)}' for name, file in files.items())} }}")
         return [*lines, "}"]
 
-    def _places(self) -> list[str]:
-        """Return the route addresses of the servers on this machine: chosen once, kept over restarts."""
-        file = self._directory / _ROUTES_FILE
-        if file.exists():
-            return list(json.loads(file.read_text()))
-        self._directory.mkdir(parents=True, exist_ok=True)
-        places = free_places(self._config.cluster)
-        write_whole(file, json.dumps(places), private=True)
-        return places
-
 
 def _check_account(store: Path, *, with_users: bool) -> None:
     """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the other way round."""
@@ -101,13 +94,3 @@ def _check_account(store: Path, *, with_users: bool) -> None:
     if there.is_dir() and any(there.iterdir()):
         made, want = ("without", "false") if with_users else ("with", "true")
         raise ServerFailed(f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory")
-
-
-def free_places(count: int) -> list[str]:
-    """Return ``127.0.0.1:port`` of ports that are free at the moment."""
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in taken]
-    finally:
-        for sock in taken:
-            sock.close()

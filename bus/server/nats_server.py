@@ -24,6 +24,8 @@ LOCK_FILE = "lock"
 """File in a server's directory that is locked as long as the server lives."""
 _START_S = 30.0
 """Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+_PORTS = 3
+"""Number of ports that are tried at a first start."""
 _STOP_S = 5.0
 """Time that a server, or a reader of its store, has to end."""
 
@@ -108,14 +110,23 @@ class EmbeddedServer:
         if self.running:
             return self.url
         self.directory.mkdir(parents=True, exist_ok=True)
-        try:
-            self._url = self._launch()
-        except BaseException:
-            self._let_go()
-            raise
+        for others in reversed(range(_PORTS)):
+            try:
+                self._url = self._launch()
+                break
+            except BaseException as error:
+                self._let_go()
+                if not others or not self._lost_its_port(error):
+                    raise
+                self._port_file.unlink(missing_ok=True)
         if self._reader is None:
             self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
         return self._url
+
+    def _lost_its_port(self, error: BaseException) -> bool:
+        """Return whether a program took a port that no process of this run knows yet: a reserved one can be had by its number."""
+        chosen = self._reader is None and self.config.port < 0 and not self._url
+        return chosen and isinstance(error, ServerFailed) and "address already in use" in str(error)
 
     def stop(self) -> None:
         """Stop it by SIGTERM, and by SIGKILL after 5 s."""

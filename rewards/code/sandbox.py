@@ -61,11 +61,19 @@ def obstacle() -> str:
 
 
 def run(
-    program: str, bounds: Bounds, *, stdin: str = "", call: tuple[str, Sequence[Any]] | None = None, tests: str = "", python: str = ""
+    program: str,
+    bounds: Bounds,
+    *,
+    stdin: str = "",
+    call: tuple[str, Sequence[Any]] | None = None,
+    tests: str = "",
+    imports: bool = False,
+    python: str = "",
 ) -> Outcome:
     """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that raises).
 
-    ``python``: interpreter; default this one. Raises RewardFailed where no process can be started or confined.
+    ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises RewardFailed where no process
+    can be started or confined.
     """
     if reason := obstacle():
         raise RewardFailed("code", reason)
@@ -74,6 +82,7 @@ def run(
         "program": program,
         "call": list(call) if call is not None else None,
         "tests": tests,
+        "imports": imports,
         "word": word,
         "memory_mb": bounds.memory_mb,
         "cpu_s": int(bounds.seconds) + 1,

@@ -37,6 +37,7 @@ def code(
     share: bool = False,
     whole: bool = False,
     function: str = "",
+    imports: bool = True,
     python: str = "",
 ) -> dict[str, float]:
     """Return ``score`` 1 if the response's program passes all tests, else 0, with ``passed`` and ``tests``, their numbers.
@@ -48,7 +49,9 @@ def code(
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
     ``seconds`` and ``memory_mb`` are those of one test. ``max_tests``: only so many, those with the longest input (0 = all). ``share``: the
-    score is the share of tests passed, and all are run; else the first failure ends them. Raises RewardFailed for a label without tests.
+    score is the share of tests passed, and all are run; else the first failure ends them. ``imports``: names of typing, collections, math
+    and other modules (``jail.MODULES``) need no import, as with the judges that such tests come from. Raises RewardFailed for a label
+    without tests.
     """
     tests = cases_in(request.label, function=function)
     if max_tests and len(tests) > max_tests:
@@ -57,7 +60,7 @@ def code(
     passed = 0
     bounds = Bounds(seconds=seconds, memory_mb=memory_mb)
     for test in tests if program else ():
-        passed += (good := passes(program, test, bounds, python=python))
+        passed += (good := passes(program, test, bounds, imports=imports, python=python))
         if not good and not share:
             break
     score = passed / len(tests) if share else float(passed == len(tests))
@@ -71,9 +74,9 @@ def program_in(response: str, *, whole: bool = False) -> str:
     return found if len(found) <= MAX_PROGRAM else ""
 
 
-def passes(program: str, test: Case, bounds: Bounds, *, python: str = "") -> bool:
+def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, python: str = "") -> bool:
     """Return whether a program passes one test. Raises RewardFailed where no sandbox can be had."""
-    outcome = run(program, bounds, stdin=test.stdin, call=test.call, tests=test.code, python=python)
+    outcome = run(program, bounds, stdin=test.stdin, call=test.call, tests=test.code, imports=imports, python=python)
     if not outcome.passed:
         return False
     if test.code:
@@ -105,9 +108,7 @@ def _same_word(got: str, want: str) -> bool:
 
 
 def same_value(got: Any, want: Any) -> bool:
-    """Compare results as JSON has them; floats that differ by 1e-6 are equal."""
-    if isinstance(got, bool) or isinstance(want, bool):
-        return got is want
+    """Compare results as JSON has them; floats that differ by 1e-6 are equal, and so are True and 1, as in Python."""
     if isinstance(got, int | float) and isinstance(want, int | float):
         return got == want or (not (isinstance(got, int) and isinstance(want, int)) and _close(got, want))
     if isinstance(got, list) and isinstance(want, list):

@@ -7,7 +7,6 @@ machine slows both. ``python -m tests.bench learner_step``
 
 import argparse
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import MicroBatch, StepBatch
 from learner.megatron.layers.kernels import Wanted
@@ -119,11 +119,9 @@ def our_step(
 
     global _parallel
     if _parallel is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
+        with KeptPort() as port:
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
+            _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
     policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels)
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)

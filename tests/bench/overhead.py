@@ -8,7 +8,6 @@ a veto and the ESS-scaled learning rate. For both the parts of a step are printe
 import argparse
 import functools
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.data.batch import StepBatch
 from learner.settings.config import OptimizerConfig
@@ -33,11 +33,9 @@ def joined() -> Any:
     """Return the groups of a world of one, joined once."""
     from learner.layout.parallel import choose_device, join
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return join(tensor_parallel_size=1, device=choose_device("auto"), seed=0)
+    with KeptPort() as port:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
+        return join(tensor_parallel_size=1, device=choose_device("auto"), seed=0)
 
 
 def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:

@@ -10,7 +10,6 @@ they do in a run: filled into a standby copy and flipped in between two decoding
 import functools
 import json
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from actors.serving.builtin.sequence import Sequence as Response
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weights import Weights
 from actors.text.text import Text
+from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
@@ -161,12 +161,10 @@ def world_of_one() -> Any:
     """Return Megatron's groups for this process alone, joined once."""
     from learner.layout.parallel import choose_device, join
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    return join(tensor_parallel_size=1, device=choose_device("cpu"), seed=0)
+    with KeptPort() as port:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
+        torch.set_num_threads(1)
+        return join(tensor_parallel_size=1, device=choose_device("cpu"), seed=0)
 
 
 class PinnedLoop:

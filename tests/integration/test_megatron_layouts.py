@@ -60,8 +60,16 @@ MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4
 """Models by name, and the layout of one rank with which the others are compared."""
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
-SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name}
-"""Layouts of four processes, and those with every case. Each case is divided anyway: over two replicas, or into micro-batches."""
+SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name} | {
+    "pp2 of one row",
+    "pp2, tied",
+    "cp2 sharded optimizer",
+    "tp2 sp, recompute",
+    "pp2, recompute",
+    "bfloat16, pp2",
+}
+"""Layouts of four processes, those with every case, and those whose parts others have as well. Each case is divided anyway: over two
+replicas, or into micro-batches."""
 
 Results = dict[str, dict[str, Any]]
 

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,11 @@ NAMED_S = 5.0
 BACK_S = 120.0
 ROLES = ["actor", "actor", "bus", "engine", "feeder", "host", "host", "host", "learner", "router"]
 LEARNS_S = 390.0
+
+
+def machines(*often: str) -> list[Any]:
+    """Return the machines as parameters; all but these are left to ``make test-net-all``."""
+    return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in SITE]
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +172,12 @@ async def test_100_mbit_on_one_machine(healed: Site) -> None:
         await all_there(healed, bus, before)
 
 
-@pytest.mark.parametrize("name", SITE)
+@pytest.mark.parametrize("name", machines("bus", "node", "gpu", "act0"))
 async def test_a_machine_cut_off_for_10_s_is_ridden_out(healed: Site, name: str) -> None:
     await _cut(healed, name, CUT_S)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("bus",) else pytest.mark.slow) for name in SITE])
+@pytest.mark.parametrize("name", machines("bus"))
 async def test_a_machine_cut_off_for_60_s_is_ridden_out(healed: Site, name: str) -> None:
     await _cut(healed, name, LONG_CUT_S)
 
@@ -259,7 +265,7 @@ async def test_an_actor_behind_a_delay_of_50_ms(run: Site) -> None:
         await asyncio.to_thread(relay.end)
 
 
-@pytest.mark.parametrize("name", SITE)
+@pytest.mark.parametrize("name", machines("bus", "node", "gpu", "router"))
 async def test_a_machine_vanishes_and_returns(healed: Site, name: str) -> None:
     machine = healed.lab[name]
     machine.vanish()

@@ -97,7 +97,9 @@ def test_outputs(got: str, want: str, same: bool) -> None:
     [
         (1, 1.0, True),
         (0.1 + 0.2, 0.3, True),
-        (True, 1, False),
+        (True, 1, True),
+        (True, False, False),
+        (True, 2, False),
         ([1, [2.0]], [1, [2]], True),
         ([1], [1, 2], False),
         ({"a": 1}, {"a": 1.0}, True),
