@@ -26,6 +26,8 @@ from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
 STEPS = (3, 4, 5)
+OF_RANKS = STEPS[:2]
+"""Steps of ``trained``."""
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, eps=1e-5)
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 GAE: dict[str, Any] = {"advantage": "gae", "gamma": 0.99, "lam": 0.9}
@@ -99,11 +101,11 @@ def build(
 
 
 def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, minibatches: int = 1, **settings: Any) -> dict[str, object]:
-    """Train ``STEPS``, or those after the checkpoint. Returns metrics and the policy's digest."""
+    """Train ``OF_RANKS``, or those after the checkpoint. Returns metrics and the policy's digest."""
     built = build(model_dir, here, kl=MOVING, **settings)
-    steps = STEPS
+    steps = OF_RANKS
     if checkpoint is not None:
-        steps = STEPS[STEPS.index(built.load(checkpoint)) + 1 :]
+        steps = steps[steps.index(built.load(checkpoint)) + 1 :]
     metrics = [built.train(step, here, minibatches=minibatches) for step in steps]
     return {"metrics": metrics, "digest": built.policy.digest()}
 

@@ -21,7 +21,7 @@ from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
-STEPS = (3, 4, 5)
+STEPS = (3, 4)
 LORA = LoraConfig(rank=4, alpha=8)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl=KLConfig(coef=0.1))

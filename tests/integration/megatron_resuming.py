@@ -95,19 +95,19 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
     return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1]), "layers": layers}
 
 
-def main(model_dir: Path, of_one: Path, whole: bool, out: Path) -> None:
-    """``of_one``: checkpoint of one rank. ``whole``: each layout loads those that are saved after it, too."""
+def main(model_dir: Path, of_one: Path, every: bool, out: Path) -> None:
+    """``of_one``: checkpoint of one rank. ``every``: each layout loads those of all; else its own and that of the layout before it."""
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
         with joined(**layout.sizes) as here:
             results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
             results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
-            # Half of all pairs: a layout loads those that were saved before it, and itself.
-            for other in [*LAYOUTS][: [*LAYOUTS].index(name) + 1]:
+            number = [*LAYOUTS].index(name)
+            for other in [*LAYOUTS][0 if every else max(0, number - 1) : number + 1]:
                 results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
             if name in SKIPPING:
                 results[f"skips {name}"] = skips(model_dir, here)
-    for name, layout in LAYOUTS.items() if whole else ():
+    for name, layout in LAYOUTS.items() if every else ():
         with joined(**layout.sizes) as here:
             for other in [*LAYOUTS][[*LAYOUTS].index(name) + 1 :]:
                 results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)

@@ -69,7 +69,7 @@ def learner(model_dir: Path, here: Parallel, dtype: str, way: Way, settings: Opt
 
 def take(trainer: Trainer, step: int, here: Parallel) -> dict[str, float]:
     samples = make_samples(vocab=VOCAB, step=step)
-    return trainer.train(make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=24, minibatches=2)[here.dp_rank])
+    return trainer.train(make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=50, minibatches=2)[here.dp_rank])
 
 
 def trained(model_dir: Path, here: Parallel, case: tuple[str, str], settings: OptimizerConfig, out: Path | None) -> dict[str, object]:

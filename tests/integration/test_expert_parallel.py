@@ -70,7 +70,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS)
 def test_the_numbers_of_one_process(world: World, family: str, layout: str, way: str) -> None:
-    """Loss, gradient norm and all metrics of three steps; the weights that the engines would get are those of the file at the start."""
+    """Loss, gradient norm and all metrics of two steps; the weights that the engines would get are those of the file at the start."""
     _compare(world, world.ranks, family, layout, way)
 
 

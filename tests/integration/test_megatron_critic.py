@@ -24,7 +24,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration import critic_ranks
-from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OPTIMIZER, STEPS, VOCAB, Built, build
+from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OF_RANKS, OPTIMIZER, STEPS, VOCAB, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import undocumented
 from tests.same_metrics import TIMES
@@ -218,7 +218,7 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
     one = build(model_dir, here, kl=MOVING, saves=f"{tmp_path}/one_{{step}}_{{rank}}.safetensors")
     metrics = []
     (tmp_path / "checkpoint").mkdir()
-    for step in STEPS:
+    for step in OF_RANKS:
         metrics.append(one.train(step, here))
         if step == STEPS[0]:
             one.save(tmp_path / "checkpoint", step)
@@ -235,7 +235,7 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
                     same(each, other)
                 except AssertionError as error:
                     raise AssertionError(f"{name}: {error}") from None
-    for step, name in product(STEPS, critic_ranks.LAYOUTS):
+    for step, name in product(OF_RANKS, critic_ranks.LAYOUTS):
         files = [tmp_path / f"{name}_{step}_{int(name == 'pp2')}.safetensors", tmp_path / f"one_{step}_0.safetensors"]
         for pair in (files, list(map(critic_path, files)), list(map(record_path, map(critic_path, files)))):
             found = compare_train(*map(read_train, pair), 1e-4)

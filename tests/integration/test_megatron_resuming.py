@@ -1,4 +1,4 @@
-"""A checkpoint of any layout continues in any other: tensor, pipeline, data and context parallel, and one rank."""
+"""A checkpoint of any layout continues in any other: tensor, pipeline, data and context parallel, and one rank. Every pair: ``make test-all``."""
 
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,24 @@ from tests.tiny_models import write_tiny_model
 class World:
     """Results of one rank, of two ranks in every layout, and the directory of their checkpoints."""
 
-    def __init__(self, root: Path, *, tied: bool) -> None:
+    def __init__(self, root: Path, *, every: bool, tied: bool) -> None:
         self.model_dir = write_tiny_model(root / "model", vocab_size=VOCAB, num_hidden_layers=4, tied=tied)
         self.out = root / "out"
         self.out.mkdir()
         with one_rank() as here:
             self.one = saved(Learner(self.model_dir, here), root / "of-one")
-            # Tied embeddings have one more tensor that two stages share, so they take the other half of the pairs, too.
-            self.pairs = len(LAYOUTS) * (1 + len(LAYOUTS) if tied else 1 + (len(LAYOUTS) + 1) / 2)
-            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one", tied), world=2, out=self.out, timeout_s=900)
+            self.pairs = len(LAYOUTS) * (1 + len(LAYOUTS)) if every else 3 * len(LAYOUTS) - 1
+            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one", every), world=2, out=self.out, timeout_s=900)
             self.in_one = {name: Learner(self.model_dir, here).resume(self.out / name) for name in LAYOUTS}
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
+PAIRS = ["neighbours", *(pytest.param(name, marks=pytest.mark.slow) for name in ("every pair", "every pair, tied"))]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"), tied=request.param)
+    """Return the results. Tied embeddings have one more tensor that two stages share."""
+    return World(tmp_path_factory.mktemp("world"), every="every" in request.param, tied="tied" in request.param)
 
 
 def assert_same(ours: dict[str, float], others: dict[str, float], where: str) -> None:

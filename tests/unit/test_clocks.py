@@ -1,6 +1,7 @@
 """No decision depends on the wall clock: it may jump, and those of two machines differ. Every use is listed here with its purpose."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,7 @@ def test_files_are_not_compared_by_their_times() -> None:
         assert not names, f"{file}:{names[0].lineno}: {names[0].attr}"
 
 
+@functools.cache
 def _modules() -> list[tuple[str, ast.Module]]:
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     assert len(files) > 100
