@@ -136,7 +136,7 @@ async def running_engines(scene: Scene, quarantine_s: tuple[float, float] = (0.0
     running = asyncio.create_task(engines.run())
     try:
         if scene.view:
-            async with engines.acquire(timeout_s=5):
+            async with engines.acquire(timeout_s=60):
                 pass
         yield engines
     finally:

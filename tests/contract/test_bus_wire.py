@@ -64,12 +64,12 @@ class ForeignActor:
         return message
 
     async def store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        answer = json.loads((await self.nc.request(subject, payload, timeout=5, headers=headers)).data)
+        answer = json.loads((await self.nc.request(subject, payload, timeout=60, headers=headers)).data)
         assert "error" not in answer, answer
         return int(answer["seq"])
 
     async def settle(self, task: Msg) -> None:
-        await self.nc.request(task.reply, b"+ACK", timeout=5)
+        await self.nc.request(task.reply, b"+ACK", timeout=60)
 
 
 def i4(*values: int) -> bytes:

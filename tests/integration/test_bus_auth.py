@@ -271,10 +271,10 @@ async def test_headers_of_a_message_affect_no_other_message(as_user: As, user: s
         streams = ["KV_TM_r_weights", "KV_TM_r_live", "KV_TM_r_wanted", "KV_TM_r_run", "TM_r_SAMPLES", "TM_r_PARTIALS", "TM_r_DEAD"]
         for bucket in subjects.BUCKETS:
             await learner.rows(bucket).put("another.s", {"version": 571})
-        await bus.nc.request(subject, b"{}", timeout=5)
+        await bus.nc.request(subject, b"{}", timeout=60)
         before = [await learner.jet.state(stream) for stream in streams]
         for headers in HEADERS:
-            answer = json.loads((await bus.nc.request(subject, b"{}", headers=headers, timeout=5)).data)
+            answer = json.loads((await bus.nc.request(subject, b"{}", headers=headers, timeout=60)).data)
             assert "error" in answer, f"{headers} was taken"
         assert [await learner.jet.state(stream) for stream in streams] == before
 

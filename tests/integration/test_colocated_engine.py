@@ -142,7 +142,7 @@ async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
     gone = LiveRow(role="engine", id="gone", host="here", pid=3, phase="serving", address="http://127.0.0.1:9", capabilities=colocated)
     elsewhere = LiveRow(role="engine", id="elsewhere", host="there", pid=4, phase="serving", address="http://127.0.0.1:9")
     do = asyncio.to_thread
-    async with open_bus() as bus, publishing(bus, nats_server.url, models[0], tmp_path, deadline_s=2.5) as publisher:
+    async with open_bus() as bus, publishing(bus, nats_server.url, models[0], tmp_path, deadline_s=6.0) as publisher:
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)

@@ -535,7 +535,7 @@ async def test_streams_are_trimmed_behind_the_oldest_kept_checkpoint(open_world:
 
 
 async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenWorld) -> None:
-    async with open_world(batch_timeout_s=0.5) as world:
+    async with open_world(batch_timeout_s=3.0) as world:
         async with world.feeder() as (url, feeding):
             with pytest.raises(FeederFailed, match="2 more groups for step 1"):
                 await world.train(url)

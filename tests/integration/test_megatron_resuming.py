@@ -1,4 +1,4 @@
-"""A checkpoint of any layout continues in any other: tensor, pipeline, data and context parallel, and one rank. Every pair: ``make test-all``."""
+"""A checkpoint of any layout continues in any other: tensor, pipeline, data, context parallel, one rank. All pairs: ``make test-all``."""
 
 from pathlib import Path
 from typing import Any

@@ -198,7 +198,7 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
     """Nothing listens at the address that node 1 advertises first."""
     apart = r"node 0 \(h, 127\.0\.0\.1\) to reach node 1 \(h, 127\.0\.0\.2\): .*refused"
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader:
-        async with node(two, 1, Limits(wait_s=0.5), address="127.0.0.2") as other:
+        async with node(two, 1, Limits(wait_s=4.0), address="127.0.0.2") as other:
             with pytest.raises(LearnerEnded, match=apart):
                 await other.ended()
         assert any(re.search(apart, row.waits_for) for row in leader.shown)
@@ -277,7 +277,7 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
 
 
 async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    short = Limits(fence_s=2.0)
+    short = Limits(fence_s=4.0)
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0, short) as leader, node(two, 1, short) as other:
         await leader.started()
         await other.started()

@@ -1,6 +1,7 @@
 """Rewards in child processes: results, and every way to fail, none of which stops the event loop or leaves a process."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -16,11 +17,11 @@ from rewards.children.limits import Limits, children_of
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
 from rewards.scorers.single import opened
-from tests.conftest import waited_for_a_core_s
 
 HERE = "tests.child_rewards"
 LIMITS = Limits(timeout_s=30.0, workers=3)
 BRIEF = Limits(timeout_s=0.5, workers=3)
+"""For calls that never end; others are tried again (``surely``), as a busy machine may take longer."""
 
 
 def request(response: str, label: Any = None, **more: Any) -> RewardRequest:
@@ -34,6 +35,14 @@ async def scoring(function: str, limits: Limits = LIMITS, **options: Any) -> Asy
     async with opened(f"{HERE}:{function}", options, limits) as score:
         yield score
     assert children_of({os.getpid()}) <= before
+
+
+async def surely(score: Scorer, response: str) -> object:
+    """Return the reward of a response that takes no time."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return await score(request(response))
 
 
 async def gone(*pids: int) -> None:
@@ -105,7 +114,7 @@ async def test_a_result_that_is_no_number_fails(label: object) -> None:
 
 async def test_a_built_in_reward_that_can_take_long_runs_in_children() -> None:
     async with opened("regex", {"pattern": "(a+)+b"}, BRIEF) as score:
-        assert await score(request("xab")) == 1.0
+        assert await surely(score, "xab") == 1.0
         with pytest.raises(TimeoutError):
             await score(request("a" * 60))
 
@@ -120,8 +129,8 @@ async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop
     longest, last, ended = 0.0, 0.0, asyncio.Event()
 
     def now() -> float:
-        """Return seconds, without those in which this thread wanted a core and had none."""
-        return time.monotonic() - waited_for_a_core_s()
+        """Return seconds of a core that this thread has had: a loop that is stopped by a reward spends them on it."""
+        return time.thread_time()
 
     async def beat() -> None:
         nonlocal longest, last
@@ -130,7 +139,7 @@ async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop
             longest, last = max(longest, now() - last), now()
 
     async with scoring("backtracks", BRIEF) as score, asyncio.TaskGroup() as group:
-        await score(request("b"))
+        await surely(score, "b")
         last = now()
         group.create_task(beat())
         found = await asyncio.gather(*(score(request("a" * 60)) for _ in range(4)), return_exceptions=True)
@@ -142,11 +151,11 @@ async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop
 @pytest.mark.parametrize("response", ["hang", "ignore"])
 async def test_a_call_past_its_limit_is_killed_and_others_are_scored(response: str) -> None:
     async with scoring("misbehaves", BRIEF) as score:
-        first = int(await score(request("pid")))  # type: ignore[arg-type]
+        first = int(await surely(score, "pid"))  # type: ignore[arg-type]
         with pytest.raises(TimeoutError):
             await score(request(response))
         await gone(first)
-        assert await score(request("ok")) == 1.0
+        assert await surely(score, "ok") == 1.0
 
 
 async def test_a_call_that_is_cancelled_is_killed() -> None:
@@ -187,7 +196,7 @@ async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch
 
 
 async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_is_killed() -> None:
-    async with scoring("counted", BRIEF) as score:
+    async with scoring("counted", Limits(timeout_s=5.0, workers=3)) as score:
         assert [await score(request("")) for _ in range(3)] == [1.0, 2.0, 3.0]
         with pytest.raises(TimeoutError):
             await score(request("wait"))

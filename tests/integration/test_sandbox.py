@@ -141,7 +141,7 @@ def test_an_open_descriptor_is_not_inherited(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)), secret.open():
         found = run("import os\nfor n in range(64):\n try: os.fstat(n); print(n)\n except OSError: pass", BOUNDS)
     assert len(found.output.split()) <= 4, "standard ones, and that of the result"
-    listed = run("import os\nfor n in range(3, 64):\n try: print(os.read(n, 10))\n except OSError: pass", BRIEF)
+    listed = run("import os\nfor n in range(3, 64):\n try: print(os.read(n, 10))\n except OSError: pass", BOUNDS)
     assert "secret" not in listed.output
 
 
@@ -170,7 +170,7 @@ def test_a_machine_without_a_sandbox_is_refused_before_the_first_response(monkey
 
 async def test_the_reward_in_an_actor_s_children_leaves_nothing_running() -> None:
     label = {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "6\n"]}
-    async with opened("code", {"seconds": 5.0}, Limits(timeout_s=60.0, workers=2)) as score:
+    async with opened("code", {"seconds": 20.0}, Limits(timeout_s=60.0, workers=2)) as score:
         for program, want in (("print(int(input()) + 1)", 1.0), ("print(2)", 0.0), ("import os\nos.fork()", 0.0)):
             response = f"I would write\n```python\n{program}\n```\nand that is it."
             found = await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED))

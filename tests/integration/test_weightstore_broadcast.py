@@ -130,7 +130,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
-        channel = GroupChannel(group, [], thread, deadline_s=1.5, address="127.0.0.1")
+        channel = GroupChannel(group, [], thread, deadline_s=5.0, address="127.0.0.1")
         await channel.send(pattern(SMALL))
         os.kill(told(pipe), signal.SIGSTOP)
         found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)

@@ -19,7 +19,7 @@ GONE = EngineGone("e", "connection reset")
 
 
 async def chosen(engines: EnginePool, **wanted: object) -> str:
-    async with engines.acquire(timeout_s=5, **wanted) as (id, _):  # type: ignore[arg-type]
+    async with engines.acquire(timeout_s=60, **wanted) as (id, _):  # type: ignore[arg-type]
         return id
 
 
@@ -27,7 +27,7 @@ async def fail(engines: EnginePool, error: EngineError) -> str:
     """Send a request that fails. Returns the id of its engine."""
     id = ""
     with pytest.raises(type(error)):
-        async with engines.acquire(timeout_s=5) as (id, _):
+        async with engines.acquire(timeout_s=60) as (id, _):
             raise error
     return id
 
@@ -35,7 +35,7 @@ async def fail(engines: EnginePool, error: EngineError) -> str:
 async def test_requests_spread_to_where_least_is_in_flight() -> None:
     scene = Scene({"a": (), "b": (), "c": ()})
     async with running_engines(scene) as engines, AsyncExitStack() as requests:
-        ids = [(await requests.enter_async_context(engines.acquire(timeout_s=1)))[0] for _ in range(6)]
+        ids = [(await requests.enter_async_context(engines.acquire(timeout_s=60)))[0] for _ in range(6)]
         assert Counter(ids) == {"a": 2, "b": 2, "c": 2}
 
 
@@ -87,7 +87,7 @@ async def test_quarantines_grow_to_a_bound() -> None:
 async def _back(engines: EnginePool) -> None:
     """Wait until the only engine may be selected again, without counting a success for it."""
     with pytest.raises(BadRequest):
-        async with engines.acquire(timeout_s=5):
+        async with engines.acquire(timeout_s=60):
             raise BadRequest("so that it is no success")
 
 
@@ -103,7 +103,7 @@ async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
     async with running_engines(Scene({"a": ()}), quarantine_s=(0.05, 60.0)) as engines:
 
         async def request() -> None:
-            async with engines.acquire(timeout_s=5):
+            async with engines.acquire(timeout_s=60):
                 await asyncio.sleep(0)
                 raise GONE
 
@@ -165,7 +165,7 @@ async def test_a_cancelled_wait_is_forgotten() -> None:
 async def test_an_engine_that_disappears_is_closed_after_its_last_request() -> None:
     scene = Scene({"a": (), "b": ()})
     async with running_engines(scene) as engines:
-        async with engines.acquire(timeout_s=1) as (id, _):
+        async with engines.acquire(timeout_s=60) as (id, _):
             assert id == "a"
             waiting = asyncio.create_task(chosen(engines, min_version=9))  # so that discovery polls often
             scene.view = {}
