@@ -108,7 +108,8 @@ class TurnStream:
                 first = False
                 continue
             try:
-                if not records and await asyncio.wait_for(self._settled(task), READ_S):
+                # Whatever was read: the log may have been removed meanwhile, and have records of actors that found it so.
+                if await asyncio.wait_for(self._settled(task), READ_S):
                     break
             except (BusError, TimeoutError) as error:
                 return [], self._not_read(task, index, attempt, error)

@@ -60,7 +60,7 @@ def wanted(child: Child, model_dir: Path, directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ROLES)
 def test_the_metrics_are_those_of_the_cpu(role: str, rank: Parallel, model_dir: Path, directory: Path, wanted: dict[str, Any]) -> None:
     steps = trained(role, model_dir, directory, rank)
-    assert len(steps) == len(wanted[role]) == 3
+    assert len(steps) == len(wanted[role]) >= 2
     for step, other in zip(steps, wanted[role], strict=True):
         assert step.keys() == other.keys()
         wrong = {}

@@ -28,7 +28,8 @@ SETTINGS = (f"learner.steps={NO_END}", "learner.groups_per_step=16", "learner.ch
 REWARD = 0.9
 CUT_S = 10.0
 LONG_CUT_S = 60.0
-NAMED_S = 5.0
+NAMED_S = 30.0
+"""On a machine with nothing else to do it takes 2 to 4 s (docs/benchmarks.md)."""
 BACK_S = 120.0
 ROLES = ["actor", "actor", "bus", "engine", "feeder", "host", "host", "host", "learner", "router"]
 LEARNS_S = 390.0

@@ -1,0 +1,337 @@
+"""Recovery by turns under random schedules: actors of one episode are killed, frozen and superseded at every operation, and answers lost.
+
+The log is the real one (``TurnStream``, ``TurnLog``, ``Episode``). The stream is a model of JetStream's rules in memory: an expected last
+sequence by subject, and message ids, which a replicated stream compares first and a single one second. The real server under kills:
+tests/chaos and tests/integration/test_recovery_by_turns.py.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from actors.engines.port import Generation
+from actors.engines.responses import Response
+from actors.episodes.episode import Episode
+from actors.episodes.recorder import Output
+from actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
+from bus.client.jetstream import Message
+from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from bus.errors import BusUnavailable, NotFound, Refused
+from bus.streams import episode_turns
+from bus.streams.episode_turns import Superseded, TurnStream
+from bus.wire import subjects
+from bus.wire.codec import decode_turn_record
+from bus.wire.messages import Sampling, Span, Task, Timings
+from bus.wire.turn_records import TurnKind
+from tests.bus_kit import make_task
+
+TASK, SUBJECT = 7, subjects.turn("r", 7, 0)
+COUNT = 400
+"""Schedules of a test: 20,000 in all."""
+MOST_TURNS = 5
+ACTORS = 5
+"""Actors that may be killed, frozen or fail; the one behind them is left alone, and ends the episode."""
+HOLDER: contextvars.ContextVar[int] = contextvars.ContextVar("holder")
+
+
+class Died(Exception):
+    """The program failed."""
+
+
+@dataclass
+class World:
+    """The stream, the engine, the environment of the episode, and what happened."""
+
+    random: random.Random
+    again: str
+    replicated: bool
+    messages: list[Message] = field(default_factory=list)
+    seq: int = 0
+    floor: int = 0
+    parked: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+    """Actors that wait to be released, at an operation each."""
+    generated: int = 0
+    failures: int = 0
+    told: dict[tuple[int, bytes], list[int]] = field(default_factory=dict)
+    """The answer to a prompt, by the number of the environment: another one after a failure; with ``restart`` each actor has its own."""
+    samples: list[list[int]] = field(default_factory=list)
+    happened: Counter[str] = field(default_factory=Counter)
+
+    async def gate(self) -> None:
+        """Wait for the schedule."""
+        holder = HOLDER.get()
+        future = self.parked[holder] = asyncio.get_running_loop().create_future()
+        try:
+            await future
+        finally:
+            self.parked.pop(holder, None)
+
+    # What TurnStream uses of the bus.
+
+    async def attempt(self, subject: str, data: bytes, headers: dict[str, str]) -> PublishAck:
+        await self.gate()
+        if self.random.random() < 0.1:
+            raise BusUnavailable(subject, "not sent")
+        ack = self._stored(subject, data, headers)
+        await self.gate()
+        if self.random.random() < 0.15:
+            self.happened["answer lost"] += 1
+            raise BusUnavailable(subject, "no answer")
+        return ack
+
+    def _stored(self, subject: str, data: bytes, headers: dict[str, str]) -> PublishAck:
+        same = [one for one in self.messages if one.headers[subjects.MESSAGE_ID] == headers[subjects.MESSAGE_ID]]
+        if same and self.replicated:
+            return PublishAck(same[0].seq, duplicate=True)
+        last = max((one.seq for one in self.messages if one.subject == subject), default=0)
+        if int(headers[subjects.EXPECTED_LAST_ON_SUBJECT]) != last:
+            raise Refused(subject, WRONG_LAST_SEQUENCE[0], "wrong last sequence")
+        self.seq += 1
+        self.messages.append(Message(seq=self.seq, subject=subject, headers=dict(headers), data=data, stored_s=0.0))
+        kind = decode_turn_record(data).kind
+        self.happened[str(kind)] += 1
+        self.failures += kind is TurnKind.FAILED
+        return PublishAck(self.seq, duplicate=False)
+
+    async def last(self, stream: str, subject: str) -> Message:
+        await self.gate()
+        found = [one for one in self.messages if one.subject == subject]
+        if not found:
+            raise NotFound(stream, subject)
+        return found[-1]
+
+    async def next(self, stream: str, seq: int, subject: str) -> Message:
+        await self.gate()
+        for one in self.messages:
+            if one.seq >= seq and one.subject == subject:
+                return one
+        raise NotFound(stream, subject)
+
+    async def read(self, key: str) -> tuple[dict[str, int] | None, int]:
+        await self.gate()
+        return ({"floor": self.floor}, 1) if self.floor else (None, 0)
+
+    def stream(self) -> TurnStream:
+        jet: Any = SimpleNamespace(
+            run="r",
+            outbox=self,
+            last=self.last,
+            next=self.next,
+            connection=SimpleNamespace(max_payload=1 << 20),
+            refusals=SimpleNamespace(read=lambda where, seq, read: read()),
+        )
+        made = TurnStream(jet)
+        made._rows = self  # type: ignore[assignment]
+        return made
+
+    # Engine and environment.
+
+    async def generate(self, id: str) -> Response:
+        """Return an answer that no other one equals."""
+        await self.gate()
+        self.generated += 1
+        tokens = np.array([1000 + self.generated, *self.random.choices(range(3, 9), k=self.random.randint(0, 2))], np.int32)
+        generation = Generation(
+            id=id,
+            tokens=tokens,
+            log_probs=np.full(len(tokens), -0.5, np.float32),
+            spans=(Span(version=1, num_tokens=len(tokens)),),
+            finish="stop",
+        )
+        return Response(generation=generation, engine="e", timings=Timings())
+
+    def tell(self, instance: int, prompt: NDArray[np.int32], answer: list[int]) -> None:
+        """Give an answer to the environment. It never gets another one for the same turn."""
+        assert self.told.setdefault((instance, digest(prompt)), answer) == answer, "two answers for one turn"
+
+    def found(self, number: int) -> tuple[int, set[bytes]]:
+        """Return what an actor found when it took the episode: the environment, and digests of the prompts that have a stored answer."""
+        whole: dict[int, list[int]] = {-1: []}
+        prompts: set[bytes] = set()
+        instance = 0
+        records = [decode_turn_record(one.data) for one in self.messages]
+        takes = [at for at, record in enumerate(records) if record.kind is TurnKind.TAKE and record.attempt == f"a{number}"]
+        for record in records[: takes[-1]]:  # the one that counts, if others came between it and one before
+            if record.kind is TurnKind.FAILED:
+                prompts, instance = set(), instance + 1
+            elif record.kind is TurnKind.TURN:
+                prompt = [*whole[record.parent], *record.context.tolist()]
+                whole[record.number] = [*prompt, *record.tokens.tolist()]
+                prompts.add(digest(np.array(prompt, np.int32)))
+        return instance, prompts
+
+
+class Actor:
+    """One actor that has leased the task, and its program: a conversation with an environment that reacts to the last answer."""
+
+    def __init__(self, world: World, number: int, *, first: bool, fails: bool) -> None:
+        self.world, self.number, self._first, self._fails = world, number, first, fails
+
+    async def run(self) -> str:
+        """Make the sample. Returns how that ended."""
+        HOLDER.set(self.number)
+        try:
+            return await self._made()
+        except Superseded:
+            return "superseded"
+
+    async def _made(self) -> str:
+        world = self.world
+        stream = world.stream()
+        records, log = await stream.take(TASK, 0, f"a{self.number}", first=self._first)
+        assert stream.counters.unlogged == 0
+        instance, stored = world.found(self.number) if world.again != RESTART else (self.number, set[bytes]())
+        turns = TurnLog(log, records, again=world.again)
+        if turns.sample_seq:
+            return "already stored"
+        episode = Episode(_task(), 0, f"a{self.number}", log=turns)
+        episode.restore(str)
+        state: Any = turns.state.state["state"] if turns.state is not None else {"history": [1, 2], "turns": 0}
+        history, done = list(state["history"]), int(state["turns"])
+        asked: set[bytes] = set()
+        try:
+            while done < MOST_TURNS:
+                prompt = np.array(history, np.int32)
+                answer = await self._asked(episode, prompt, stored - asked)
+                asked.add(digest(prompt))
+                await world.gate()
+                world.tell(instance, prompt, answer)
+                history += [*answer, 2000 + answer[0] % 97]
+                done += 1
+                if self._fails and done == 2:
+                    raise Died
+                if world.again == RESUME and answer[0] % 3:
+                    await episode.save({"history": history, "turns": done})
+        except Died:
+            await episode.log.failed()
+            return "failed"
+        seq = await self._published(episode.recorder.export().tokens.tolist())
+        await episode.log.ended(seq)
+        return "ended"
+
+    async def _asked(self, episode: Episode, prompt: NDArray[np.int32], stored: set[bytes]) -> list[int]:
+        """Return the answer to a prompt, as the gateway gives it."""
+        with episode.call(prompt, 8) as call:
+            found = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=True)
+            id = f"{episode.name}.{len(episode.recorder)}"
+            if found is None:
+                assert digest(prompt) not in stored, "a stored turn is generated again"
+                response = await self.world.generate(id)
+                made = response.generation
+                output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
+            else:
+                assert digest(prompt) in stored, "an answer of before the last failure, or of nobody"
+                self.world.happened["given again"] += 1
+                response, output = found.response(), found.output(id)
+            await episode.record(prompt, output, response, found)
+        return [int(token) for token in output.tokens]
+
+    async def _published(self, tokens: list[int]) -> int:
+        """Store the sample, once: its message id is that of the episode."""
+        await self.world.gate()
+        self.world.samples.append(tokens)
+        await self.world.gate()
+        return 1
+
+
+def _task() -> Task:
+    return make_task("r", id=TASK, sampling=Sampling(max_new_tokens=8))
+
+
+async def play(seed: int) -> World:
+    """Run one schedule; the last actor ends the episode, and one to which the settled task is delivered again does nothing."""
+    choose = random.Random(seed)
+    world = World(random=choose, again=choose.choice((RESTART, REPLAY, RESUME)), replicated=choose.random() < 0.5)
+    actors: dict[int, asyncio.Task[str]] = {}
+
+    def leased(*, fails: bool) -> None:
+        number = len(actors)
+        first = number == 0 or choose.random() < 0.1  # a killed server may count a delivery as the first
+        actors[number] = asyncio.create_task(Actor(world, number, first=first, fails=fails).run())
+
+    async def step(number: int) -> None:
+        """Let one actor go on to its next operation."""
+        if number in world.parked:
+            world.parked[number].set_result(None)
+            await asyncio.sleep(0)
+        while not actors[number].done() and (number not in world.parked or world.parked[number].done()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if actors[number].done() and not actors[number].cancelled():
+            actors[number].result()
+
+    async def until_over(work: Coroutine[Any, Any, None]) -> None:
+        async with asyncio.timeout(60):
+            await work
+
+    async def troubled() -> None:
+        leased(fails=choose.random() < 0.2)
+        current = 0
+        while current < ACTORS:
+            alive = [number for number, actor in actors.items() if not actor.done()]
+            if current not in alive or choose.random() < 0.06:  # its lease runs out: killed, frozen, or merely slow
+                if current in alive and choose.random() < 0.6:
+                    actors[current].cancel()
+                    await asyncio.gather(actors[current], return_exceptions=True)
+                current += 1
+                leased(fails=choose.random() < 0.2 and current < ACTORS)
+                continue
+            others = [number for number in alive if number != current]
+            await step(choose.choice(others) if others and choose.random() < 0.3 else current)
+        while not actors[ACTORS].done():  # those that were frozen wake up beside it
+            alive = [number for number, actor in actors.items() if not actor.done()]
+            await step(choose.choice(alive))
+
+    async def settled() -> None:
+        world.floor = TASK
+        world.messages.clear()
+        generated = world.generated
+        leased(fails=False)
+        while waiting := [number for number, actor in actors.items() if not actor.done()]:
+            await step(choose.choice(waiting))
+        assert actors[len(actors) - 1].result() == "superseded", "a settled task is made again"
+        if world.again != RESTART:  # which stores no turns, so that others learn of it at the end
+            assert world.generated <= generated + len(actors) - 2, "but for answers that were under way"
+
+    episode_turns._PAUSE_S, pause_s = 0.0, episode_turns._PAUSE_S
+    try:
+        await until_over(troubled())
+        while not world.samples:  # it was superseded by one that woke up, and took the episode late: that one ends it, or fails
+            world.happened["ended by another"] += 1
+            waiting = [number for number, actor in actors.items() if not actor.done()]
+            if waiting:
+                await step(choose.choice(waiting))
+            else:
+                leased(fails=False)
+                await step(len(actors) - 1)
+        if world.again != RESTART and world.failures == 0:
+            assert all(sample == world.samples[0] for sample in world.samples), "two samples of one episode"
+        await until_over(settled())
+    finally:
+        episode_turns._PAUSE_S = pause_s
+        for actor in actors.values():
+            actor.cancel()
+        await asyncio.gather(*actors.values(), return_exceptions=True)
+    world.happened.update(actor.result() for actor in actors.values() if not actor.cancelled())
+    return world
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))])
+async def test_no_environment_is_told_two_answers_and_no_stored_turn_is_generated_again(first: int) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(first, first + COUNT):
+        try:
+            happened.update((await play(seed)).happened)
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+    print(dict(happened))
+    wanted = ("answer lost", "given again", "superseded", "failed", "ended", "already stored", "take", "turn", "state", "end")
+    assert all(happened[name] > COUNT / 50 for name in wanted), happened
