@@ -274,13 +274,17 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
     ],
 )
 def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
-    """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too."""
+    """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too.
+
+    Before that nobody can ask it past its proxy.
+    """
 
     async def started() -> None:
         async with started_engine(directories[0], config(python, log=str(tmp_path / "sglang.log"))) as (engine, whole):
             await engine.probe()
             await engine.load_snapshot(directories[0], 1)
             engine.phase = "serving"
+            await _only_the_proxy_asks(engine, whole, tmp_path / "sglang.log")
             begun = asyncio.Event()
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
@@ -320,28 +324,22 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
     asyncio.run(started())
 
 
-def test_a_server_started_here_cannot_be_asked_past_its_proxy(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the proxy reveals."""
-
-    async def started() -> None:
-        settings = config(python, log=str(tmp_path / "sglang.log"))
-        async with started_engine(directories[0], settings) as (engine, whole), aiohttp.ClientSession() as session:
-            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
-            for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"):
-                async with session.post(engine.api.url + path, json=body) as answer:
-                    assert answer.status == 401, path
-            engine.phase = "serving"
-            async with session.post(f"{engine.url}/generate", json=body) as answer:
-                assert answer.status == 200
-            async with session.get(f"{engine.url}/server_info") as answer:
-                assert "api_key" not in await answer.text()
-            assert (tmp_path / "sglang.log").stat().st_mode & 0o077 == 0
-            words = [word for one in whole for word in one.cmdline()]
-            (file,) = {words[place + 1] for place, word in enumerate(words) if word == "--config"}
-            assert not os.path.exists(file), "it has been read"  # noqa: ASYNC240
-            assert not [word for word in words if "api-key" in word]
-
-    asyncio.run(started())
+async def _only_the_proxy_asks(engine: SglangEngine, whole: list[psutil.Process], log: Path) -> None:
+    """Other users of this machine cannot: the server requires a key that neither its command line, its log nor the proxy reveals."""
+    async with aiohttp.ClientSession() as session:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"):
+            async with session.post(engine.api.url + path, json=body) as answer:
+                assert answer.status == 401, path
+        async with session.post(f"{engine.url}/generate", json=body) as answer:
+            assert answer.status == 200
+        async with session.get(f"{engine.url}/server_info") as answer:
+            assert "api_key" not in await answer.text()
+    assert log.stat().st_mode & 0o077 == 0  # noqa: ASYNC240
+    words = [word for one in whole for word in one.cmdline()]
+    (file,) = {words[place + 1] for place, word in enumerate(words) if word == "--config"}
+    assert not os.path.exists(file), "it has been read"  # noqa: ASYNC240
+    assert not [word for word in words if "api-key" in word]
 
 
 async def _stream_for_ever(url: str, begun: asyncio.Event) -> None:

@@ -72,5 +72,6 @@ def test_rounds_over_every_phase_in_a_cohort(python: str, tmp_path: Path, how: s
     play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",))
 
 
+@pytest.mark.slow
 def test_a_real_engine_that_joins_serves_the_newest_version_first_and_nobody_waits_for_it(python: str, tmp_path: Path) -> None:
     join(tmp_path, victims(python, tmp_path))
