@@ -16,7 +16,6 @@ from typing import Any, get_type_hints
 from bus.errors import WireError
 from bus.system.foreign import described, errors_as, repr_of
 from bus.wire.invariants import check_reward
-from rewards.code import sandbox
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.port import Parts, RewardRequest, Scorer
@@ -55,7 +54,7 @@ ASKING = frozenset({"judge", "remote", "reward_model"})
 NAMING = ASKING | {"code"}
 """Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
 SANDBOXED = frozenset({"code"})
-"""Built-in rewards that run programs in a sandbox, which not every machine has."""
+"""Built-in rewards that run programs in a sandbox, which not every machine has: ``obstacle()`` of their modules returns why."""
 COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"})
 """Built-in rewards that compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
@@ -121,13 +120,18 @@ class Bound:
         return _is_async(self.function)
 
 
+def _obstacle(name: str) -> str:
+    """Return why this machine cannot have a built-in reward's sandbox; empty if it can."""
+    return str(importlib.import_module(TABLE[name].partition(":")[0]).obstacle())
+
+
 def bind(name: str, options: Mapping[str, object] | None = None, contract: Contract | None = None) -> Bound:
     """Find a function of a contract (default: a reward) and bind its options, all but ``in_thread``.
 
     Raises UnknownReward, RewardNotImported (its module raised something else than ImportError), BadRewardOption.
     """
     contract = contract or REWARD
-    if contract is REWARD and name in SANDBOXED and (reason := sandbox.obstacle()):
+    if contract is REWARD and name in SANDBOXED and (reason := _obstacle(name)):
         raise UnknownReward(name, reason)
     function = _find(name, contract)
     own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}

@@ -13,7 +13,7 @@ from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.episodes.turn_log import RESUME
 from actors.errors import BadRow, NoRenderer
-from actors.rollout_settings import RolloutPrograms
+from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from actors.router.token_history import ModelText
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
@@ -48,17 +48,7 @@ async def opened_rollouts(
         stack.push_async_callback(gateway.close)
         found = {}
         for name, config in programs.programs.items():
-            children = await stack.enter_async_context(
-                Children(
-                    config.program,
-                    options=config.arguments(programs.model),
-                    python=config.python,
-                    processes=config.processes,
-                    episodes_per_child=config.episodes_per_child,
-                    memory_mb=config.memory_mb,
-                    resumes=config.again == RESUME,
-                )
-            )
+            children = await stack.enter_async_context(_children(config, programs.model))
             try:
                 await children.load()
             except ProgramFailed as error:
@@ -72,6 +62,18 @@ async def opened_rollouts(
                 drain_s=config.drain_s,
             )
         yield found
+
+
+def _children(config: RolloutConfig, model: str) -> Children:
+    return Children(
+        config.program,
+        options=config.arguments(model),
+        python=config.python,
+        processes=config.processes,
+        episodes_per_child=config.episodes_per_child,
+        memory_mb=config.memory_mb,
+        resumes=config.again == RESUME,
+    )
 
 
 async def _renderer(config: GatewayConfig, model: str, text: ModelText) -> Renderer | None:

@@ -13,7 +13,7 @@ from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
 from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
-from bus.wire.json_object import JsonObject
+from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.data.config import DataConfig
@@ -186,64 +186,71 @@ class RunConfig:
 
     def digest(self) -> str:
         """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are left out."""
-        parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
-        for name in ("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"):
-            del parts["learner"][name]
-        for name in ("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"):  # the same bits with and without
-            del parts["learner"][name]
-        for name in (
-            "distributed_optimizer",
-            "num_epochs",
-            "first_stage_layers",
-            "last_stage_layers",
-        ):  # so the digests of former runs stay
-            if not parts["learner"][name]:
-                del parts["learner"][name]
-        if self.learner.grouped_experts == "auto":
-            del parts["learner"]["grouped_experts"]
-        if not self.learner.hooks.given:
-            del parts["learner"]["hooks"]
-        if not self.learner.bridge:
-            del parts["learner"]["bridge"]
-        if not parts["learner"]["algorithm"]["sft_coef"]:
-            del parts["learner"]["algorithm"]["sft_coef"]
-        for name, default in (("distill_teacher", "reference"), ("distill_loss", "token"), ("distill_top_k", 0)):
-            if parts["learner"]["algorithm"][name] == default:
-                del parts["learner"]["algorithm"][name]
-        if not self.learner.algorithm.entropy_target:  # so the digests of former runs stay
-            for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
-                del parts["learner"]["algorithm"][name]
+        parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
+        parts["learner"] = self._learner_settings()
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
-        parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
-        for name in (
-            "reward",
-            "reward_key",
-            "sampling_key",
-            "tools_key",
-            "rollout",
-            "rollout_key",
-            "responses_key",
-            "filters",
-        ):  # so the digests of former runs stay
-            if not parts["data"][name]:
-                del parts["data"][name]
-        if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
-            for name in ("skip_easy", "skip_hard", "skip_passes", "passes_at"):
-                del parts["data"][name]
-        parts["reward"] = (self.actor.reward, self.actor.reward_options)
-        if self.actor.reward_parts:  # so the digests of former runs stay
-            parts["reward"] = self.actor.reward_parts
+        parts["data"] = self._data_settings()
+        parts["reward"] = self.actor.reward_parts or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
             parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in parse_teachers(self.actor.teachers)]
         if self.actor.group_reward:
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
-        if not self.staleness.over_sampling:
-            del parts["staleness"]["over_sampling"]
-        told = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
-        if told:
-            parts["rollout"] = told[self.data.rollout] if [self.data.rollout] == [*told] else told
+        _leave_out(parts["staleness"], {"over_sampling": 0.0})
+        rollouts = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
+        if rollouts:
+            parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _learner_settings(self) -> JsonObject:
+        """Return the learner's settings that change the training."""
+        settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
+        _leave_out(settings, _LATER_OF_LEARNER)
+        if not self.learner.hooks.given:
+            del settings["hooks"]
+        _leave_out(settings["algorithm"], _LATER_OF_ALGORITHM)
+        if not self.learner.algorithm.entropy_target:
+            for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
+                del settings["algorithm"][name]
+        return settings
+
+    def _data_settings(self) -> JsonObject:
+        """Return the settings of the data that change the training."""
+        settings = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
+        _leave_out(settings, _LATER_OF_DATA)
+        if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
+            for name in ("skip_easy", "skip_hard", "skip_passes", "passes_at"):
+                del settings[name]
+        return settings
+
+
+_SAME_BITS = frozenset(
+    {
+        *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
+        *("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    }
+)
+"""Settings of the learner with which the training has the same bits."""
+_LATER_OF_LEARNER: JsonMapping = {
+    "distributed_optimizer": False,
+    "num_epochs": 0,
+    "first_stage_layers": 0,
+    "last_stage_layers": 0,
+    "grouped_experts": "auto",
+    "bridge": "",
+}
+"""Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay."""
+_LATER_OF_ALGORITHM: JsonMapping = {"sft_coef": 0.0, "distill_teacher": "reference", "distill_loss": "token", "distill_top_k": 0}
+_LATER_OF_DATA: JsonMapping = dict.fromkeys(
+    ("reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key", "responses_key", "filters")
+)
+
+
+def _leave_out(settings: JsonObject, defaults: JsonMapping) -> None:
+    """Remove the settings that have their default, or nothing."""
+    for name, default in defaults.items():
+        if not settings[name] or settings[name] == default:
+            del settings[name]
 
 
 def _refuse_contradictions(config: RunConfig) -> None:
@@ -256,6 +263,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_rollouts(config)
     _refuse_hooks(config)
     _refuse_rewards(config)
+    _refuse_terms(config)
     _refuse_teachers(config)
     _refuse_columns(config)
     _refuse_debug(config)
@@ -442,7 +450,7 @@ def _refuse_teachers(config: RunConfig) -> None:
 
 
 def _refuse_rewards(config: RunConfig) -> None:
-    """Raise ValueError for rewards from which nothing is learnt, and for terms that would outweigh them."""
+    """Raise ValueError for rewards from which nothing is learnt."""
     algorithm = config.learner.algorithm
     if config.staleness.filter_zero_variance and config.learner.group_size == 1:
         raise ValueError(
@@ -460,13 +468,6 @@ def _refuse_rewards(config: RunConfig) -> None:
             f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "
             "would be dropped; remove it, or raise learner.group_size"
         )
-    if config.actor.reward == BY_ROLLOUT:
-        for place, data in _places(config).items():
-            if data.single_turns:
-                raise ValueError(
-                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has such rows, or may have; name "
-                    f"one, or set {place}.rollout"
-                )
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:
         raise ValueError(
@@ -475,6 +476,18 @@ def _refuse_rewards(config: RunConfig) -> None:
         )
     if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
         raise ValueError(f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}")
+    if config.actor.reward == BY_ROLLOUT:
+        for place, data in _places(config).items():
+            if data.single_turns:
+                raise ValueError(
+                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has such rows, or may have; name "
+                    f"one, or set {place}.rollout"
+                )
+
+
+def _refuse_terms(config: RunConfig) -> None:
+    """Raise ValueError for terms of the loss or the reward that would outweigh the reward, or have nothing to refer to."""
+    algorithm = config.learner.algorithm
     if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(
             f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "

@@ -160,10 +160,7 @@ class Trainer:
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
-        scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
-        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
-            want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
-            raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
+        self._want_scores(batch)
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
         self._trained_tokens += batch.num_tokens
@@ -214,6 +211,13 @@ class Trainer:
             return [scores.log_probs_T for scores in self._forward_only(rows, batch.temperature)]
 
     # ---- parts of a step
+
+    def _want_scores(self, batch: StepBatch) -> None:
+        """Raise ConfigRefused for samples without the scores of a teacher that the algorithm needs."""
+        scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
+        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
+            want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
+            raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
 
     def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from rewards.code import jail
 from rewards.errors import RewardFailed
 
@@ -88,13 +89,26 @@ def run(
         "cpu_s": int(bounds.seconds) + 1,
         "max_result": bounds.output_bytes,
     }
+    process, result_at = _started(settings, python or sys.executable)
+    try:
+        output, result, reason = _talk(process, result_at, stdin.encode(errors="replace")[:MAX_INPUT_BYTES], bounds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        os.close(result_at)
+    return _outcome(process.returncode, output, result, reason, word)
+
+
+def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start an interpreter; return it, and the descriptor from which its result is read. Raises RewardFailed."""
     settings_at = os.memfd_create("settings", os.MFD_CLOEXEC)
     os.write(settings_at, json.dumps(settings).encode())
     os.lseek(settings_at, 0, os.SEEK_SET)
     result_at, theirs = os.pipe()
     try:
         process = subprocess.Popen(
-            [python or sys.executable, "-I", "-B", "-X", "utf8", JAIL, str(settings_at), str(theirs)],
+            [python, "-I", "-B", "-X", "utf8", JAIL, str(settings_at), str(theirs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -109,14 +123,7 @@ def run(
     finally:
         os.close(settings_at)
         os.close(theirs)
-    try:
-        output, result, reason = _talk(process, result_at, stdin.encode(errors="replace")[:MAX_INPUT_BYTES], bounds)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        os.close(result_at)
-    return _outcome(process.returncode, output, result, reason, word)
+    return process, result_at
 
 
 def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewards.code.sandbox import Bounds, run
+from rewards.code.sandbox import obstacle as obstacle  # for the registry
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rewards.errors import RewardFailed
@@ -27,50 +28,56 @@ MAX_PART = 200_000
 """Characters of a prompt, label or response that are put in front of the judge."""
 
 
+@dataclass(eq=False)
 class Judge:
     """Asks a chat model to grade a response; ``score`` is its number, scaled to 0..1, ``grade`` the number itself.
 
-    Options: ``url`` of an API (``.../v1``); ``model``; ``template`` with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``;
-    ``pattern``: its first group is the number, and its last match counts; ``low``, ``high``; ``key_env``: variable with the API's key;
-    ``max_tokens``, ``temperature``; ``timeout_s``, ``retries``, ``connections``. An answer without a number in bounds is asked for again.
+    An answer without a number in bounds is asked for again. Raises ValueError for options that cannot be.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        template: str = TEMPLATE,
-        pattern: str = PATTERN,
-        low: float = 0.0,
-        high: float = 10.0,
-        key_env: str = "",
-        max_tokens: int = 1024,
-        temperature: float = 0.0,
-        timeout_s: float = 60.0,
-        retries: int = 3,
-        connections: int = 64,
-    ) -> None:
-        if not low < high:
-            raise ValueError(f"want low < high, got {low} and {high}")
-        if "{response}" not in template:
+    url: str
+    """Address of an API (``.../v1``)."""
+    model: str
+    """Its model."""
+    template: str = TEMPLATE
+    """Question, with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``."""
+    pattern: str = PATTERN
+    """Its first group is the number; its last match counts."""
+    low: float = 0.0
+    high: float = 10.0
+    key_env: str = ""
+    """Environment variable with the API's key."""
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    timeout_s: float = 60.0
+    retries: int = 3
+    connections: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"want low < high, got {self.low} and {self.high}")
+        if "{response}" not in self.template:
             raise ValueError("template: want {response} in it")
         try:
-            self._pattern = re.compile(pattern)
+            self._pattern = re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"pattern: {error}") from None
         if not self._pattern.groups:
             raise ValueError("pattern: want a group for the number")
-        address = url.rstrip("/") + "/chat/completions"
-        headers = bearer(key_env)
-        self._calls = Calls("judge", address, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections)
-        self._template, self._low, self._high = template, low, high
-        self._asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        address = self.url.rstrip("/") + "/chat/completions"
+        headers = bearer(self.key_env)
+        self._calls = Calls("judge", address, headers=headers, timeout_s=self.timeout_s, retries=self.retries, connections=self.connections)
 
     async def __call__(self, request: RewardRequest) -> dict[str, float]:
-        text = fill(self._template, request, low=self._low, high=self._high)
-        body = {**self._asked, "messages": [{"role": "user", "content": text}]}
+        text = fill(self.template, request, low=self.low, high=self.high)
+        body = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "messages": [{"role": "user", "content": text}],
+        }
         grade: float = await self._calls.post(body, self._read)
-        return {"score": (grade - self._low) / (self._high - self._low), "grade": grade}
+        return {"score": (grade - self.low) / (self.high - self.low), "grade": grade}
 
     def _read(self, answer: Any) -> float:
         try:
@@ -84,8 +91,8 @@ class Judge:
             grade = float(number)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise ValueError(f"want {self._pattern.pattern!r} in the judge's answer, got {str(text)[-200:]!r}") from None
-        if not self._low <= grade <= self._high:
-            raise ValueError(f"want a grade from {self._low:g} to {self._high:g}, got {grade:g}")
+        if not self.low <= grade <= self.high:
+            raise ValueError(f"want a grade from {self.low:g} to {self.high:g}, got {grade:g}")
         return grade
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,48 @@ from rewards.port import RewardRequest
 Tokenize = Callable[[list[dict[str, object]]], list[int]]
 
 
+@dataclass(eq=False)
 class RewardModel:
     """Asks ``/classify`` for a reward model's score of a conversation: the prompt (text = one message of the user), the response.
 
-    Options: ``url`` of the server; ``model``: directory with the reward model's ``tokenizer.json`` and chat template, which make the token
-    ids that are sent (as a text they would get a second BOS there); "" = prompt and response are sent as one text; ``index`` of the
-    model's output that is the score; ``offset``, ``scale``: the reward is ``scale * (output - offset)``; ``low``, ``high``: its bounds;
-    ``token_env``: variable with a bearer token; ``timeout_s``, ``retries``, ``connections``.
+    Raises ValueError for options that cannot be.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str = "",
-        index: int = 0,
-        offset: float = 0.0,
-        scale: float = 1.0,
-        low: float = -1e6,
-        high: float = 1e6,
-        token_env: str = "",
-        timeout_s: float = 60.0,
-        retries: int = 3,
-        connections: int = 64,
-    ) -> None:
-        if not (isinstance(index, int) and index >= 0 and -1e6 <= low < high <= 1e6 and math.isfinite(scale) and math.isfinite(offset)):
+    url: str
+    """Address of the server."""
+    model: str = ""
+    """Directory with the reward model's ``tokenizer.json`` and chat template, which make the token ids that are sent (as a text they would
+    get a second BOS there); "" = prompt and response are sent as one text."""
+    index: int = 0
+    """Number of the model's output that is the score."""
+    offset: float = 0.0
+    scale: float = 1.0
+    """The reward is ``scale * (output - offset)``."""
+    low: float = -1e6
+    high: float = 1e6
+    """Bounds of the reward."""
+    token_env: str = ""
+    """Environment variable with a bearer token."""
+    timeout_s: float = 60.0
+    retries: int = 3
+    connections: int = 64
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.scale) and math.isfinite(self.offset)
+        if not (isinstance(self.index, int) and self.index >= 0 and -1e6 <= self.low < self.high <= 1e6 and finite):
             raise ValueError(
-                f"want index >= 0, -1e6 <= low < high <= 1e6, finite offset and scale; got {index}, {low}, {high}, {offset}, {scale}"
+                "want index >= 0, -1e6 <= low < high <= 1e6, finite offset and scale; got "
+                f"{self.index}, {self.low}, {self.high}, {self.offset}, {self.scale}"
             )
-        address = url.rstrip("/") + "/classify"
+        address, headers = self.url.rstrip("/") + "/classify", bearer(self.token_env)
         self._calls = Calls(
-            "reward_model", address, headers=bearer(token_env), timeout_s=timeout_s, retries=retries, connections=connections
+            "reward_model", address, headers=headers, timeout_s=self.timeout_s, retries=self.retries, connections=self.connections
         )
-        self._tokenize = _tokenizer(Path(model)) if model else None
-        self._index, self._offset, self._scale, self._low, self._high = index, offset, scale, low, high
+        self._tokenize = _tokenizer(Path(self.model)) if self.model else None
 
     async def __call__(self, request: RewardRequest) -> dict[str, float]:
         output: float = await self._calls.post(self._body(request), self._read)
-        return {"score": min(max(self._scale * (output - self._offset), self._low), self._high), "output": output}
+        return {"score": min(max(self.scale * (output - self.offset), self.low), self.high), "output": output}
 
     def _body(self, request: RewardRequest) -> dict[str, object]:
         prompt = request.prompt
@@ -62,9 +68,9 @@ class RewardModel:
 
     def _read(self, answer: Any) -> float:
         try:
-            output = answer["embedding"][self._index]
+            output = answer["embedding"][self.index]
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"want 'embedding' with more than {self._index} numbers, got {answer!r}"[:300]) from None
+            raise ValueError(f"want 'embedding' with more than {self.index} numbers, got {answer!r}"[:300]) from None
         if isinstance(output, bool) or not isinstance(output, int | float) or not math.isfinite(output):
             raise ValueError(f"want a finite number, got {output!r}"[:300])
         return float(output)
