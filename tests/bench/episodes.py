@@ -2,8 +2,9 @@
 
 python -m tests.bench.episodes [--episodes 32] [--turns 6] [--new-tokens 32] [--rounds 3]
 
-An episode's prompt grows by its answers. ``direct``: the actor's client of engines, no gateway. ``ids``: the gateway's /generate with token
-ids. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus before it is given. ``direct chat``: the same program of chat
+An episode's prompt grows by its answers. ``direct ids``: the program asks the engine's own /generate with token ids, for log-probs, too;
+``ids``: the same program asks the gateway's. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus before it is given.
+``no program``: the actor's client of engines alone, as for a rollout without a program. ``direct chat``: the same program of chat
 completions asks the engine's own OpenAI API; ``chat``: the gateway's, which makes the history into the token ids of its answers again. All
 take part in each round, in another order; the ratio is that of the medians. The engine is a process of its own, as in a run; gateway and
 programs share this one, whose CPU time a turn is printed. The model is tiny: the long turns of a large model do not hide the gateway's
@@ -55,13 +56,13 @@ def first(episode: int) -> list[int]:
     return np.random.default_rng(episode).integers(3, 290, 40).tolist()
 
 
-def by_ids(turns: int) -> Callable[[Client], Awaitable[float]]:
-    """Return a program of token ids."""
+def by_ids(turns: int, **request: Any) -> Callable[[Client], Awaitable[float]]:
+    """Return a program of token ids. ``request``: members of its requests."""
 
     async def program(client: Client) -> float:
         tokens = first(client.task["task"])
         for _ in range(turns):
-            status, answer = await client.post("/generate", {"input_ids": tokens})
+            status, answer = await client.post("/generate", {"input_ids": tokens, **request})
             assert status == 200, answer
             tokens += answer["output_ids"]
         return 1.0
@@ -98,7 +99,7 @@ async def engine(model: Path) -> AsyncIterator[str]:
 async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Return turns/s, and milliseconds of this process's CPU a turn, by way and round."""
     sampling = Sampling(temperature=1.0, max_new_tokens=args.new_tokens)
-    found: dict[str, list[tuple[float, float]]] = {"direct": [], "ids": [], "log": [], "direct chat": [], "chat": []}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("no program", "direct ids", "ids", "log", "direct chat", "chat")}
     with tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "model", max_position_embeddings=4096)
         with EmbeddedServer(Path(directory) / "nats", BusConfig()) as server:
@@ -120,7 +121,9 @@ async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, floa
                 def rollout(program: Any, **log: Any) -> ProgramRollout:
                     return ProgramRollout(gateway, InProcess(session, program), max_calls_in_flight=4, **log)
 
-                ways: dict[str, Callable[[int], Awaitable[Any]]] = {"direct": lambda n: direct(responses, n, args.turns, sampling)}
+                ways: dict[str, Callable[[int], Awaitable[Any]]] = {"no program": lambda n: direct(responses, n, args.turns, sampling)}
+                ids = by_ids(args.turns, sampling_params={"temperature": 1.0, "max_new_tokens": args.new_tokens}, return_logprob=True)
+                ways["direct ids"] = lambda n: ids(Client(session, url, "", {"task": n}))
                 own = by_chat(args.turns, temperature=1.0, max_tokens=args.new_tokens, model="m")
                 ways["direct chat"] = lambda n: own(Client(session, f"{url}/v1", "", {"task": n}))
                 for name, made in (
@@ -149,7 +152,7 @@ def main() -> int:
     with asyncio.Runner(loop_factory=new_event_loop) as runner:  # the loop of an actor
         found = runner.run(measured(parser.parse_args()))
     for name, rounds in found.items():
-        direct = "direct chat" if "chat" in name else "direct"
+        direct = "direct chat" if "chat" in name else "direct ids"
         speeds = [speed for speed, _ in rounds]
         median, base = statistics.median(speeds), statistics.median(speed for speed, _ in found[direct])
         ratio, spread = f"{median / base:5.2f} of {direct}", f"({min(speeds):.1f} .. {max(speeds):.1f})"
