@@ -55,56 +55,64 @@ class Played:
     done: bool = False
 
 
+@dataclass(eq=False)
 class MultiTurn:
-    """Plays episodes with tools or an environment. The reward is ``actor.reward`` of the last answer, or the environment's, by turn."""
+    """Plays episodes with tools or an environment. The reward is ``actor.reward`` of the last answer, or the environment's, by turn.
 
-    def __init__(
-        self,
-        tools: Sequence[object] = (),
-        protocol: str = "chat",
-        max_turns: int = 8,
-        system: str = "",
-        stop: Sequence[str] = (),
-        max_tokens: int = 0,
-        tool_seconds: float = 10.0,
-        errors: str = "show",
-        call: str = CALL,
-        result: str = RESULT,
-        environment: str = "",
-        environment_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """``tools``: names, import paths, or maps (``programs/tools.py``). ``protocol``: chat (the template writes the tools) | text.
+    Raises ValueError for options that cannot be.
+    """
 
-        ``call``, ``result``: with text, the regular expression of a call, with the argument of the first tool as group 1, or with
-        groups ``tool`` and ``argument``; and the text put behind it, with ``{result}``. ``stop``: strings that end a turn.
-        ``environment``, instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and
-        ``step(text)``; its observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and
-        ``restore(state)``; its ``close()`` is called at the end. ``max_tokens`` of one turn,
-        0 = the task's. ``errors``: a call that fails is shown to the model (show), or ends the episode (end).
-        """
-        if protocol not in PROTOCOLS:
-            raise ValueError(f"protocol: want {' or '.join(PROTOCOLS)}, got {protocol!r}")
-        if errors not in ("show", "end"):
-            raise ValueError(f"errors: want show or end, got {errors!r}")
-        if environment and tools:
+    tools: Sequence[object] = ()
+    """Names, import paths, or maps (``programs/tools.py``)."""
+    protocol: str = "chat"
+    """chat (the template writes the tools) | text."""
+    max_turns: int = 8
+    system: str = ""
+    """System prompt, in front of the prompts of chats."""
+    stop: Sequence[str] = ()
+    """Strings that end a turn."""
+    max_tokens: int = 0
+    """Tokens of one turn at most; 0 = the task's."""
+    tool_seconds: float = 10.0
+    """Limit of one call of a tool."""
+    errors: str = "show"
+    """A call that fails is shown to the model (show), or ends the episode (end)."""
+    call: str = CALL
+    """With text: the regular expression of a call; its group 1 is the argument of the first tool, or it has groups ``tool``, ``argument``."""
+    result: str = RESULT
+    """With text: the text put behind a call, with ``{result}``."""
+    environment: str = ""
+    """Instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and ``step(text)``; its
+    observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and ``restore(state)``; its
+    ``close()`` is called at the end."""
+    environment_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol: want {' or '.join(PROTOCOLS)}, got {self.protocol!r}")
+        if self.errors not in ("show", "end"):
+            raise ValueError(f"errors: want show or end, got {self.errors!r}")
+        if self.environment and self.tools:
             raise ValueError("environment: want either tools or an environment, got both")
-        if max_turns < 1 or not 0 < tool_seconds < 3600 or max_tokens < 0:
+        if self.max_turns < 1 or not 0 < self.tool_seconds < 3600 or self.max_tokens < 0:
             raise ValueError(
-                f"want max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0, got {max_turns}, {tool_seconds}, {max_tokens}"
+                "want max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0, got "
+                f"{self.max_turns}, {self.tool_seconds}, {self.max_tokens}"
             )
-        if "{result}" not in result:
+        if "{result}" not in self.result:
             raise ValueError("result: want {result} in it")
         try:
-            self._call = re.compile(call, re.DOTALL)
+            self._call = re.compile(self.call, re.DOTALL)
         except re.error as error:
             raise ValueError(f"call: {error}") from None
-        if protocol == "text" and tools and not self._call.groups:
+        if self.protocol == "text" and self.tools and not self._call.groups:
             raise ValueError("call: want a group for the argument")
-        self._tools = tools_of(tools)
-        self._protocol, self._max_turns, self._system, self._result = protocol, max_turns, system, result
-        self._tool_seconds, self._ends_at_errors = tool_seconds, errors == "end"
-        self._more: dict[str, Any] = {**({"stop": list(stop)} if stop else {}), **({"max_tokens": max_tokens} if max_tokens else {})}
-        self._environment = _environment(environment, environment_options or {}) if environment else None
+        self._tools = tools_of(self.tools)
+        self._more: dict[str, Any] = {
+            **({"stop": list(self.stop)} if self.stop else {}),
+            **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
+        }
+        self._environment = _environment(self.environment, self.environment_options or {}) if self.environment else None
         if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
             self.resume = self._resume  # an environment that cannot return its state has none
 
@@ -131,15 +139,15 @@ class MultiTurn:
         """
         if played is None:
             played = Played()
-            if self._environment is None and self._protocol == "chat":
-                played.messages = _messages(data["prompt"], self._system)
+            if self._environment is None and self.protocol == "chat":
+                played.messages = _messages(data["prompt"], self.system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
         async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
             try:
                 while not played.done:
                     await turn(policy, played)
-                    played.done = played.done or len(played.ids) >= self._max_turns
+                    played.done = played.done or len(played.ids) >= self.max_turns
                     if saves:
                         await policy.save(asdict(played))
             except BudgetSpent:
@@ -168,14 +176,14 @@ class MultiTurn:
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more))
         calls = message.get("tool_calls") or []
-        if not calls or len(played.ids) == self._max_turns:
+        if not calls or len(played.ids) == self.max_turns:
             played.done = True
             return
         played.messages.append(message)
         for call in calls:
             asked = call["function"]
             result = await self._called(tools, asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
-            if self._ends_at_errors and result.startswith(FAILED):
+            if self.errors == "end" and result.startswith(FAILED):
                 played.done = True
                 return
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
@@ -183,21 +191,21 @@ class MultiTurn:
     async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         said = await _completed(policy, played, self._more)
         found = self._call.search(said) if tools else None
-        if found is None or len(played.ids) == self._max_turns:
+        if found is None or len(played.ids) == self.max_turns:
             played.done = True
             return
         groups = found.groupdict()
         name = groups.get("tool") or next(iter(tools))
         argument = groups.get("argument") if "argument" in groups else found[1]
         result = await self._called(tools, name, _argument_of(tools, name, argument or ""), played)
-        played.done = self._ends_at_errors and result.startswith(FAILED)
-        played.text += said + self._result.replace("{result}", result)
+        played.done = self.errors == "end" and result.startswith(FAILED)
+        played.text += said + self.result.replace("{result}", result)
 
     @asynccontextmanager
     async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
         """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
         if self._environment is None:
-            yield partial(self._text_turn if self._protocol == "text" else self._chat_turn, self._offered(data))
+            yield partial(self._text_turn if self.protocol == "text" else self._chat_turn, self._offered(data))
             return
         made, options = self._environment
         game = made(**options)
@@ -213,21 +221,21 @@ class MultiTurn:
             await _awaited(game.restore(played.place))
         else:
             observation = await _awaited(game.reset(dict(data)))
-            if self._protocol == "chat":
-                played.messages = _messages(observation, self._system)
+            if self.protocol == "chat":
+                played.messages = _messages(observation, self.system)
             else:
                 played.text = _text(observation)
 
         async def turn(policy: Policy, played: Played) -> None:
             """Ask once, and play the answer."""
-            if self._protocol == "chat":
+            if self.protocol == "chat":
                 message = _noted(played, await policy.chat(played.messages, **self._more))
                 said = str(message.get("content") or "")
             else:
                 said = await _completed(policy, played, self._more)
             observation, reward, played.done = await _awaited(game.step(said))
             played.rewards.append(float(reward))
-            if not played.done and self._protocol == "chat":
+            if not played.done and self.protocol == "chat":
                 played.messages += _behind(said, observation)
             elif not played.done:
                 played.text += said + _text(observation)
@@ -240,7 +248,7 @@ class MultiTurn:
         if tool is None:
             result = f"{FAILED} no tool {name!r}; there are {', '.join(tools) or 'none'}"
         else:
-            result = await tool.call(arguments, seconds=self._tool_seconds)
+            result = await tool.call(arguments, seconds=self.tool_seconds)
         played.calls.append((name, arguments, result))
         return result
 
