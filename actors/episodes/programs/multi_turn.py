@@ -78,7 +78,7 @@ class MultiTurn:
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the regular expression of a call; its group 1 is the argument of the first tool, or it has groups ``tool``, ``argument``."""
+    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups ``tool``, ``argument``."""
     result: str = RESULT
     """With text: the text put behind a call, with ``{result}``."""
     environment: str = ""
