@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,20 @@ async def test_nothing_is_lost_or_doubled_when_a_leader_is_killed(tmp_path: Path
 
 def done(step: int, epoch: int = 1) -> Done:
     return Done(epoch=epoch, step=step, metrics={})
+
+
+def test_ports_of_routes_are_reserved_until_the_bus_stops(tmp_path: Path) -> None:
+    """Each server needs the ports of all before the others listen."""
+    servers = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3))
+    ports = [port.number for port in servers._routes]
+    assert len(set(ports)) == 3
+    for number in ports:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", number))
+    servers.stop()
+    for number in ports:
+        with socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", number))
 
 
 async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_stream(tmp_path: Path) -> None:
