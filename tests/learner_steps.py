@@ -131,7 +131,7 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(
-    main: Callable[..., None], arguments: tuple[Any, ...], *, world: int, out: Path, timeout_s: float = 120.0
+    main: Callable[..., None], arguments: tuple[Any, ...], *, world: int, out: Path, timeout_s: float = 600.0
 ) -> list[dict[str, Any]]:
     """Run ``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; return the content of these files."""
     deadline = time.monotonic() + timeout_s
