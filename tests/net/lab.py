@@ -89,9 +89,13 @@ class Started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def end(self, within_s: float = ENDED_S) -> int:
-        """Drain it by SIGTERM, or kill it after ``within_s``; return its exit code."""
-        self.send(signal.SIGTERM)
+    def end(self, within_s: float = ENDED_S, *, signalled: bool = False) -> int:
+        """Drain it by SIGTERM, or kill it after ``within_s``; return its exit code.
+
+        ``signalled``: it has the SIGTERM already; a second one, a second later, would end it at once.
+        """
+        if not signalled:
+            self.send(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(within_s)
         self.send(signal.SIGKILL)

@@ -90,7 +90,7 @@ class Site:
             names = [name for name in stage if name in self.started]
             for name in names:
                 self.started[name].send(signal.SIGTERM)
-            codes |= {name: self.started[name].end(90) for name in names}
+            codes |= {name: self.started[name].end(90, signalled=True) for name in names}
         return codes
 
     async def audited(self) -> RunAccounting:
