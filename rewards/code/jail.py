@@ -58,7 +58,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; of two that have a name the later one gives it. Source: the imports that
+"""Modules whose public names a program may use without an import; a name that two of them have is that of the later one. Source: the imports that
 LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as APPS, verl and slime do."""
 
 _LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
@@ -210,7 +210,7 @@ def imported(program: str) -> "dict[str, object]":
 
 
 def missing(program: str) -> "set[str]":
-    """Return the names that a program reads, and that neither it nor Python binds. Raises SyntaxError and what else ``compile`` raises."""
+    """Return the names that a program reads, and that neither it nor Python binds. Raises the errors of ``compile``."""
     read: set[str] = set()
     bound: set[str | None] = {*dir(builtins), "__name__", "__builtins__"}
     nodes: list[Any] = [compile(program, "solution.py", "exec", AST_ONLY)]

@@ -38,11 +38,11 @@ class Judge:
     url: str
     """Address of an API (``.../v1``)."""
     model: str
-    """Its model."""
+    """Name of the model."""
     template: str = TEMPLATE
     """Question, with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``."""
     pattern: str = PATTERN
-    """Its first group is the number; its last match counts."""
+    """Regular expression: group 1 of its last match is the number."""
     low: float = 0.0
     high: float = 10.0
     key_env: str = ""

@@ -68,7 +68,7 @@ SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every 
     "pp2, recompute",
     "bfloat16, pp2",
 }
-"""Layouts of four processes, those with every case, and those whose parts others have as well. Each case is divided anyway: over two
+"""Layouts of four processes, those with every case, and those that repeat parts of other layouts. Each case is divided anyway: over two
 replicas, or into micro-batches."""
 
 Results = dict[str, dict[str, Any]]

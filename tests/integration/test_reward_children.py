@@ -17,6 +17,7 @@ from rewards.children.limits import Limits, children_of
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
 from rewards.scorers.single import opened
+from tests.conftest import waited_for_a_core_s
 
 HERE = "tests.child_rewards"
 LIMITS = Limits(timeout_s=30.0, workers=3)
@@ -129,8 +130,8 @@ async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop
     longest, last, ended = 0.0, 0.0, asyncio.Event()
 
     def now() -> float:
-        """Return seconds of a core that this thread has had: a loop that is stopped by a reward spends them on it."""
-        return time.thread_time()
+        """Return seconds, without those in which this thread wanted a core and had none."""
+        return time.monotonic() - waited_for_a_core_s()
 
     async def beat() -> None:
         nonlocal longest, last

@@ -276,7 +276,7 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
 def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
     """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too.
 
-    Before that nobody can ask it past its proxy.
+    Before that, requests that go around its proxy are refused.
     """
 
     async def started() -> None:

@@ -34,7 +34,7 @@ from bus.wire.messages import Sampling, Span, Task, Timings
 from bus.wire.turn_records import TurnKind
 from tests.bus_kit import make_task
 
-TASK, SUBJECT = 7, subjects.turn("r", 7, 0)
+TASK = 7
 COUNT = 400
 """Schedules of a test: 20,000 in all."""
 MOST_TURNS = 5
@@ -49,7 +49,7 @@ class Died(Exception):
 
 @dataclass
 class World:
-    """The stream, the engine, the environment of the episode, and what happened."""
+    """The stream, the engine, the environment of the episode, and counts of events."""
 
     random: random.Random
     again: str
@@ -75,7 +75,7 @@ class World:
         finally:
             self.parked.pop(holder, None)
 
-    # What TurnStream uses of the bus.
+    # The parts of the bus that TurnStream uses.
 
     async def attempt(self, subject: str, data: bytes, headers: dict[str, str]) -> PublishAck:
         await self.gate()
@@ -154,7 +154,7 @@ class World:
         assert self.told.setdefault((instance, digest(prompt)), answer) == answer, "two answers for one turn"
 
     def found(self, number: int) -> tuple[int, set[bytes]]:
-        """Return what an actor found when it took the episode: the environment, and digests of the prompts that have a stored answer."""
+        """Return the number of the environment, and digests of the prompts that had a stored answer, when an actor took the episode."""
         whole: dict[int, list[int]] = {-1: []}
         prompts: set[bytes] = set()
         instance = 0
@@ -301,7 +301,6 @@ async def play(seed: int) -> World:
         if world.again != RESTART:  # which stores no turns, so that others learn of it at the end
             assert world.generated <= generated + len(actors) - 2, "but for answers that were under way"
 
-    episode_turns._PAUSE_S, pause_s = 0.0, episode_turns._PAUSE_S
     try:
         await until_over(troubled())
         while not world.samples:  # it was superseded by one that woke up, and took the episode late: that one ends it, or fails
@@ -316,7 +315,6 @@ async def play(seed: int) -> World:
             assert all(sample == world.samples[0] for sample in world.samples), "two samples of one episode"
         await until_over(settled())
     finally:
-        episode_turns._PAUSE_S = pause_s
         for actor in actors.values():
             actor.cancel()
         await asyncio.gather(*actors.values(), return_exceptions=True)
@@ -325,7 +323,8 @@ async def play(seed: int) -> World:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))])
-async def test_no_environment_is_told_two_answers_and_no_stored_turn_is_generated_again(first: int) -> None:
+async def test_no_environment_is_told_two_answers_and_no_stored_turn_is_generated_again(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_turns, "_PAUSE_S", 0.0)
     happened: Counter[str] = Counter()
     for seed in range(first, first + COUNT):
         try:
