@@ -58,8 +58,10 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; a name that two of them have is that of the later one. Source: the imports that
-LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as APPS, verl and slime do."""
+"""Modules whose public names a program may use without an import; a name that two of them have is that of the later one.
+
+Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as APPS and verl do.
+"""
 
 _LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

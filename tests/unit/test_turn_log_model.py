@@ -323,7 +323,7 @@ async def play(seed: int) -> World:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))])
-async def test_no_environment_is_told_two_answers_and_no_stored_turn_is_generated_again(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_turns, "_PAUSE_S", 0.0)
     happened: Counter[str] = Counter()
     for seed in range(first, first + COUNT):
