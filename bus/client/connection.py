@@ -17,7 +17,7 @@ from bus.client.address import Address, parse
 from bus.client.repeated import Repeated
 from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
-from bus.system.coroutines import ended
+from bus.system.coroutines import ended, to_the_end
 from bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
@@ -250,7 +250,13 @@ class Connection:
         self._set_connected()
 
     async def close(self) -> None:
-        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever."""
+        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever.
+
+        A cancellation is raised when the connection is closed: a close that is cut short leaves the library's tasks and its socket behind.
+        """
+        await to_the_end(self._close())
+
+    async def _close(self) -> None:
         self._closing = True
         flushing: asyncio.Task[None] | None = None
         if self.connected and not self.nc.is_closed:

@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
 """Time that a task has to end before it is cancelled again."""
+Result = TypeVar("Result")
 
 
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
@@ -50,6 +51,21 @@ async def ended(task: "asyncio.Task[Any]") -> None:
         await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
     if not task.cancelled():
         task.exception()
+
+
+async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
+    """Run work that must not be cut short, such as a close. A cancellation meanwhile is raised when the work has ended."""
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()
+    raise cancelled
 
 
 def _log_error(task: asyncio.Task[object]) -> None:

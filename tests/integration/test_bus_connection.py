@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from bus.client.connection import Connection
 from bus.client.discovery import SeveralRuns, find_run
@@ -78,6 +79,24 @@ async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path,
         monkeypatch.setattr(client, "close", closed_after_the_answer)
         os.kill(server.pid, signal.SIGSTOP)
         await connection.close()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps: int) -> None:
+    """Wherever the cancellation finds it: in the flush, whose answer would end the library's reading, or in the library's close."""
+    connection = Connection()
+    await connection.open(nats_server.url, "cancelled", 10)
+    await connection.nc.subscribe("any", cb=_ignored)
+    closing = asyncio.create_task(connection.close())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    cancelled = closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled() == cancelled
+    assert connection.closed
+
+
+async def _ignored(message: Msg) -> None: ...
 
 
 async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:

@@ -294,6 +294,7 @@ async def test_a_corrupt_checkpoint_is_passed_over_and_logged(open_world: OpenWo
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
+            await until_checkpointed(world, 4)
         newest, before = disk.listed(world.root)
         DAMAGES[file](newest.path)
         with caplog.at_level(logging.ERROR):
@@ -312,6 +313,7 @@ async def test_no_sound_checkpoint_ends_the_start_and_names_them_all(open_world:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
+            await until_checkpointed(world, 4)
         there = disk.listed(world.root)
         for one, damage in zip(there, DAMAGES.values(), strict=False):
             damage(one.path)
@@ -695,14 +697,16 @@ async def remade(world: World, *names: str) -> None:
     await world.bus.create_layout()
 
 
+async def until_checkpointed(world: World, step: int) -> None:
+    """Wait until the feeder has written the row of this checkpoint, which it does beside the ranks' next steps."""
+    await row_until(world.bus.rows("run"), CHECKPOINT_KEY, lambda row: bool(row["step"] >= step))
+
+
 async def checkpointed(world: World, **changes: Any) -> Start:
     """Run until the first checkpoint, of step 2. Returns the start message."""
     async with world.actors(), world.feeder(**changes) as (url, _):
         start = await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))
-        async with asyncio.timeout(20):
-            async for row in world.bus.rows("run").watch(CHECKPOINT_KEY):
-                if row is not None:
-                    break
+        await until_checkpointed(world, 2)
     return start
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.system.coroutines import beside, first_error, first_of
+from bus.system.coroutines import beside, first_error, first_of, to_the_end
 
 
 async def test_the_first_end_cancels_the_others_and_is_reported() -> None:
@@ -43,6 +43,32 @@ async def test_a_shielded_task_goes_on() -> None:
     assert not task.done()
     event.set()
     assert await task
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("cancellations", [0, 1, 3])
+async def test_work_runs_to_its_end_and_a_cancellation_is_raised_then(cancellations: int, fails: bool) -> None:
+    go_on, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> int:
+        await go_on.wait()
+        ended.set()
+        if fails:
+            raise KeyError("x")
+        return 3
+
+    running = asyncio.create_task(to_the_end(work()))
+    for _ in range(cancellations):
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.sleep(0)
+        assert not running.done()
+    go_on.set()
+    await asyncio.wait({running})
+    assert ended.is_set()
+    assert running.cancelled() == (cancellations > 0)
+    if not cancellations:
+        assert isinstance(running.exception(), KeyError) if fails else running.result() == 3
 
 
 def test_the_first_error_inside_of_groups() -> None:
