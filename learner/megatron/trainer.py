@@ -79,16 +79,18 @@ class _Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherPolicies:
-    """Weights of the policies that the trained one is compared with, as far as they are kept."""
+class OtherModels:
+    """The models beside the policy, as far as they are kept."""
 
     proximal: WeightBackup | None = None
     """Weights of the last published version, if that is not always the one a step starts from; else None."""
     reference: WeightBackup | None = None
     """Weights of the reference model, if the algorithm needs one; else None."""
+    critic: Critic | None = None
+    """Trained with the policy, if the algorithm needs one; else None."""
 
 
-NO_OTHER_POLICIES = OtherPolicies()
+NO_OTHER_MODELS = OtherModels()
 
 
 class Trainer:
@@ -101,16 +103,16 @@ class Trainer:
         algorithm: AlgorithmConfig,
         *,
         max_lag: int,
-        others: OtherPolicies = NO_OTHER_POLICIES,
+        others: OtherModels = NO_OTHER_MODELS,
         turn_gamma: float | None = None,
         collector: Collector | None = None,
-        critic: Critic | None = None,
         hooks: HooksConfig = NO_HOOKS,
     ) -> None:
         """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for an episode.
 
-        ``critic``: trained with the policy if the algorithm needs one; else None. ``collector``: gets the values of each token.
+        ``collector``: gets the values of each token.
         """
+        critic = others.critic
         self._collector = collector
         if collector is not None:
             policy.routing.observe(policy.parallel)

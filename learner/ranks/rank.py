@@ -49,7 +49,7 @@ from learner.megatron.meter import Meter
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.reference import open_reference
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.megatron.tuning import Tuning
 from learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
 from learner.ranks.checkpoints import Checkpoints
@@ -243,10 +243,9 @@ class Rank:
             self._optimizer,
             learner.algorithm,
             max_lag=staleness.max_lag,
-            others=OtherPolicies(proximal=self._proximal, reference=self._reference.weights),
+            others=OtherModels(proximal=self._proximal, reference=self._reference.weights, critic=critic),
             turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
             collector=debug.collector,
-            critic=critic,
             hooks=learner.hooks,
         )
         self.pushes = Pushes(

@@ -3,11 +3,17 @@
 Both take the whole step on the same data: log-probs, advantages, truncated importance weights, clipped loss, backward, gradient
 clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process, interleaved, so that a busy
 machine slows both. ``python -m tests.bench learner_step``
+
+``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add DIRECTORY COMMIT``),
+each in a process of its own, step by step in turn.
 """
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +36,19 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 GROUP = 8
 ROUNDS = 15
+STEPS = """
+import json, os, pathlib, sys, time, torch
+from tests.bench import learner_step
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+torch.set_num_threads(1)
+step = learner_step.our_step(pathlib.Path(sys.argv[1]), learner_step.make_batch(**json.loads(sys.argv[2])), "cpu")
+for _ in sys.stdin:
+    began = time.process_time()
+    loss = step()
+    print(time.process_time() - began, loss, file=answers, flush=True)
+"""
+"""A process that takes a step for every line of its input, and answers with its processor time in seconds and its loss."""
 
 
 def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None:
@@ -190,6 +209,39 @@ def compare(name: str, *, rounds: int = ROUNDS, device: str = "cpu") -> dict[str
     }
 
 
+def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
+    """Return processor time of a step of this checkout and of another, and the median of the ratios of steps beside each other."""
+    shape = SHAPES[name]
+    batch = json.dumps({key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
+        command = [sys.executable, "-c", STEPS, directory, batch]
+        trees = {"ours": Path(__file__).parents[2], "other": other}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        children = {kind: subprocess.Popen(command, cwd=tree, **pipes) for kind, tree in trees.items()}  # type: ignore[call-overload]
+        try:
+            taken = [{kind: _step_of(child) for kind, child in children.items()} for _ in range(rounds + 1)]
+        finally:
+            for child in children.values():
+                child.stdin.close()
+                child.wait()
+    first, *taken = taken
+    assert abs(first["ours"][1] - first["other"][1]) < 1e-5, first
+    times = {kind: [step[kind][0] for step in taken] for kind in trees}
+    return {f"{kind}_ms": statistics.median(values) * 1e3 for kind, values in times.items()} | {
+        "ratio": statistics.median(a / b for a, b in zip(*times.values(), strict=True)),
+        "ratio_of_minima": min(times["ours"]) / min(times["other"]),
+    }
+
+
+def _step_of(child: Any) -> tuple[float, float]:
+    """Return processor time in seconds and loss of a child's next step."""
+    child.stdin.write("step\n")
+    child.stdin.flush()
+    seconds, loss = child.stdout.readline().split()
+    return float(seconds), float(loss)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench learner_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,10 +249,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in args.shapes:
-        found = compare(name, rounds=args.rounds, device=args.device)
+        rounds = args.rounds
+        found = against(args.against, name, rounds=rounds) if args.against else compare(name, rounds=rounds, device=args.device)
         print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
 
 

@@ -189,7 +189,7 @@ class PinnedLoop:
         """
         from learner.megatron.model import WeightBackup, build_policy
         from learner.megatron.optimizer import PolicyOptimizer
-        from learner.megatron.trainer import OtherPolicies, Trainer
+        from learner.megatron.trainer import OtherModels, Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = task or Task(), lag, seed, fault or EngineFault(), corrupt
         self.directory = directory
@@ -200,7 +200,7 @@ class PinnedLoop:
         self.policy = build_policy(made.model, dtype="float32", parallel=parallel or world_of_one())
         optimizer = PolicyOptimizer(self.policy, _optimizer(self.task), steps=versions)
         reference = WeightBackup(self.policy) if algorithm.needs_reference else None
-        self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, others=OtherPolicies(reference=reference))
+        self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, others=OtherModels(reference=reference))
         self.version = 0
         self.kept: list[Named] = []
         """Weights kept by an experiment."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,9 @@ async def test_a_group_that_is_left_while_a_message_is_copied(
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(old.ask_at_once([tensors[:5], tensors[5:9], tensors[9:]], 1))
         await asyncio.to_thread(old.group.send, flat(tensors[:5]), DEADLINE_S)
-        await asyncio.to_thread(copying.wait, DEADLINE_S)
+        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
         async with joined(served) as new:
+            copying.go_on.set()
             status, answer = await asked
             assert (status, "another one has begun" in answer["message"]) == (400, True), answer
             await new.at_once(models[2], 2, serve=True)
@@ -155,8 +157,11 @@ async def test_a_push_that_begins_while_the_last_message_of_another_is_copied_is
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(push.ask_at_once([tensors], 1))
         await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
-        await asyncio.to_thread(copying.wait, DEADLINE_S)
-        assert (await push.begin(2))[0] == 200
+        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
+        beginning = asyncio.create_task(push.begin(2))
+        await served.until(lambda: served.engine.updates._open.version == 2)
+        copying.go_on.set()
+        assert (await beginning)[0] == 200
         status, answer = await asked
         assert (status, "another one has begun" in answer["message"]) == (400, True), answer
         assert (await push.bucket(named(models[2])))[0] == 200
@@ -172,22 +177,31 @@ async def test_a_push_whose_last_message_is_copied_when_another_epoch_takes_over
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(push.ask_at_once([tensors], 1))
         await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
-        await asyncio.to_thread(copying.wait, DEADLINE_S)
+        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
         served.engine.updates.require_current_epoch(2, "of the next learner")
+        copying.go_on.set()
         status, answer = await asked
         assert (status, "epoch 2" in answer["message"]) == (400, True), answer
         assert served.engine.version == 0 and serves(served, models[0])
 
 
-def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Delay the first copy of a message by half a second. Returns an event that is set when that copy has begun."""
-    copy, begun = served.engine.updates._copy, threading.Event()
+@dataclass(frozen=True)
+class Copying:
+    """The first copy of a message: ``begun`` is set by the engine, which then waits for ``go_on``."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> Copying:
+    """Let the first copy of a message wait until it may go on."""
+    copy, copying = served.engine.updates._copy, Copying()
 
     def late(*args: Any) -> None:
-        if not begun.is_set():
-            begun.set()
-            time.sleep(0.5)
+        if not copying.begun.is_set():
+            copying.begun.set()
+            assert copying.go_on.wait(DEADLINE_S)
         copy(*args)
 
     monkeypatch.setattr(served.engine.updates, "_copy", late)
-    return begun
+    return copying

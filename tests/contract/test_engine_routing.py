@@ -1,6 +1,7 @@
 """The experts that the built-in engine returns are those of transformers: prompts and responses, shared prompts, pushes, continuations."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -132,9 +133,24 @@ async def test_the_sequences_of_an_episode_have_them(directory: Path, models: li
         left += length
 
 
-async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any]) -> None:
+def slow_without_a_push(served: Served, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Generate slowly after this number of tokens of version 0, so that a push or an abort which is late still comes in the middle."""
+    decode, tokens = served.engine.scheduler._decode, 0
+
+    def slowly() -> None:
+        nonlocal tokens
+        tokens += 1
+        if tokens > after and served.engine.version == 0:
+            time.sleep(0.05)
+        decode()
+
+    monkeypatch.setattr(served.engine.scheduler, "_decode", slowly)
+
+
+async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The push comes in the middle: the keys and values before it stay, and the last token before it is an input of the new weights."""
     async with served(directory) as (one, client), joined(one) as push:
+        slow_without_a_push(one, monkeypatch, after=1000)
         sampling = Sampling(max_new_tokens=1500, seed=9, temperature=2.0)
         stream, states = client.stream(PROMPT, sampling), []
         async for state in stream:
@@ -143,7 +159,7 @@ async def test_each_span_has_the_experts_of_its_weights(directory: Path, models:
                 pushed = asyncio.create_task(push.whole(models[1], 1))
         await pushed
     made = states[-1]
-    assert [span.version for span in made.spans] == [0, 1], "raise max_new_tokens: the push came too late"
+    assert [span.version for span in made.spans] == [0, 1], "the push came too late"
     assert all(state.routed_experts is None for state in states[:-1])
     from transformers import DynamicCache
 
@@ -186,8 +202,11 @@ async def test_a_continued_response_has_its_first_experts_or_none(directory: Pat
         assert unknown_rows(again.routed_experts[:seam]).all()
 
 
-async def test_an_aborted_response_has_the_experts_of_its_tokens(directory: Path, models: list[Any]) -> None:
-    async with served(directory) as (_, client):
+async def test_an_aborted_response_has_the_experts_of_its_tokens(
+    directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(directory) as (one, client):
+        slow_without_a_push(one, monkeypatch, after=1000)
         stream = client.stream(PROMPT, Sampling(max_new_tokens=1500, seed=9, temperature=2.0), id="one")
         await anext(stream)
         await client.abort("one")

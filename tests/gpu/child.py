@@ -41,7 +41,7 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     from learner.megatron import state
     from learner.megatron.model import WeightBackup, build_policy
     from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.trainer import OtherPolicies, Trainer
+    from learner.megatron.trainer import OtherModels, Trainer
     from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
     from tests.learner_steps import make_batches, make_samples
     from tests.megatron_world import one_rank
@@ -49,7 +49,7 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     with one_rank() as here:
         policy = build_policy(Path(model_dir), dtype="float32", parallel=here)
         optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
-        trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherPolicies(proximal=proximal))
+        trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal))
         trainer.train(make_batches(make_samples(vocab=VOCAB, step=3), step=3)[0])
         state.save(Path(directory), step=3, policy=policy, optimizer=optimizer, proximal=proximal)
         saved = policy.digest()

@@ -14,7 +14,7 @@ from learner.megatron import state
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from tests.gpu.conftest import Child
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
@@ -30,7 +30,7 @@ def learner(
 ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
     policy = build_policy(model_dir, dtype=dtype, parallel=rank, kernels=kernels)
     optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
-    return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherPolicies(proximal=proximal)), policy, optimizer, proximal
+    return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal)), policy, optimizer, proximal
 
 
 def batch(step: int, max_tokens: int = 60, vocab: int = VOCAB) -> Any:

@@ -19,7 +19,7 @@ from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.reference import Reference, open_reference
 from learner.megatron.state import Beside
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
@@ -95,8 +95,8 @@ def build(
     collectors = [Collector(saves, here, role=role) if saves else None for role in ("actor", "critic")]
     critic = open_critic(learner, policy, model_dir, collectors[1])
     assert critic is not None
-    others = OtherPolicies(reference=reference.weights)
-    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others, critic=critic, collector=collectors[0])
+    others = OtherModels(reference=reference.weights, critic=critic)
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others, collector=collectors[0])
     return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
 
 

@@ -20,7 +20,7 @@ from learner.megatron.layers.kernels import Wanted
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
@@ -163,7 +163,7 @@ def learner(model_dir: Path, here: parallel.Parallel, way: Way) -> Learner:
     return Learner(
         policy,
         optimizer,
-        Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=proximal)),
+        Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)),
         proximal,
     )
 

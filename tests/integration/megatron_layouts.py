@@ -14,7 +14,7 @@ from learner.megatron import logprobs
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from tests.algorithm_cases import CASES, EVERYWHERE, algorithm
 from tests.cuda_kernels import RaisingOnCuda
@@ -95,7 +95,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
         PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
         config,
         max_lag=2,
-        others=OtherPolicies(reference=reference),
+        others=OtherModels(reference=reference),
     )
     seen = RaisingOnCuda()
     watched = seen if layout.watched else contextlib.nullcontext()

@@ -13,7 +13,7 @@ from learner.megatron import state
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.megatron.tuning import Tuning
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
@@ -67,7 +67,7 @@ def learner(
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=way.offload)
     reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
     proximal = WeightBackup(policy)
-    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, others=OtherPolicies(proximal=proximal, reference=reference))
+    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, others=OtherModels(proximal=proximal, reference=reference))
     return Learner(policy=policy, optimizer=optimizer, trainer=trainer, proximal=proximal)
 
 

@@ -18,7 +18,7 @@ from learner.megatron import state
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
@@ -35,7 +35,7 @@ def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoi
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
-    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=proximal))
+    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal))
     steps = STEPS
     if checkpoint is not None:
         assert state.load(checkpoint, policy=policy, optimizer=optimizer, proximal=proximal)[0] == STEPS[0]

@@ -15,7 +15,7 @@ from learner.layout import parallel
 from learner.megatron import state
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
@@ -51,7 +51,7 @@ class Learner:
         self.optimizer = PolicyOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
         self.proximal = WeightBackup(self.policy)
         self.trainer = Trainer(
-            self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=self.proximal)
+            self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=self.proximal)
         )
 
     def take(self, step: int) -> dict[str, float]:

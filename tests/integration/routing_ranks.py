@@ -20,7 +20,7 @@ from learner.debug.collector import Collector
 from learner.layout import parallel
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.model import Policy
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from tests.integration.expert_ranks import DEEP, LAYOUTS, MODELS, VOCAB, Way, learner
 from tests.integration.expert_ranks import WAYS as EXPERT_WAYS
 from tests.learner_steps import make_batches, make_samples, with_random_experts
@@ -146,7 +146,7 @@ def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> Ste
     made = learner(model_dir, here, chosen)
     collector = Collector(path, here)
     trainer = Trainer(
-        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(), collector=collector
+        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(), collector=collector
     )
     samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, groups=6), shape, unknown_share=0.2)
     batches = make_batches(

@@ -17,7 +17,7 @@ from learner.debug.train_file import TrainDump, read, read_train, record_path
 from learner.layout import parallel
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
 from tests.integration.debug_ranks import STEP_LAYOUTS, packed
@@ -40,7 +40,7 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
             PolicyOptimizer(policy, OPTIMIZER, steps=400),
             config,
             max_lag=2,
-            others=OtherPolicies(reference=WeightBackup(policy) if reference else None),
+            others=OtherModels(reference=WeightBackup(policy) if reference else None),
             collector=Collector(str(tmp_path / path), here) if saves else None,
         )
         return trainer, policy

@@ -15,7 +15,7 @@ from learner.megatron import state
 from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 
@@ -72,7 +72,7 @@ def learner(
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=memory)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     backup = WeightBackup(policy)
-    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherPolicies(proximal=backup)), backup
+    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=backup)), backup
 
 
 @pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])

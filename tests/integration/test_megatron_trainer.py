@@ -28,7 +28,7 @@ from learner.megatron.layers.attention import packed_row
 from learner.megatron.meter import Meter, peak_tflops
 from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from learner.settings.hooks import HooksConfig
 from tests.cuda_kernels import RaisingOnCuda
@@ -52,7 +52,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
-        others = OtherPolicies(proximal=proximal)
+        others = OtherModels(proximal=proximal)
         return Trainer(policy, optimizer, settings, max_lag=2, others=others, hooks=hooks), policy, optimizer, proximal
 
     return build
@@ -64,7 +64,7 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here
     student, teacher = (write_tiny_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1))
     policy = build_policy(student, dtype="float32", parallel=here)
     config = AlgorithmConfig(advantage="none", distill_coef=0.5, distill_loss=kind, distill_top_k=top_k)
-    others = OtherPolicies(reference=reference_weights(policy, student, teacher))
+    others = OtherModels(reference=reference_weights(policy, student, teacher))
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, others=others)
     samples = make_samples(vocab=299, temperature=0.7)
     metrics = trainer.train(make_batches(samples, max_tokens=100)[0])

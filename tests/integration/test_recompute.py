@@ -15,7 +15,7 @@ from learner.layout.parallel import Parallel
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherPolicies, Trainer
+from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples, run_ranks
@@ -37,7 +37,7 @@ def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float
     policy = build_policy(model_dir, dtype=dtype, parallel=here, kernels=Wanted(recompute=recompute))
     assert policy.bridge.kernels.recompute == recompute
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3, weight_decay=0.01), steps=10)
-    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherPolicies(proximal=WeightBackup(policy)))
+    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=WeightBackup(policy)))
     metrics, random, raising = [], torch.get_rng_state(), RaisingOnCuda()
     for step in (3, 4):
         batch = make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=70)[0]

@@ -34,6 +34,12 @@ def turn(number: int, length: int = 2, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
+@pytest.fixture(autouse=True)
+def _slow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record may wait for a busy machine; the tests of the limit set their own."""
+    monkeypatch.setattr(episode_turns, "STORE_S", 60.0)
+
+
 async def kinds(bus: Bus, task: int = 1, index: int = 0) -> list[str]:
     records, _ = await bus.turns.take(task, index, "reader", first=False)
     return [str(record.kind) for record in records]
