@@ -145,9 +145,7 @@ def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> Ste
     chosen = WAYS.get(way) or EXPERT_WAYS[way]
     made = learner(model_dir, here, chosen)
     collector = Collector(path, here)
-    trainer = Trainer(
-        made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(), collector=collector
-    )
+    trainer = Trainer(made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(), collector=collector)
     samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, groups=6), shape, unknown_share=0.2)
     batches = make_batches(
         samples,
