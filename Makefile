@@ -16,7 +16,7 @@ GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -64,7 +64,7 @@ arithmetic: setup
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
-test test-chaos test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
+test test-chaos test-late test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
 # Four files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
@@ -77,6 +77,12 @@ test: setup
 # Runs of which processes are killed at chosen instants, frozen, replaced or cut off. `.ci/run` runs these too.
 test-chaos: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/chaos $(BESIDE)
+
+# Answers of the bus, of HTTP servers and of threads come up to 1.5 s late, at random, in every process (tests/late). What fails relies on an
+# order of things that happen at once. The processes wait for most of the time, hence more of them; about 20 minutes.
+test-late: setup
+	PYTHONPATH=tests/late TIDEMILL_LATE=$${TIDEMILL_LATE:-0.03,1.5} \
+		$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 6 --dist loadfile --no-loadscope-reorder
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
