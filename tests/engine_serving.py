@@ -1,6 +1,8 @@
 """A built-in engine served over loopback for one test, and reference values from transformers for the same tokens."""
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 import torch
 
 from actors.config import EngineConfig
@@ -48,6 +51,20 @@ class Served:
         await self.until(lambda: len(self.engine.scheduler.waiting) == len(requests))
         await self.client.resume()
         return await asyncio.gather(*tasks)
+
+    def slow(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> threading.Event:
+        """Until this is set, decode slowly after so many steps of a version: what is late still comes in the middle of a response."""
+        scheduler, steps, fast = self.engine.scheduler, Counter[int](), threading.Event()
+        decode = scheduler._decode
+
+        def slowly() -> None:
+            steps[self.engine.version] += 1
+            if steps[self.engine.version] > after:
+                fast.wait(0.2)
+            decode()
+
+        monkeypatch.setattr(scheduler, "_decode", slowly)
+        return fast
 
     async def until(self, reached: Any) -> None:
         """Wait for a state of the engine's thread, which does not wake the loop: check again after every step of it."""

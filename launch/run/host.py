@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 ROLE = "host"
 LOOK_EVERY_S = 1.0
-SETTLE_S = 3.0
-"""Seconds without changes after an outage of the bus, in which every host writes its live row again."""
+SETTLE_S = 5.0
+"""Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one counts as alive."""
 LOCK_FILE = ".lock"
 
 

@@ -1,7 +1,6 @@
 """The experts that the built-in engine returns are those of transformers: prompts and responses, shared prompts, pushes, continuations."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -133,30 +132,17 @@ async def test_the_sequences_of_an_episode_have_them(directory: Path, models: li
         left += length
 
 
-def slow_without_a_push(served: Served, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-    """Generate slowly after this number of tokens of version 0, so that a push or an abort which is late still comes in the middle."""
-    decode, tokens = served.engine.scheduler._decode, 0
-
-    def slowly() -> None:
-        nonlocal tokens
-        tokens += 1
-        if tokens > after and served.engine.version == 0:
-            time.sleep(0.05)
-        decode()
-
-    monkeypatch.setattr(served.engine.scheduler, "_decode", slowly)
-
-
 async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The push comes in the middle: the keys and values before it stay, and the last token before it is an input of the new weights."""
     async with served(directory) as (one, client), joined(one) as push:
-        slow_without_a_push(one, monkeypatch, after=1000)
+        fast = one.slow(monkeypatch, after=10)
         sampling = Sampling(max_new_tokens=1500, seed=9, temperature=2.0)
         stream, states = client.stream(PROMPT, sampling), []
         async for state in stream:
             states.append(state)
             if len(states) == 1:
                 pushed = asyncio.create_task(push.whole(models[1], 1))
+                pushed.add_done_callback(lambda _: fast.set())
         await pushed
     made = states[-1]
     assert [span.version for span in made.spans] == [0, 1], "the push came too late"
@@ -170,12 +156,16 @@ async def test_each_span_has_the_experts_of_its_weights(directory: Path, models:
     assert_chosen(made, PROMPT, np.concatenate([by_first, by_second]), ties=2)
 
 
-async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(directory: Path, models: list[Any]) -> None:
-    async with served(directory) as (_, client):
+async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(
+    directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(directory) as (one, client):
+        fast = one.slow(monkeypatch, after=10)
         sampling = Sampling(max_new_tokens=600, seed=9, temperature=2.0)
         stream = client.stream(PROMPT, sampling)
         await anext(stream)
         await client.pause("retract")
+        fast.set()
         await client.resume()
         *_, made = [state async for state in stream]
     assert made.retractions == 1
@@ -206,7 +196,7 @@ async def test_an_aborted_response_has_the_experts_of_its_tokens(
     directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(directory) as (one, client):
-        slow_without_a_push(one, monkeypatch, after=1000)
+        one.slow(monkeypatch, after=10)
         stream = client.stream(PROMPT, Sampling(max_new_tokens=1500, seed=9, temperature=2.0), id="one")
         await anext(stream)
         await client.abort("one")

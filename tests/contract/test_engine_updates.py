@@ -138,10 +138,13 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
 
 
 @over_both
-async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
+async def test_a_flip_in_the_middle_of_responses_keeps_them_going(
+    directories: list[Path], models: list[Any], joined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three flips during a batch: every log-prob is that of the version its span names, on keys and values that are kept."""
     given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
+        fast = served.slow(monkeypatch, after=50)
         await served.client.pause()
         tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
         await served.until(lambda: len(served.engine.scheduler.waiting) == 4)
@@ -151,6 +154,7 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
             await served.until(lambda goal=goal: served.engine.scheduler.counters.steps >= goal)
             await served.client.pause()  # only so that the responses cannot end before the push does
             await push.whole(models[version], version)
+        fast.set()
         await served.client.resume()
         for prompt, answer in zip(given, await asyncio.gather(*tasks), strict=True):
             spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]

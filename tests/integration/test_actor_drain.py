@@ -70,12 +70,19 @@ async def one_ends_early(built: BuiltinEngine) -> Sampling:
     raise AssertionError("no such token: take another SEED")
 
 
+async def pause(built: BuiltinEngine) -> None:
+    await asyncio.wrap_future(built.scheduler.pause("in_place"))
+
+
 @asynccontextmanager
 async def half_done(built: BuiltinEngine, requests: int = GROUP, each: int = 20) -> AsyncIterator[None]:
-    """Enter when that many requests are at the engine and have about ``each`` tokens; until the exit they get no more."""
+    """Enter when that many requests are at the engine and have about ``each`` tokens; until the exit they get no more.
+
+    The engine is paused since before the actor asked: it might have answered by now.
+    """
     scheduler = built.scheduler
+    assert scheduler.paused
     enough = scheduler.counters.tokens_generated + each * requests
-    await asyncio.wrap_future(scheduler.pause("in_place"))
     await at_work(built, requests)
     while scheduler.counters.tokens_generated < enough:
         await asyncio.wrap_future(scheduler.call(scheduler._step))
@@ -105,6 +112,7 @@ async def test_the_next_actor_continues_and_no_token_is_generated_twice(
         before = built.scheduler.counters.tokens_generated
         draining, second_draining = asyncio.Event(), asyncio.Event()
         config = ActorConfig(reward="digits", drain_finish_s=0.0, join_requests=join)
+        await pause(built)
         first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
         async with half_done(built):
             second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
@@ -142,6 +150,7 @@ async def test_a_response_may_be_continued_by_several_actors(open_bus: BusOpener
         unfinished, had = GROUP, 0
         for turn in range(3):
             config = ActorConfig(reward="digits", drain_finish_s=0.0)
+            await pause(built)
             async with actor_process(nats_server.url, bus.run, config, id=f"a{turn}") as actor:
                 async with half_done(built, unfinished, each=10):
                     actor.terminate()
@@ -163,10 +172,12 @@ async def test_an_actor_killed_while_it_continues_loses_nothing(open_bus: BusOpe
         whole = await undisturbed(built, sampling)
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         config = ActorConfig(reward="digits", drain_finish_s=0.0)
+        await pause(built)
         async with actor_process(nats_server.url, bus.run, config, id="drained", lease_s=LEASE_S) as drained, half_done(built):
             drained.terminate()
             assert await drained.exit_code() == 0
         left = await bus.partials.of(tasks[0])
+        await pause(built)
         async with actor_process(nats_server.url, bus.run, config, id="killed", lease_s=LEASE_S) as killed:
             async with half_done(built, GROUP - 1, each=10):
                 killed.kill()
@@ -195,6 +206,7 @@ async def test_a_response_broken_off_is_continued_at_another_engine(open_bus: Bu
             tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
             config = ActorConfig(reward="digits", engines=(first.url, second.url))
             second.phase = "stale"
+            await pause(first)
             work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
             async with half_done(first):
                 await first.close()
@@ -212,6 +224,7 @@ async def test_an_actor_without_partials_finishes_every_response(open_bus: BusOp
     async with open_bus() as bus, engine(bus) as built:
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
         config, draining = ActorConfig(reward="digits", partials=False, drain_finish_s=0.0), asyncio.Event()
+        await pause(built)
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
         async with half_done(built):
             draining.set()

@@ -19,6 +19,7 @@ from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.cli.main import main
 from launch.run import desired
+from launch.run.host import SETTLE_S
 from launch.run.host_learner import HostLearner
 from launch.settings.config_loader import from_map
 from learner.nodes.node_rows import NodeRow, node_of
@@ -240,7 +241,7 @@ async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts
         await bus.wait_connected(30)
         for name in ("a", "b"):
             await host_row(bus, name, lambda row: row.load.get("actors_wanted") == 1.0)
-        await asyncio.sleep(2)
+        await asyncio.sleep(SETTLE_S + 2)  # by then they look at the numbers again
         assert await actors(bus) == before, "none started, none ended"
 
 
