@@ -81,7 +81,7 @@ test-chaos: setup
 # Answers of the bus, of HTTP servers and of threads come up to 1.5 s late, at random, in every process (tests/late). What fails relies on an
 # order of things that happen at once. The processes wait for most of the time, hence more of them; about 20 minutes.
 test-late: setup
-	PYTHONPATH=tests/late TIDEMILL_LATE=$${TIDEMILL_LATE:-0.03,1.5} \
+	PYTHONPATH=tests/late LATE_ANSWERS=$${LATE_ANSWERS:-0.03,1.5} \
 		$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 6 --dist loadfile --no-loadscope-reorder
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.

@@ -1,6 +1,6 @@
 """Late answers: with this folder in PYTHONPATH, answers of the bus, of HTTP servers and of threads come late at random, in every process.
 
-``TIDEMILL_LATE="SHARE,SECONDS"``: this share of the waits before and after a call takes up to so many seconds more. A test that fails then
+``LATE_ANSWERS="SHARE,SECONDS"``: this share of the waits before and after a call takes up to so many seconds more. A test that fails then
 has relied on the order of things that happen at once, as it may on a machine that stands still for a moment. ``make test-late``
 """
 
@@ -62,7 +62,7 @@ class Finder(MetaPathFinder):
         return spec
 
 
-if wanted := os.environ.get("TIDEMILL_LATE"):
+if wanted := os.environ.get("LATE_ANSWERS"):
     how_late = tuple(map(float, wanted.split(",")))
     asyncio.to_thread = asyncio.threads.to_thread = late(asyncio.to_thread, *how_late)
     sys.meta_path.insert(0, Finder(*how_late))
