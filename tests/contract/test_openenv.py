@@ -201,6 +201,8 @@ async def test_a_server_that_is_silent_gone_or_hangs_up_ends_the_wait() -> None:
         ({"url": "localhost:8000"}, "url: want http://HOST:PORT"),
         ({"url": "http://h", "first": "x"}, "first: want {observation} in it"),
         ({"url": "http://h", "seconds": 0}, "seconds > 0"),
+        ({"url": "http://h", "fields": ["a"]}, r"fields: want a map, got \['a'\]"),
+        ({"url": "http://h", "reset": 3}, "reset: want a map, got 3"),
     ],
 )
 def test_bad_options_are_refused_at_the_start(options: dict[str, Any], complaint: str) -> None:

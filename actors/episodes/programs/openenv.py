@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,40 +22,54 @@ OF_THE_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
 """Errors that an answer of the model causes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The ``environment_options``. Raises ValueError for values that cannot be."""
+
+    url: str
+    """Address of the server, http(s) or ws(s)."""
+    action: str = "message"
+    """Field of the action that is given the answer's text; empty = the answer is the action, as JSON."""
+    observation: str = ""
+    """Path of the text in the observation, with dots; empty = all of it, as JSON."""
+    first: str = "{prompt}\n\n{observation}"
+    """The first text."""
+    fields: Mapping[str, Any] | None = None
+    """Further fields of every action."""
+    reset: Mapping[str, Any] | None = None
+    """Arguments of each reset; a row's ``metadata.reset`` goes on top."""
+    invalid_reward: float = 0.0
+    """Of an answer that is no action; the model is shown the error."""
+    seconds: float = 60.0
+    """Limit of each answer of the server."""
+    wait_seconds: float = 300.0
+    """Time to wait for a session."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
+            raise ValueError(f"environment_options.url: want http://HOST:PORT, got {self.url!r}")
+        if "{observation}" not in self.first:
+            raise ValueError(f"environment_options.first: want {{observation}} in it, got {self.first!r}")
+        for name, value in (("fields", self.fields), ("reset", self.reset)):
+            if not isinstance(value or {}, Mapping):
+                raise ValueError(f"environment_options.{name}: want a map, got {value!r}")
+        if not (self.seconds > 0 and self.wait_seconds >= 0):
+            raise ValueError(f"environment_options: want seconds > 0 and wait_seconds >= 0, got {self.seconds} and {self.wait_seconds}")
+
+    @property
+    def socket_url(self) -> str:
+        """Address of the server's WebSocket."""
+        base = self.url.rstrip("/")
+        return base if urlsplit(self.url).path.endswith("/ws") else base + "/ws"
+
+
 class OpenEnv:
     """An episode in an environment of OpenEnv: reset, then a step for every answer."""
 
-    def __init__(
-        self,
-        url: str,
-        action: str = "message",
-        observation: str = "",
-        first: str = "{prompt}\n\n{observation}",
-        fields: Mapping[str, Any] | None = None,
-        reset: Mapping[str, Any] | None = None,
-        invalid_reward: float = 0.0,
-        seconds: float = 60.0,
-        wait_seconds: float = 300.0,
-    ) -> None:
-        """``url``: address of the server, http(s) or ws(s). ``action``: field that is given the answer's text; empty = the answer is JSON.
-
-        ``observation``: path of the text in the observation, with dots; empty = all of it, as JSON. ``first``: the first text. ``fields``:
-        further fields of every action. ``reset``: arguments of each reset; a row's ``metadata.reset`` goes on top. ``invalid_reward`` of an
-        answer that is no action; its error is shown. ``seconds`` for each answer of the server, ``wait_seconds`` for a session. Raises
-        ValueError.
-        """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
-            raise ValueError(f"environment_options.url: want http://HOST:PORT, got {url!r}")
-        if "{observation}" not in first:
-            raise ValueError(f"environment_options.first: want {{observation}} in it, got {first!r}")
-        if not (seconds > 0 and wait_seconds >= 0):
-            raise ValueError(f"environment_options: want seconds > 0 and wait_seconds >= 0, got {seconds} and {wait_seconds}")
-        base = url.rstrip("/")
-        self._url = base if parts.path.endswith("/ws") else base + "/ws"
-        self._action, self._observation, self._first = action, observation, first
-        self._fields, self._reset = dict(fields or {}), dict(reset or {})
-        self._invalid_reward, self._seconds, self._wait_seconds = invalid_reward, seconds, wait_seconds
+    def __init__(self, url: str, **options: Any) -> None:
+        """``options``: those of ``Options``. Raises ValueError, and TypeError for one that is unknown."""
+        self._options = Options(url=url, **options)
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -63,21 +78,21 @@ class OpenEnv:
         own = (data.get("metadata") or {}).get("reset") or {}
         if not isinstance(own, Mapping):
             raise RuntimeError(f"metadata.reset: want a map, got {own!r:.80}")
-        answer = await self._begun({**self._reset, **own})
+        answer = await self._begun({**(self._options.reset or {}), **own})
         text = self._text(answer)
-        return self._first.replace("{observation}", text).replace("{prompt}", str(data.get("prompt", "")))
+        return self._options.first.replace("{observation}", text).replace("{prompt}", str(data.get("prompt", "")))
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
         try:
-            action = {**self._fields, **(json.loads(text) if not self._action else {self._action: text})}
+            action = {**(self._options.fields or {}), **(json.loads(text) if not self._options.action else {self._options.action: text})}
         except (ValueError, TypeError, RecursionError) as error:
-            return f"Error: want an action as a JSON map: {error}", self._invalid_reward, False
+            return f"Error: want an action as a JSON map: {error}", self._options.invalid_reward, False
         answer = await self._asked({"type": "step", "data": action})
         if answer.get("type") == "error":
             code, message = _error(answer)
             if code in OF_THE_ACTION:
-                return f"Error: {message}", self._invalid_reward, False
+                return f"Error: {message}", self._options.invalid_reward, False
             raise RuntimeError(f"the environment failed: {message} ({code})")
         data = _data(answer)
         reward = data.get("reward")
@@ -97,15 +112,15 @@ class OpenEnv:
 
     async def _begun(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer to a reset, for which a server that is full, or not there, is asked for a while."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._seconds))
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.seconds))
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._wait_seconds
+        until = loop.time() + self._options.wait_seconds
         while True:
             try:
-                self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
+                self._socket = await self._session.ws_connect(self._options.socket_url, max_msg_size=MAX_MESSAGE_BYTES)
                 answer = await self._asked({"type": "reset", "data": dict(arguments)})
             except (aiohttp.ClientError, OSError) as error:
-                reason = f"{self._url}: {error}"
+                reason = f"{self._options.socket_url}: {error}"
             else:
                 if answer.get("type") != "error":
                     return answer
@@ -115,19 +130,19 @@ class OpenEnv:
                 reason = message
                 await self._socket.close()
             if loop.time() + RETRY_S > until:
-                raise RuntimeError(f"no session of the environment within {self._wait_seconds:g} s: {reason}")
+                raise RuntimeError(f"no session of the environment within {self._options.wait_seconds:g} s: {reason}")
             await asyncio.sleep(RETRY_S)
 
     async def _asked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the answer. Raises RuntimeError."""
         assert self._socket is not None
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._options.seconds):
                 with suppress(ConnectionError):  # a server that is full says so before it hangs up
                     await self._socket.send_json(message)
                 received = await self._socket.receive()
         except TimeoutError:
-            raise RuntimeError(f"the environment did not answer within {self._seconds:g} s") from None
+            raise RuntimeError(f"the environment did not answer within {self._options.seconds:g} s") from None
         if received.type is not aiohttp.WSMsgType.TEXT:
             raise RuntimeError(f"the environment hung up: {received.type.name} {received.data!r:.200}")
         try:
@@ -141,10 +156,12 @@ class OpenEnv:
     def _text(self, answer: Mapping[str, Any]) -> str:
         """Return the text of an observation."""
         found = _data(answer).get("observation")
-        for name in self._observation.split(".") if self._observation else ():
+        for name in self._options.observation.split(".") if self._options.observation else ():
             if not isinstance(found, Mapping) or name not in found:
                 there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-                raise RuntimeError(f"environment_options.observation: want {self._observation!r} in the observation, got {there:.200}")
+                raise RuntimeError(
+                    f"environment_options.observation: want {self._options.observation!r} in the observation, got {there:.200}"
+                )
             found = found[name]
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
