@@ -17,7 +17,7 @@ from bus.client.address import Address, parse
 from bus.client.repeated import Repeated
 from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
-from bus.system.coroutines import ended, to_the_end
+from bus.system.coroutines import ended, heard, to_the_end
 from bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
@@ -161,14 +161,11 @@ class Connection:
                 ]
                 try:
                     # Twice the time, so that always the scope above ends the request, and never the library.
-                    answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
+                    # Its wait_for (Python 3.11) loses a cancellation that comes together with the answer.
+                    return await heard(self.nc.request(subject, payload, timeout=2 * timeout_s))
                 finally:
                     for forget in ends:
                         forget()
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # wait_for of Python 3.11 loses one that comes together with the answer
-                    raise asyncio.CancelledError
-                return answer
         except FOREIGN as error:
             self.check_allowed(subject)
             raise self.unavailable(subject, error) from None
@@ -182,7 +179,8 @@ class Connection:
         if not self.connected:
             raise BusUnavailable(subject, "not connected")
         try:
-            await self.nc.publish(subject, payload, reply=reply)
+            # With more than 2 MiB unsent it waits for them, and swallows a cancellation.
+            await heard(self.nc.publish(subject, payload, reply=reply))
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
 

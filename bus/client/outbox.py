@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from bus.client.connection import FOREIGN, Connection
 from bus.errors import BusUnavailable, Forbidden, Refused
+from bus.system.coroutines import heard
 from bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await self._connection.nc.publish(subject, payload, reply=token, headers=headers)
+            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
             answer = await future
         except FOREIGN as error:
             raise self._connection.unavailable(subject, error) from None

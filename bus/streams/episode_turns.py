@@ -98,7 +98,8 @@ class TurnStream:
             last = 0
             if not first:
                 try:
-                    records, last = await asyncio.wait_for(self._read(task, index), READ_S)
+                    async with asyncio.timeout(READ_S):
+                        records, last = await self._read(task, index)
                 except (BusError, TimeoutError) as error:
                     return [], self._not_read(task, index, attempt, error)
             log = EpisodeLog(self, task, index, attempt, last)
@@ -109,8 +110,9 @@ class TurnStream:
                 continue
             try:
                 # Whatever was read: the log may have been removed meanwhile, and have records of actors that found it so.
-                if await asyncio.wait_for(self._settled(task), READ_S):
-                    break
+                async with asyncio.timeout(READ_S):
+                    if await self._settled(task):
+                        break
             except (BusError, TimeoutError) as error:
                 return [], self._not_read(task, index, attempt, error)
             return records, log

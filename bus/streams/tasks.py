@@ -18,6 +18,7 @@ from bus.client.retries import RETRY_S, retry
 from bus.client.rows import Rows, Value
 from bus.errors import BusUnavailable, WireError
 from bus.streams.dead import DeadLetters
+from bus.system.coroutines import ended, to_the_end
 from bus.wire import subjects
 from bus.wire.codec import decode_record, decode_task, encode_task
 from bus.wire.messages import Dead, Fence, Kind, Task
@@ -100,8 +101,7 @@ class Lease:
         try:
             yield self
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            await to_the_end(ended(renewing))
 
     async def _renew_for_ever(self) -> None:
         while True:

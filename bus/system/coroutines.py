@@ -68,6 +68,17 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
     raise cancelled
 
 
+async def heard(call: Awaitable[Result]) -> Result:
+    """Await a call that may swallow a cancellation, as some of the client library do; it is raised then, and the result is lost."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()  # a call in the cleanup of a cancelled task is none that is cancelled
+    result = await call
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
+
+
 def _log_error(task: asyncio.Task[object]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("background loop ended name=%s", task.get_name(), exc_info=error)

@@ -231,6 +231,9 @@ class KeeperProcess:
         except TimeoutError:
             self._kill_self()
             await self._process.wait()
+        finally:
+            if self._process.returncode is None:  # cancelled, in either wait
+                self._kill_self()
 
     def _send(self, message: Mapping[str, object], *descriptors: int) -> None:
         if self.ended:

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.dying import PHASES
 from tests.chaos.rounds import HOWS, Round, play
 
-DEADLINE_S = 2.0
+DEADLINE_S = 6.0
 SLOW_ROUNDS = 100
 
 

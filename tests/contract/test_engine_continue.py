@@ -94,10 +94,11 @@ async def test_a_stop_string_may_cross_the_seam(directories: list[Path]) -> None
             assert_same(await one.client.generate(PROMPT, sampling, begun=cut(whole, length)), whole)
 
 
-async def test_an_aborted_request_gives_what_the_next_one_goes_on_from(directories: list[Path]) -> None:
+async def test_an_aborted_request_gives_what_the_next_one_goes_on_from(directories: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     long = replace(SEEDED, max_new_tokens=200, stop_token_ids=())
     async with served(directories) as one:
         whole = await one.client.generate(PROMPT, long)
+        one.slow(monkeypatch, after=60)
         pieces = 0
         begun = None
         while begun is None or begun.finish == "abort":

@@ -208,8 +208,8 @@ async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
     async with open_bus(max_attempts=2) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus), group_size=2)
         async with acting(bus, nats_server, reward=f"tests.child_rewards:{reward}", reward_timeout_s=0.1 if reward == "hangs" else 60.0):
-            await settled(bus)
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
+            await settled(bus)
         said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward 'tests.child_rewards:{reward}': ")
         assert reason in said
         dead = [letter async for _, letter in bus.dead.scan()]
@@ -274,7 +274,7 @@ async def test_a_drain_returns_tasks_that_wait_for_an_engine(open_bus: BusOpener
         tasks = await issue(bus, await take_over(bus))
         async with acting(bus, nats_server):
             await row_until(bus.rows("live"), "actor.a1", lambda row: "an engine" in row["waits_for"])
-        lease = await bus.tasks.lease(5)
+        lease = await bus.tasks.lease(60)
         assert lease is not None
         assert lease.task.id == tasks[0]
         assert lease.deliveries >= 2, "a lease that was being waited for may have met it once more on its way"
@@ -290,7 +290,7 @@ async def test_leased_tasks_are_returned_at_the_deadline(open_bus: BusOpener, na
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
-        lease = await bus.tasks.lease(5)
+        lease = await bus.tasks.lease(60)
         assert lease is not None
         assert lease.deliveries >= 2
         await at_work(built, 0)  # the requests were aborted at the engine, too

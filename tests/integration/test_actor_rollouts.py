@@ -5,6 +5,7 @@ import os
 import select
 import signal
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,9 @@ async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
         assert f"task left to another actor task={task}" in caplog.text
         assert (sample.status, sample.reward) == (Status.COMPLETED, 1.0) and sample.turns is not None and len(sample.turns.at) == 2
         assert await bus.dead.of(task) is None and "task failed" not in caplog.text
-        assert [str(record.kind) for record in (await bus.turns.take(task, 0, "reader", first=False))[0]] == [
-            *("take", "turn", "take", "take", "turn", "end"),
-        ]
+        records = [str(record.kind) for record in (await bus.turns.take(task, 0, "reader", first=False))[0]]
+        # Neighbours as one: a lease that runs out while the machine is busy is one more take.
+        assert [kind for kind, _ in groupby(records)] == ["take", "turn", "take", "turn", "end"] and records.count("take") >= 3
 
 
 async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

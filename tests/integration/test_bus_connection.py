@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
+from bus.system.coroutines import ended
 from tests.bus_fixtures import BusOpener
 
 
@@ -94,6 +95,44 @@ async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps
     await asyncio.wait({closing})
     assert closing.cancelled() == cancelled
     assert connection.closed
+
+
+@pytest.mark.parametrize("stores", [False, True])
+async def test_a_publish_that_waits_for_a_stopped_server_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: bool
+) -> None:
+    """The client library waits in a publish when more than 2 MiB are unsent, and swallows the cancellation."""
+    with EmbeddedServer(tmp_path, BusConfig()) as server:
+        async with connect(server.url, "r", name="full", wait_s=20) as bus:
+            flush, waits = bus.nc._flush_pending, asyncio.Event()
+            with suppress(BusUnavailable):  # no stream
+                await bus.jet.outbox.attempt("any", b"", {})  # it has its inbox now
+
+            async def flushing(force_flush: bool = False) -> object:
+                if force_flush:
+                    waits.set()
+                return await flush(force_flush)
+
+            async def fill() -> None:
+                while not waits.is_set():
+                    await bus.jet.connection.send("any", bytes(1 << 20))
+
+            monkeypatch.setattr(bus.nc, "_flush_pending", flushing)
+            os.kill(server.pid, signal.SIGSTOP)
+            filling = asyncio.create_task(fill())
+            try:
+                await waits.wait()
+                waits.clear()
+                call = bus.jet.outbox.attempt("any", b"one more", {}) if stores else bus.jet.connection.send("any", b"one more")
+                sending = asyncio.create_task(call)
+                await waits.wait()
+                await asyncio.sleep(0)
+                sending.cancel()
+                await asyncio.wait({sending}, timeout=5)
+                assert sending.cancelled()
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+                await ended(filling)
 
 
 async def _ignored(message: Msg) -> None: ...

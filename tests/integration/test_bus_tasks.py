@@ -22,7 +22,7 @@ async def issue(bus: Bus, count: int = 1, epoch: int = 1, **changes: object) -> 
     return [await bus.tasks.issue(make_task(bus.run, epoch=epoch, offset=offset, **changes)) for offset in range(count)]
 
 
-async def lease(bus: Bus, timeout_s: float = 5.0, kind: Kind = Kind.TRAIN) -> Lease:
+async def lease(bus: Bus, timeout_s: float = 60.0, kind: Kind = Kind.TRAIN) -> Lease:
     found = await bus.tasks.lease(timeout_s, kind=kind)
     assert found is not None
     return found
@@ -79,7 +79,7 @@ async def test_rollouts_have_queues_of_their_own(open_bus: BusOpener, nats_serve
         (tools,) = await issue(bus, rollout="tool-user")
         for name in ("", "agent", "tool-user"):
             await until_backlog(bus, 1, 0, name)
-        held = await bus.tasks.lease(5, rollout="agent")
+        held = await bus.tasks.lease(60, rollout="agent")
         assert held is not None and (held.task.id, held.task.budget) == (agents, Budget(turns=3))
         assert await bus.tasks.lease(0.05, rollout="agent") is None
         assert (await lease(bus)).task.id == plain
@@ -88,7 +88,7 @@ async def test_rollouts_have_queues_of_their_own(open_bus: BusOpener, nats_serve
         assert [await bus.tasks.acked_to(name) for name in ("", "agent", "tool-user")] == [0, agents, 0]
         async with connect(nats_server.url, bus.run, name="onlooker") as other:
             await until_backlog(other, 1, 1)
-        last = await bus.tasks.lease(5, rollout="tool-user")
+        last = await bus.tasks.lease(60, rollout="tool-user")
         assert last is not None and last.task.id == tools and await last.ack()
         await bus.tasks.trim(tools + 1)
         assert [task.id async for task in bus.tasks.scan()] == []

@@ -73,6 +73,8 @@ async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_p
     answered: list[Task] = []
 
     def first_five(task: Task, index: int) -> Sample:
+        if begun.is_set():
+            raise RuntimeError("no more, however late the feeder is killed")
         answered.append(task)
         if len(answered) >= 5:
             begun.set()

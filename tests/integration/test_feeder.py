@@ -329,7 +329,7 @@ async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             async with connect(world.url, world.run, world.config, name="clumsy") as bus:
-                lease = await bus.tasks.lease(10)
+                lease = await bus.tasks.lease(60)
                 assert lease is not None
                 assert await lease.fail("it always fails", actor="clumsy")
             async with world.actors():
@@ -346,7 +346,7 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
         async with world.feeder() as (url, _):
             training = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("done", 1)))
             async with connect(world.url, world.run, world.config, name="clumsy") as bus:
-                lease = await bus.tasks.lease(10)
+                lease = await bus.tasks.lease(60)
                 assert lease is not None
                 assert await lease.fail("it fails today", actor="clumsy")
             async with world.actors():
@@ -372,7 +372,7 @@ async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(ope
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             async with connect(world.url, world.run, world.config, name="liar") as bus:
-                lease = await bus.tasks.lease(10)
+                lease = await bus.tasks.lease(60)
                 assert lease is not None
                 await bus.dead.store(Dead(task=lease.task.id, reason="r", attempts=1, actor="liar", prompt="p", root=1, offset=10**6))
                 await lease.ack()
@@ -429,7 +429,7 @@ async def test_acks_sent_while_no_feeder_was_there_are_found(open_world: OpenWor
 async def spoil(world: World, num_tasks: int) -> None:
     """Act as an actor with samples that break an invariant, and acknowledge its tasks as docs/wire.md specifies."""
     for _ in range(num_tasks):
-        lease = await world.bus.tasks.lease(10)
+        lease = await world.bus.tasks.lease(60)
         assert lease is not None
         for index in range(lease.task.group_size):
             spans = ((lease.task.min_version, 3),)
@@ -486,7 +486,7 @@ async def test_samples_that_name_versions_to_come_are_never_trained(open_world: 
         async with world.feeder() as (url, _):
             ranks = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("publish", 3)))
             for index in (0, 1):
-                lease = await world.bus.tasks.lease(10)
+                lease = await world.bus.tasks.lease(60)
                 assert lease is not None
                 lies.add(await world.bus.samples.publish(lie(lease.task, index)))
                 await lease.nak()

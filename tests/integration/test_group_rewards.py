@@ -54,6 +54,7 @@ async def test_a_failure_fails_the_whole_group(open_bus: BusOpener, nats_server:
     async with open_bus(max_attempts=1) as bus, engine(bus):
         (task,) = await issue(bus, await take_over(bus))
         async with acting(bus, nats_server, reward="", group_reward=f"{HERE}:{name}"):
+            await samples_until(bus, lambda found: len(found) == 4)
             await settled(bus)
         found = await all_samples(bus)
         assert Counter(sample.status for sample in found) == {Status.FAILED: 4}
@@ -65,6 +66,7 @@ async def test_a_sample_that_fails_fails_its_group(open_bus: BusOpener, nats_ser
     async with open_bus(max_attempts=1) as bus, engine(bus):
         await issue(bus, await take_over(bus))
         async with acting(bus, nats_server, reward="tests.child_rewards:raises", group_reward=f"{HERE}:ranks"):
+            await samples_until(bus, lambda found: len(found) == 4)
             await settled(bus)
         found = await all_samples(bus)
         assert len(found) == 4

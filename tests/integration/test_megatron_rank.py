@@ -351,7 +351,7 @@ async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(
     """Gathering over the ranks is over before anything is sent: one rank sends, and the other does not wait."""
     write_tiny_model(tmp_path / "model", family, vocab_size=300)
     lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
-    weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 2.0}
+    weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 8.0}
     async with open_learner(**split, steps=8, checkpoint_every=8, weights=weights) as learner:
         here = receivers(learner.world.url, learner.world.run, {"good": Behaviour(), **lost})
         engines = await asyncio.to_thread(here.__enter__)

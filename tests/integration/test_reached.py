@@ -43,11 +43,11 @@ async def test_another_process_and_a_silent_one_are_told_apart() -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    timeout = aiohttp.ClientTimeout(total=0.2)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession() as session:
             address = f"http://127.0.0.1:{runner.addresses[0][1]}"
             assert await call(session, address, "abc") == "another process answers there (HTTP 200, no nonce)"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=0.2)) as session:
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 assert "no answer in" in await call(session, f"http://127.0.0.1:{silent.getsockname()[1]}", "abc")
     finally:

@@ -168,10 +168,11 @@ async def test_a_record_that_cannot_be_written_leaves_the_episode_unlogged(open_
 
 
 async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_turns, "STORE_S", 0.5)
     async with open_bus(**WITH, turns_max_bytes=60_000) as bus:
         logs: list[EpisodeLog] = []
         for index in range(4):
+            if index == 2:  # from here on the stream is full
+                monkeypatch.setattr(episode_turns, "STORE_S", 0.5)
             logs.append((await bus.turns.take(1, index, "a", first=True))[1])
             await logs[-1].append(TurnKind.TURN, **turn(0, 3000))
         assert [log.kept for log in logs] == [True, True, False, False], "each turn has 24 kB"

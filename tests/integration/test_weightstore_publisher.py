@@ -300,7 +300,7 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_u
     # The learner's server has ended with it; the next learner finds the snapshot on its disk, and serves it again.
     loader.version = -1
     with pytest.raises(CatchUpTimeout, match="a snapshot of version 4 from the learner"):
-        catch_up(bus_url, run_id, tmp_path / "late", loader, deadline_s=1)
+        catch_up(bus_url, run_id, tmp_path / "late", loader, deadline_s=4)
     with publishing(bus_url, run_id, tmp_path / "snapshots", epoch=2, model_dir=model):
         catch_up(bus_url, run_id, tmp_path / "late", loader)
         assert (loader.version, loader.loaded) == (4, digest(tiny_tensors(4)))

@@ -1,10 +1,11 @@
 """Several coroutines at once: the first end ends all, unless one is shielded; the error inside groups."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from bus.system.coroutines import beside, first_error, first_of, to_the_end
+from bus.system.coroutines import beside, first_error, first_of, heard, to_the_end
 
 
 async def test_the_first_end_cancels_the_others_and_is_reported() -> None:
@@ -69,6 +70,41 @@ async def test_work_runs_to_its_end_and_a_cancellation_is_raised_then(cancellati
     assert running.cancelled() == (cancellations > 0)
     if not cancellations:
         assert isinstance(running.exception(), KeyError) if fails else running.result() == 3
+
+
+async def swallows(event: asyncio.Event) -> int:
+    with suppress(asyncio.CancelledError):
+        await event.wait()
+    return 3
+
+
+async def test_a_cancellation_that_a_call_swallows_is_raised() -> None:
+    task = asyncio.create_task(heard(swallows(asyncio.Event())))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await heard(swallows(asyncio.Event()))
+
+
+async def test_a_call_in_the_cleanup_of_a_cancelled_task_gives_its_result() -> None:
+    results = []
+
+    async def cleans_up() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            event = asyncio.Event()
+            event.set()
+            results.append(await heard(swallows(event)))
+
+    task = asyncio.create_task(cleans_up())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() and results == [3]
 
 
 def test_the_first_error_inside_of_groups() -> None:

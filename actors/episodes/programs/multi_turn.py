@@ -24,6 +24,7 @@ from actors.episodes.programs.model import BudgetSpent, Policy
 from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
+from bus.system.coroutines import to_the_end
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -213,7 +214,7 @@ class MultiTurn:
             yield await self._begun(game, data, played)
         finally:
             if hasattr(game, "close"):
-                await _awaited(game.close())
+                await to_the_end(_awaited(game.close()))  # what the environment has started is its own to end
 
     async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
         """Begin a game, or go on with it, and return the function that plays a turn of it."""
