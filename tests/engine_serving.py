@@ -53,7 +53,7 @@ class Served:
         return await asyncio.gather(*tasks)
 
     def slow(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> threading.Event:
-        """Until this is set, decode slowly after so many steps of a version: what is late still comes in the middle of a response."""
+        """Decode slowly after ``after`` steps of a version until the event is set: a late push still finds a response unfinished."""
         scheduler, steps, fast = self.engine.scheduler, Counter[int](), threading.Event()
         decode = scheduler._decode
 

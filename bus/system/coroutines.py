@@ -69,10 +69,10 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
 
 
 async def heard(call: Awaitable[Result]) -> Result:
-    """Await a call that may swallow a cancellation, as some of the client library do; it is raised then, and the result is lost."""
+    """Await a call that may swallow a cancellation, such as a publish of the client library. The cancellation is raised after the call."""
     task = asyncio.current_task()
     assert task is not None
-    before = task.cancelling()  # a call in the cleanup of a cancelled task is none that is cancelled
+    before = task.cancelling()  # above 0 in the cleanup of a cancelled task, whose calls may end normally
     result = await call
     if task.cancelling() > before:
         raise asyncio.CancelledError

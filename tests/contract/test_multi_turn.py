@@ -1,5 +1,6 @@
 """The rollout ``multi_turn`` on a real engine: trained tokens and context, protocols, environments and ends."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -53,6 +54,19 @@ class Game:
         return f" You said {len(action)} letters.", float(self.number), self.number == self.actions
 
 
+class SlowToClose(Game):
+    """A game of one action, whose end waits."""
+
+    def __init__(self, closing: asyncio.Event, go_on: asyncio.Event, closed: asyncio.Event) -> None:
+        super().__init__(actions=1)
+        self.closing, self.go_on, self.closed = closing, go_on, closed
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.go_on.wait()
+        self.closed.set()
+
+
 class SavedGame(Game):
     """A game that gives its state, and can end its process."""
 
@@ -99,6 +113,24 @@ async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> Non
         assert [(number, reward) for number, reward in sample.turns.rewards] == [(0, 1.0), (1, 2.0), (2, 3.0)]
         assert sample.score == 6.0
         assert sample.status is Status.COMPLETED
+
+
+async def test_the_close_of_an_environment_is_not_cut_short() -> None:
+    """The episode is cancelled while its environment is closed, as by its budget or a drain."""
+
+    async def answer(http: web.Request) -> web.Response:
+        return web.json_response({"id": "turn-1", "choices": [{"text": "said"}]})
+
+    events = {name: asyncio.Event() for name in ("closing", "go_on", "closed")}
+    rollout = MultiTurn(protocol="text", environment=f"{HERE}:SlowToClose", environment_options=events)
+    async with listening({"/v1/completions": answer}) as url:
+        playing = asyncio.create_task(rollout.run({"prompt": "hello"}, url + "/v1", "key"))
+        await events["closing"].wait()
+        playing.cancel()
+        await asyncio.sleep(0)
+        events["go_on"].set()
+        await asyncio.wait({playing})
+        assert playing.cancelled() and events["closed"].is_set()
 
 
 @pytest.mark.parametrize("protocol", ["text", "chat"])

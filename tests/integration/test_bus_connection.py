@@ -84,7 +84,7 @@ async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path,
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps: int) -> None:
-    """Wherever the cancellation finds it: in the flush, whose answer would end the library's reading, or in the library's close."""
+    """The cancellation comes in the flush, whose answer would then end the library's reading, or in the library's close."""
     connection = Connection()
     await connection.open(nats_server.url, "cancelled", 10)
     await connection.nc.subscribe("any", cb=_ignored)

@@ -1,6 +1,7 @@
 """The work queue on a real server: leased, renewed, returned, failed, deleted - never lost."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -136,6 +137,29 @@ async def test_a_lease_that_is_not_renewed_runs_out(open_bus: BusOpener) -> None
         await lease(bus)
         again = await lease(bus)
         assert again.task.id == id and again.deliveries >= 2
+
+
+async def test_the_end_of_a_kept_lease_does_not_wait_for_a_renewal_that_swallows_its_cancellation(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewing = asyncio.Event()
+
+    async def renew(lease: Lease) -> bool:
+        if renewing.is_set():  # it would renew for ever
+            return True
+        renewing.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(Lease, "renew", renew)
+    async with open_bus(lease_s=3) as bus:
+        await issue(bus)
+        held = await lease(bus)
+        async with asyncio.timeout(20):
+            async with held.kept():
+                await renewing.wait()
+        assert await held.ack()
 
 
 async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from bus.wire.messages import Status
+from rewards.children.keeper_process import KeeperProcess
 from rewards.children.limits import Limits, children_of
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest, Scorer
+from rewards.registry import REWARD
 from rewards.scorers.single import opened
 from tests.conftest import waited_for_a_core_s
 
@@ -50,6 +52,23 @@ async def gone(*pids: int) -> None:
     async with asyncio.timeout(30):
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):  # noqa: ASYNC110, ASYNC240
             await asyncio.sleep(0.01)
+
+
+async def test_a_start_that_is_cancelled_twice_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time while the process, which hangs in its import, is waited for."""
+    (tmp_path / "hangs_when_imported.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = children_of({os.getpid()})
+    starting = asyncio.create_task(KeeperProcess.start("hangs_when_imported:f", {}, LIMITS, REWARD))
+    while not (started := children_of({os.getpid()}) - before):  # noqa: ASYNC110 - the kernel sends no event
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        starting.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    await asyncio.wait({starting})
+    assert starting.cancelled()
+    await gone(*started)
 
 
 async def test_a_reward_gets_the_whole_request_and_its_options() -> None:

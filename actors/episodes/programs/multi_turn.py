@@ -214,7 +214,7 @@ class MultiTurn:
             yield await self._begun(game, data, played)
         finally:
             if hasattr(game, "close"):
-                await to_the_end(_awaited(game.close()))  # what the environment has started is its own to end
+                await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
     async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
         """Begin a game, or go on with it, and return the function that plays a turn of it."""

@@ -39,7 +39,7 @@ class Options:
     reset: Mapping[str, Any] | None = None
     """Arguments of each reset; a row's ``metadata.reset`` goes on top."""
     invalid_reward: float = 0.0
-    """Of an answer that is no action; the model is shown the error."""
+    """Reward of an answer that is no action. The model is shown the error."""
     seconds: float = 60.0
     """Limit of each answer of the server."""
     wait_seconds: float = 300.0
