@@ -49,8 +49,9 @@ class _Learner:
 class HandleListener:
     """One socket for one engine. ``start`` returns its URL."""
 
-    def __init__(self, updates: Updates, authority: Authority | None = None) -> None:
-        self._updates, self._authority = updates, authority or Authority()
+    def __init__(self, updates: Updates, authority: Authority | None = None, *, to_gpu: bool = False) -> None:
+        """``to_gpu``: this process copies the weights to a GPU."""
+        self._updates, self._authority, self._to_gpu = updates, authority or Authority(), to_gpu
         self._learner: _Learner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
@@ -137,7 +138,7 @@ class HandleListener:
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
         self._unmap()
-        self._learner = _Learner(sender, Mapped(), pidfd)
+        self._learner = _Learner(sender, _mapped(self._to_gpu), pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         log.info("the learner joined, by handles pid=%d", pid)
         return {}
@@ -197,6 +198,14 @@ class HandleListener:
             asyncio.get_running_loop().remove_reader(learner.pidfd)
             os.close(learner.pidfd)
             learner.mapped.close()
+
+
+def _mapped(to_gpu: bool) -> Mapped:
+    if not to_gpu:
+        return Mapped()
+    from weightstore.transport.cuda_handles import PINNING
+
+    return Mapped(pinning=PINNING)
 
 
 def _sweep() -> None:

@@ -62,6 +62,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         self._updates: AnyUpdates | None = None
         self._server: EngineServer | None = None
         self._handles: HandleListener | None = None
+        self._to_gpu = False
+        """True where this process copies pushed weights to a GPU."""
 
     @abstractmethod
     async def _open(self) -> Backend:
@@ -89,7 +91,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     async def start(self, host: str | None = None, port: int | None = None) -> str:
         """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
         self._server = EngineServer(self, await self._open())
-        self._handles = HandleListener(self.updates, self.authority)
+        self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
         self.handles = await self._handles.start()
         self.url = await listen(self._server.listener, self.config, host, port)
         return self.url

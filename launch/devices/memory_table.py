@@ -126,7 +126,10 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
     """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
     split = learner.tensor_parallel
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
-    activations = Activations(dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused, norm_kernel=cuda)
+    rotary = cuda and learner.fused_rotary != "never"
+    activations = Activations(
+        dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused, norm_kernel=cuda, rotary_kernel=rotary
+    )
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
@@ -300,16 +303,17 @@ class Activations:
     """The activation of the MLP is one kernel."""
     norm_kernel: bool = False
     """A norm is one kernel, as on CUDA, which keeps its input and a scale; else it also keeps the normalised value, both in float32."""
+    rotary_kernel: bool = False
+    """Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers."""
 
     def kept_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""
         item, hidden = ITEM_BYTES[self.dtype], shape.hidden
         norm = self._norm(hidden) + hidden * item
-        if self.recompute == FULL:
-            # of each layer its input; the angles of the rotary positions once, for all
-            layers = shape.num_layers * hidden * item + shape.rope.size(shape.head_dim) * FLOAT32
-        else:
-            layers = shape.num_layers * (self._layer(shape) - self.again_per_token(shape))
+        # of each layer its input, or all that its backward pass needs
+        layers = shape.num_layers * (hidden * item if self.recompute == FULL else self._layer(shape) - self.again_per_token(shape))
+        if self.recompute == FULL or self.rotary_kernel:  # the angles of the rotary positions, or their cosines and sines, once for all
+            layers += shape.rope.size(shape.head_dim) * FLOAT32
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
 
     def again_per_token(self, shape: ModelShape) -> int:
@@ -323,7 +327,7 @@ class Activations:
         heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
-        rotary = 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
+        rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
         # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
         head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0
@@ -348,6 +352,8 @@ class Activations:
     def _head_norms(self, heads: int, kv_heads: int, head_dim: int) -> int:
         """Return the bytes that the norms of queries and keys keep per token (Qwen3)."""
         scales = (heads + kv_heads) * FLOAT32
+        if self.rotary_kernel:  # of keys the input is a view of the joint projection
+            return heads * head_dim * ITEM_BYTES[self.dtype] + scales
         if self.norm_kernel or self.dtype != "float32":
             return (heads + kv_heads) * head_dim * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + scales
         # the norm's input is a view of the joint projection; of queries in several groups it is a copy

@@ -16,7 +16,7 @@ WITH_BIAS = ("deepseek_v3", "glm4_moe")
 """Families with a bias per expert in their routers."""
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``."""
-FUSED_CHUNKS = 4
+FUSED_CHUNKS = 8
 """Factor of that number with fused kernels, which need no memory beside the logits."""
 OFFLOADED_AT_ONCE = 1 << 26
 """Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations are rounded up."""

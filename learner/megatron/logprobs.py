@@ -122,10 +122,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         sums = _Sums(highest_T, torch.zeros_like(highest_T), torch.zeros_like(highest_T))
         picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
         for start, z_TC in logits.chunks():
+            if fused:
+                _add_fused(sums, picked_TJ, z_TC, scale, start, local_TJ)
+                continue
             column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
-            found_TJ = z_TC.gather(1, column_TJ)
-            picked_TJ = torch.where(inside_TJ, logits.scaled(found_TJ.to(logits.dtype)) if fused else found_TJ, picked_TJ)
-            sums = _add_fused(sums, z_TC, scale) if fused else _add(sums, z_TC, logits.spare(z_TC))
+            picked_TJ = torch.where(inside_TJ, z_TC.gather(1, column_TJ), picked_TJ)
+            sums = _add(sums, z_TC, logits.spare(z_TC))
         highest_T, sum_T, moment_T = sums
         if group is not None:
             top_T = _all_reduced(highest_T.clone(), group, dist.ReduceOp.MAX)
@@ -180,12 +182,11 @@ def _add(sums: _Sums, z_TC: Tensor, spare_TC: Tensor) -> _Sums:
     return _Sums(top_T, sum_T + p_TC.sum(1), moment_T + p_TC.mul_(z_TC).sum(1))
 
 
-def _add_fused(sums: _Sums, z_TC: Tensor, scale: float) -> _Sums:
-    """Add an unscaled chunk in place."""
+def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start: int, local_TJ: Tensor) -> None:
+    """Add an unscaled chunk in place, and write its logits of the ids, scaled, into ``picked_TJ``."""
     from learner.megatron.layers.fused_log_probs import add_statistics
 
-    add_statistics(z_TC, scale, *sums)
-    return sums
+    add_statistics(z_TC, scale, *sums, start=start, ids_TJ=local_TJ, picked_TJ=picked_TJ)
 
 
 class _Given(NamedTuple):

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from learner.layout.sizes import OFFLOADED_AT_ONCE
+from learner.megatron.clipping import clip_factor, norm_over_ranks
 from learner.megatron.optimizer_pieces import MAIN, STATE, Piece
 
 _SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
@@ -97,10 +97,10 @@ class OffloadedAdam:
                 block.host[name].zero_()
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float, None]:
-        """Clip and apply the gradients; collective. Returns (True, norm before clipping, None), as Megatron's optimizers do."""
+    def step(self) -> float:
+        """Clip and apply the gradients; collective. Returns the norm before clipping."""
         norm = self._norm()
-        scale = min(1.0, self._clip_grad / (norm + 1.0e-6))  # Megatron's rule
+        scale = clip_factor(norm, self._clip_grad)
         self.steps += 1
         for group in self.param_groups:
             for block in group["blocks"]:
@@ -110,7 +110,7 @@ class OffloadedAdam:
         for ddp in self._ddps if self._distributed else ():
             if not ddp.ddp_config.overlap_param_gather:
                 ddp.start_param_sync()
-        return True, norm, None
+        return norm
 
     def _norm(self) -> float:
         mine = [
@@ -120,7 +120,7 @@ class OffloadedAdam:
             if tensor_parallel.param_is_not_tensor_parallel_duplicate(piece.parameter) and not getattr(piece.parameter, "shared", False)
         ]
         grads = [piece.of(piece.parameter.main_grad) for piece in mine]  # type: ignore[attr-defined]
-        return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=self._group()))
+        return norm_over_ranks(grads, self._group(), next(self._ddps[0].parameters()).device)
 
     def _group(self) -> dist.ProcessGroup:
         """Return the ranks that have different gradients after the reduction."""

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from learner.errors import ConfigRefused
+from learner.megatron.clipping import clipped
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
 from learner.megatron.offload import OffloadedAdam
@@ -56,12 +58,14 @@ class PolicyOptimizer:
             raise ConfigRefused("learner.offload_optimizer", "false for a model with experts", offload)
         pieces_of = own_pieces if self._distributed else whole_pieces
         self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
-        clip = config.clip_grad or math.inf  # not 0, with which Megatron would not compute the norm
-        self._offloaded = OffloadedAdam(policy.ddps, self._pieces, distributed=self._distributed, clip_grad=clip) if offload else None
-        self.inner: Any = self._offloaded or self._megatrons(clip)
+        self._most = config.clip_grad or math.inf
+        """The largest norm of the gradients that is not clipped."""
+        offloaded = partial(OffloadedAdam, policy.ddps, self._pieces, distributed=self._distributed, clip_grad=self._most)
+        self._offloaded = offloaded() if offload else None
+        self.inner: Any = self._offloaded or self._megatrons()
         """Megatron's optimizer, or ``OffloadedAdam``."""
 
-    def _megatrons(self, clip: float) -> Any:
+    def _megatrons(self) -> Any:
         config, policy = self._config, self._policy
         with megatron_device(), policy.memory.region():
             inner = get_megatron_optimizer(
@@ -75,7 +79,7 @@ class PolicyOptimizer:
                     adam_beta1=config.beta1,
                     adam_beta2=config.beta2,
                     adam_eps=config.eps,
-                    clip_grad=clip,
+                    clip_grad=0.0,  # ``clipped`` does it
                     bf16=policy.config.bf16,
                     params_dtype=policy.config.params_dtype,
                     use_distributed_optimizer=self._distributed,
@@ -124,9 +128,16 @@ class PolicyOptimizer:
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
             group["decoupled_weight_decay"], group["momentum"] = self._config.name == "adamw", self._config.momentum
         with self._memory_of_state():
-            _, norm, _ = self.inner.step()
+            norm = self._offloaded.step() if self._offloaded is not None else self._step()
         self._taken += 1
-        return float(norm), rate
+        return norm, rate
+
+    def _step(self) -> float:
+        """Take a step of Megatron's optimizers, and return the norm before clipping."""
+        self.inner.prepare_grads()
+        norm = clipped(self.inner, self._most, self._policy.parallel.device)
+        self.inner.step_with_ready_grads()
+        return norm
 
     @torch.no_grad()
     def _reset(self) -> None:

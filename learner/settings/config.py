@@ -13,6 +13,8 @@ from learner.settings.schedule import OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
+BY_TRITON = ("fused_log_probs", "fused_rotary")
+"""Settings of kernels of our own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,8 @@ class LearnerConfig:
     """One product for all experts of a rank instead of one for each: auto | always | never; auto = on the CPU, and on CUDA in bfloat16."""
     fused_log_probs: str = "auto"
     """Log-probs and entropies by kernels of triton: auto | always | never; auto = on CUDA with triton and a C compiler."""
+    fused_rotary: str = "auto"
+    """Rotary positions, and norms of queries and keys, by kernels of triton: auto | always | never; auto = as for ``fused_log_probs``."""
     megatron: JsonObject = field(default_factory=dict)
     """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
     device: str = "auto"
@@ -405,11 +409,11 @@ class LearnerConfig:
 
     def _check_kernels(self) -> None:
         choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE}
-        choices |= dict.fromkeys(("fused_activation", "grouped_experts", "fused_log_probs"), ("auto", "always", "never"))
+        choices |= dict.fromkeys(("fused_activation", "grouped_experts", *BY_TRITON), ("auto", "always", "never"))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: want {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")
-        for name, forced in (("attention", "varlen"), ("fused_activation", "always"), ("fused_log_probs", "always")):
+        for name, forced in (("attention", "varlen"), ("fused_activation", "always"), *((name, "always") for name in BY_TRITON)):
             if getattr(self, name) == forced and self.device == "cpu":
                 raise ValueError(f"{name}: want auto on the CPU, got {forced!r}: it is a kernel for CUDA")
         if self.attention == "varlen" and self.dtype == "float32":

@@ -42,12 +42,14 @@ from weightstore.transport.nccl import own_end
 
 SHAPE = {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936}
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+PARTS = ("steps", "pushes", "responses")
+"""None of them is the name of a benchmark, with which the options of the next one would begin."""
 VARIANTS = ("deterministic", "fast", "recompute", "transformers")
 START_S = 180.0
 """Time limit in seconds for an engine process to be live."""
 KERNELS = {
+    "attention": ("flash", "fmha", "attention", "cudnn"),  # before products: flash attention's kernels are of cutlass
     "gemm": ("gemm", "nvjet", "cutlass", "mm", "xmma", "linear"),
-    "attention": ("flash", "fmha", "attention", "cudnn"),
     "copies": ("memcpy", "memset", "copy", "cat"),
     "reductions": ("reduce", "norm", "softmax", "sum", "logsumexp", "amax"),
     "index": ("index", "gather", "scatter", "embedding"),
@@ -295,6 +297,7 @@ def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
                 "prepare_seconds": statistics.median(report.prepare_s for report in reports),
                 "stall_seconds": statistics.median(max(report.stall_s.values()) for report in reports),
             }
+            print(f"push by {name}: {found[name]}", flush=True)
     return found | {"plain copies": copies(sum(tensor.nbytes for tensor in tensors.values()), device, args.rounds)}
 
 
@@ -367,7 +370,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, which shows that everything runs; on a CPU always")
-    parser.add_argument("--parts", nargs="+", choices=("steps", "pushes", "engine"), default=["steps", "pushes", "engine"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="kinds of steps")
     parser.add_argument("--layers", type=int, help="layers of the model")
     parser.add_argument("--sequence", type=int, nargs="+", help="tokens of a sequence; each is measured")
@@ -413,7 +416,7 @@ def main() -> None:
         parts: dict[str, Callable[[], Any]] = {
             "steps": lambda: measure_steps(directory, shape, args),
             "pushes": lambda: measure_pushes(directory, args),
-            "engine": lambda: asyncio.run(measure_engine(directory, shape["vocab"], args)),
+            "responses": lambda: asyncio.run(measure_engine(directory, shape["vocab"], args)),
         }
         for part in args.parts:
             found[part] = parts[part]()

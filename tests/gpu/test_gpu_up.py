@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fork_server")]
 
 ON_CUDA = {
     "defaults": (),
+    "float32": ("learner.dtype=float32", "engine.dtype=float32"),
     "bfloat16": ("learner.dtype=bfloat16", "engine.dtype=bfloat16"),
     "handles": ("weights.transport=handles", "weights.verify=always"),
     "handles in the GPU's memory": ("weights.transport=handles", "weights.staging=cuda", "weights.verify=always"),
@@ -48,8 +49,10 @@ def test_a_whole_run(name: str, device: torch.device, request: pytest.FixtureReq
         assert step["train/grad_norm"] > 0
         if "verify=always" in "".join(ON_CUDA[name]):
             assert step.get("push/engines_verified", 1) == step.get("push/engines", 1)
-        if "bfloat16" not in name:
-            assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < 1e-3, "the engine serves other weights than it says"
+        # ``auto`` is bfloat16 on CUDA, where the same weights give log-probs that differ by 0.001 in the mean.
+        exact = name == "float32" or (device.type == "cpu" and name != "bfloat16")
+        limit = 1e-3 if exact else 1e-2
+        assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < limit, "the engine serves other weights than it says"
     if "handles" in "".join(ON_CUDA[name]):
         assert "no handles for this engine" not in (run.directory / "logs" / "learner.log").read_text()
 

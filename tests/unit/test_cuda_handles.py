@@ -1,6 +1,7 @@
 """Handles of a GPU's memory, as far as testable without one: torch's arguments in torch's order, in the form that SGLang accepts."""
 
 import base64
+import ctypes
 import inspect
 import io
 import pickle
@@ -16,7 +17,7 @@ from actors.serving.sglang.tensors import SharedBucket
 from weightstore.errors import BadManifest
 from weightstore.format.manifest import TensorSpec
 from weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
-from weightstore.transport.handles import HostMemory, Mapped, Offered
+from weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered, Pinning
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {
@@ -158,12 +159,55 @@ def test_memory_that_is_mapped_to_be_pinned_is_the_learners_own_and_not_a_copy()
     """Pinning touches every page for writing, which would detach a private mapping from the memory that is filled later."""
     memory = HostMemory()
     flat = memory.empty(100)
-    shared, private = (Mapped(shared=shared).part(memory.handle(flat, 1)) for shared in (True, False))
+    shared, private = (Mapped(pinning=pinning).part(memory.handle(flat, 1)) for pinning in (Pinning(ignored, ignored), None))
     shared[0], private[1] = 7, 9
     assert flat[:2].tolist() == [7, 0]
     flat[2] = 5
     assert shared[2] == 5
     memory.close()
+
+
+def test_parts_are_pinned_once_and_unpinned_before_their_mapping_ends() -> None:
+    """Memory that is unmapped while it is pinned cannot be pinned again at the same address: another mapping may get it."""
+    pinned: list[int] = []
+    unpinned: list[int] = []
+
+    def unpin(address: int) -> None:
+        assert ctypes.c_ubyte.from_address(address).value == 3  # still mapped
+        unpinned.append(address)
+
+    memory = HostMemory()
+    flat = memory.empty(PAGE + 10).fill_(3)
+    mapped = Mapped(pinning=Pinning(lambda part: pinned.append(part.data_ptr()), unpin))
+    parts = [mapped.part(memory.handle(flat[start : start + 10], 1)) for start in (0, PAGE, 0, PAGE)]
+    assert pinned == [parts[0].data_ptr(), parts[1].data_ptr()]
+    mapped.close()
+    del parts[1:]
+    assert not unpinned, "a part is still in use"
+    parts.clear()
+    assert sorted(unpinned) == sorted(pinned)
+    memory.close()
+
+
+def test_memory_that_cannot_be_pinned_is_read_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def refuse(part: torch.Tensor) -> None:
+        asked.append(part.data_ptr())
+        raise RuntimeError("CUDA error: out of memory")
+
+    memory = HostMemory()
+    flat = memory.empty(2 * PAGE).fill_(3)
+    mapped = Mapped(pinning=Pinning(refuse, ignored))
+    for start in (0, PAGE):
+        assert mapped.part(memory.handle(flat[start : start + PAGE], 1)).eq(3).all()
+    assert len(asked) == 1
+    assert f"{PAGE} bytes for pushes are not pinned" in caplog.text and "CUDA error: out of memory" in caplog.text
+    memory.close()
+
+
+def ignored(_: object) -> None:
+    pass
 
 
 def no_file_system() -> int:

@@ -1,6 +1,7 @@
 """The choice of kernels by device, dtype, torch and model; flash attention's arguments, against attention in float64."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from learner.errors import ConfigRefused
+from learner.megatron.layers import kernels
 from learner.megatron.layers.attention import CORE_ATTENTION, PackedRow, SDPACoreAttention, attend_varlen, packed_row
 from learner.megatron.layers.kernels import (
     SDPA,
@@ -22,8 +24,8 @@ from learner.megatron.layers.kernels import (
     Wanted,
     choose_attention,
     choose_fused_activation,
-    choose_fused_log_probs,
     choose_grouped_experts,
+    choose_own_kernels,
     chosen,
     varlen_operator,
 )
@@ -95,14 +97,15 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
             choose_fused_activation("always", site)
 
 
-def test_log_probs_are_fused_wherever_triton_runs() -> None:
+def test_kernels_of_our_own_are_chosen_wherever_triton_runs() -> None:
+    choose = functools.partial(choose_own_kernels, "learner.fused_rotary")
     for site in (HOPPER, HOPPER._replace(dtype=torch.float32, deterministic=False)):
-        assert choose_fused_log_probs("auto", site).kernel == "fused" == choose_fused_log_probs("always", site).kernel
-        assert choose_fused_log_probs("never", site).kernel == "separate"
+        assert choose("auto", site).kernel == "fused" == choose("always", site).kernel
+        assert choose("never", site) == ("separate", "learner.fused_rotary: never")
     for site in (HOPPER._replace(device="cpu"), HOPPER._replace(compiler="the package triton is not installed")):
-        assert choose_fused_log_probs("auto", site).kernel == "separate"
-        with pytest.raises(ConfigRefused, match=r"learner.fused_log_probs: want auto or never, got 'always: the (device is cpu|package)"):
-            choose_fused_log_probs("always", site)
+        assert choose("auto", site).kernel == "separate"
+        with pytest.raises(ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the (device is cpu|package)"):
+            choose("always", site)
 
 
 def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
@@ -130,6 +133,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
         "fused_activation": "never",
         "grouped_experts": "never",
         "fused_log_probs": "never",
+        "fused_rotary": "never",
         "megatron": {"test_mode": True},
     }
     assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
@@ -137,12 +141,13 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        kernels = chosen(Wanted(recompute="full"), dtype=torch.bfloat16, head_size=64)
-    assert kernels == Kernels(attention=SDPA, recompute="full", fused_activation=False)
+        found = chosen(Wanted(recompute="full"), dtype=torch.bfloat16, head_size=64)
+    assert found == Kernels(attention=SDPA, recompute="full", fused_activation=False)
     assert [record.getMessage().split(" reason=")[0] for record in caplog.records] == [
         "kernel of=attention chosen=sdpa",
         "kernel of=activation chosen=separate",
         "kernel of=log-probs chosen=separate",
+        "kernel of=rotary chosen=separate",
     ]
     assert CORE_ATTENTION.keys() == {SDPA, VARLEN}
 
@@ -155,6 +160,8 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
         ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
         ({"fused_log_probs": "yes"}, "fused_log_probs: want auto, always or never, got 'yes'"),
         ({"fused_log_probs": "always", "device": "cpu"}, "fused_log_probs: want auto on the CPU"),
+        ({"fused_rotary": "yes"}, "fused_rotary: want auto, always or never, got 'yes'"),
+        ({"fused_rotary": "always", "device": "cpu"}, "fused_rotary: want auto on the CPU"),
         ({"grouped_experts": "yes"}, "grouped_experts: want auto, always or never, got 'yes'"),
         ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
         ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
@@ -221,7 +228,8 @@ def of_torch_2_11(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    return by_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    """The operator passes all heads on to the kernel, which takes fewer heads of keys and values."""
+    return by_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=True)
 
 
 @pytest.mark.parametrize("operator", [by_formula, of_torch_2_11])
@@ -263,3 +271,27 @@ def test_torchs_operator_takes_the_arguments_and_gives_the_shape() -> None:
         assert q.grad is not None
         assert k.grad is not None
         assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+
+
+def test_the_operator_beneath_varlen_attn_is_taken_while_it_is_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    try:
+        varlen_operator.cache_clear()
+        assert varlen_operator() is kernels._flash_attention
+        monkeypatch.setattr(kernels, "FLASH_ARGUMENTS", kernels.FLASH_ARGUMENTS[:-1])
+        varlen_operator.cache_clear()
+        assert varlen_operator() is varlen_attn
+    finally:
+        varlen_operator.cache_clear()
+
+
+def test_it_takes_grouped_heads_and_a_window() -> None:
+    """With the shapes of torch's own function, in FakeTensor mode."""
+    with FakeTensorMode():
+        bounds = torch.zeros(3, dtype=torch.int32)
+        q, k = (torch.empty(20, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+        out = kernels._flash_attention(q, k, k, bounds, bounds, 10, 10, scale=0.5, window_size=(-1, 0))
+        out.sum().backward()
+        assert q.grad is not None and k.grad is not None
+        assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

@@ -9,19 +9,23 @@ view of processes (``shared_memory_domain``), and no passing of descriptors, whi
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import BadManifest
+
+_log = logging.getLogger(__name__)
 
 PAGE = 4096
 """Buckets begin at multiples of this."""
@@ -55,6 +59,37 @@ class Memory(Protocol):
         """No further process can open the memory afterwards."""
 
 
+class Pinning(NamedTuple):
+    """How memory of the host is pinned, so that a GPU copies it by itself, and unpinned by its address."""
+
+    pin: Callable[[Tensor], None]
+    """Raises RuntimeError."""
+    unpin: Callable[[int], None]
+
+
+class _Mapping(mmap.mmap):
+    """A mapping with parts that are pinned. They are unpinned before it ends, which it does with the last tensor that views it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._pinned: dict[int, Callable[[int], None]] = {}
+
+    def pin(self, flat: Tensor, pinning: Pinning) -> bool:
+        """Pin a part once. Returns False, with a warning in the log, where that is not possible."""
+        if flat.data_ptr() not in self._pinned:
+            try:
+                pinning.pin(flat)
+            except RuntimeError as error:
+                _log.warning("%d bytes for pushes are not pinned, so copies between them and the GPU are slower: %s", flat.numel(), error)
+                return False
+            self._pinned[flat.data_ptr()] = pinning.unpin
+        return True
+
+    def __del__(self) -> None:
+        pinned = {} if sys.is_finalizing() else getattr(self, "_pinned", {})  # it has none if the mapping failed
+        for address, unpin in pinned.items():
+            unpin(address)
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     address: int
@@ -77,11 +112,12 @@ class HostMemory:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # or a reader could get SIGBUS
         # The tensor keeps the mapping, and with it the memory, after the descriptor is closed.
-        flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)[:num_bytes]
-        if self._pin:
-            from weightstore.transport.cuda_handles import pin
+        mapping = _Mapping(fd, size)
+        flat = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+        if self._pin and num_bytes:
+            from weightstore.transport.cuda_handles import PINNING
 
-            pin(flat)
+            mapping.pin(flat, PINNING)
         self._blocks.append(_Block(flat.data_ptr(), num_bytes, fd, os.fstat(fd).st_ino))
         return flat
 
@@ -101,14 +137,10 @@ class HostMemory:
         raise AssertionError("no memory of this kind: it was not made by empty")
 
     def close(self) -> None:
-        """Close the descriptors, and unpin. Memory that is mapped, here or in an engine, stays until it is unmapped."""
+        """Close the descriptors. Memory that is mapped, here or in an engine, stays until it is unmapped, and pinned until then."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             os.close(block.fd)
-            if self._pin:
-                from weightstore.transport.cuda_handles import unpin
-
-                unpin(block.address)
 
 
 OpenBlock = Callable[[JsonMapping], Tensor]
@@ -118,24 +150,30 @@ OpenBlock = Callable[[JsonMapping], Tensor]
 class Mapped:
     """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
 
-    def __init__(self, *, shared: bool = False, open_block: OpenBlock | None = None) -> None:
-        """``shared``: map it writable, so that it can be pinned; pages of a private mapping are copied when they are pinned.
+    def __init__(self, *, pinning: Pinning | None = None, open_block: OpenBlock | None = None) -> None:
+        """``pinning``: pin each part of host memory when it is first used; None = do not.
 
         ``open_block`` opens a block of a GPU's memory; None = over CUDA IPC.
         """
-        self._shared, self._open = shared, open_block
+        self._pinning, self._open = pinning, open_block
         self._blocks: dict[tuple[object, ...], Tensor] = {}
         """Blocks of host memory and of GPUs, by their identities."""
+        self._mappings: dict[tuple[object, ...], _Mapping] = {}
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
         """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
         pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
         if offset + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
-        block = self._blocks.get((pid, fd, inode))
-        if block is None:
-            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._shared)
-        return block[offset : offset + num_bytes]
+        identity = (pid, fd, inode)
+        if identity not in self._blocks:
+            mapping = self._mappings[identity] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._pinning is not None)
+            self._blocks[identity] = torch.frombuffer(mapping, dtype=torch.uint8)
+        flat = self._blocks[identity][offset : offset + num_bytes]
+        # Part by part: all of a block at once could take longer than a push may.
+        if self._pinning is not None and num_bytes and not self._mappings[identity].pin(flat, self._pinning):
+            self._pinning = None
+        return flat
 
     def gpu_part(self, handle: JsonMapping) -> Tensor:
         """Return the bytes of a handle of GPU memory, flat uint8. Raises BadManifest. Blocking."""
@@ -151,7 +189,7 @@ class Mapped:
 
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that views it."""
-        self._blocks = {}
+        self._blocks, self._mappings = {}, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +216,7 @@ class Offered:
         return self.mapped.gpu_part(self.handle)
 
 
-def _mapped(path: str, inode: int, size: int, *, shared: bool) -> Tensor:
+def _mapped(path: str, inode: int, size: int, *, shared: bool) -> _Mapping:
     try:
         fd = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
@@ -187,9 +225,9 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> Tensor:
         there = os.fstat(fd)
         if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
             raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
-        # An engine's is private, so that nothing there can write into the learner's memory; pages only read stay the learner's own.
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=flags), dtype=torch.uint8)
+        # Private where possible, so that nothing here can write into the learner's memory; pages only read stay the learner's own. Those of
+        # a private mapping are copied when they are pinned.
+        return _Mapping(fd, there.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
     finally:
         os.close(fd)
 

@@ -24,9 +24,7 @@ class _Session:
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
-        self._mapped = Mapped(shared=True)
-        self._pinned: set[int] = set()
-        self._pins = False
+        self._mapped = Mapped()
         self._verbs = {"host": self._host, "meet": self._meet, "send": self._send}
 
     def answer(self, request: JsonMapping) -> dict[str, object]:
@@ -43,10 +41,10 @@ class _Session:
         if request["gpu"]:
             import torch
 
-            from weightstore.transport.cuda_handles import ordinal
+            from weightstore.transport.cuda_handles import PINNING, ordinal
 
             torch.cuda.set_device(ordinal(request["gpu"]))
-            self._pins = True
+            self._mapped = Mapped(pinning=PINNING)
         arguments = [request[name] for name in ("address", "name", "world_size", "backend", "timeout_s")]
         self._group = BroadcastGroup.host(*arguments)
         return {"port": self._group.port}
@@ -63,14 +61,7 @@ class _Session:
         return {}
 
     def _tensor(self, handle: JsonMapping) -> Tensor:
-        """Return the bytes of a handle, pinned bucket by bucket: a whole copy at once could take longer than a push may."""
-        flat = Offered(self._mapped, handle).tensor()
-        if self._pins and not flat.is_cuda and flat.numel() and flat.data_ptr() not in self._pinned:
-            from weightstore.transport.cuda_handles import pin
-
-            pin(flat)
-            self._pinned.add(flat.data_ptr())
-        return flat
+        return Offered(self._mapped, handle).tensor()
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         text, context = self.text, self.limits.max_context
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        self._to_gpu = device.type == "cuda"
         weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
         load_from_directory(weights, self.model_dir)
         self.scheduler = Scheduler(

@@ -1,5 +1,6 @@
 """Load a set of weights from a directory or from a bucket of a push. Blocking."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tenso
 
     Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
     """
-    alias = None
+    alias, copies = None, []
     weights.writes += 1
     for spec, place in bucket.places():
         part, dtype = message[place], getattr(torch, spec.dtype)
@@ -52,12 +53,29 @@ def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tenso
             part = part.clone()  # a sender that mixes types need not align them
         tensor = part.view(dtype).view(spec.shape)
         if spec.name in weights.named:
-            weights.named[spec.name].copy_(tensor)
+            copies.append((weights.named[spec.name], tensor))
         else:
             alias = tensor.to(weights.dtype, copy=True)
-    if message.is_cuda and weights.device.type == "cuda":
-        torch.cuda.synchronize(weights.device)  # the sender may write there again
+            if alias.is_cuda:
+                torch.cuda.current_stream(alias.device).synchronize()  # the sender may write there again
+    copy_all(copies)
     return alias
+
+
+def copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again."""
+    device = next((target.device for target, _ in copies if target.is_cuda), None)
+    if device is None:
+        for target, source in copies:
+            target.copy_(source)
+        return
+    # On a stream of its own it waits for these copies alone, and not for the tokens that are decoded meanwhile.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()
 
 
 def finalize(weights: Weights) -> None:

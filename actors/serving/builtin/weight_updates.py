@@ -19,7 +19,14 @@ from torch import Tensor
 
 from actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
 from actors.http_api import group_in, seconds_in
-from actors.serving.builtin.loading import checksum_report_of, empty_cache, finalize, load_from_bucket, load_from_directory
+from actors.serving.builtin.loading import (
+    checksum_report_of,
+    copy_all,
+    empty_cache,
+    finalize,
+    load_from_bucket,
+    load_from_directory,
+)
 from actors.serving.builtin.receiving import Incoming, JoinedGroup
 from actors.serving.builtin.scheduler import Scheduler
 from actors.serving.builtin.update_checks import Update, bucket_of, specs_in
@@ -246,7 +253,7 @@ class WeightUpdates(FencedUpdates):
                 self._check_current(update)
                 standby = self._standby
                 assert standby is not None
-                await self._write_standby(lambda: self._copy(update, standby, bucket, offered.tensor()))
+                await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor()))
                 update.received.update(dict.fromkeys(spec.name for spec in specs))
 
     async def end(self, version: int | None) -> float:
@@ -398,6 +405,15 @@ class WeightUpdates(FencedUpdates):
         except asyncio.CancelledError:
             self._standby = None
             raise
+
+    def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor) -> None:
+        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout."""
+        place = standby.place(bucket)
+        if place is None:
+            self._copy(update, standby, bucket, flat)
+        else:
+            standby.writes += 1
+            copy_all([(place, flat)])
 
     def _copy(self, update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
         alias = load_from_bucket(standby, bucket, message)

@@ -20,11 +20,11 @@ from torch import Tensor
 from learner.errors import ConfigRefused
 from learner.layout.sizes import rope_arguments
 from learner.megatron.bridges.files import ModelFiles
-from learner.megatron.layers.attention import CORE_ATTENTION, PackedRotary
+from learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary
 from learner.megatron.layers.kernels import SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from learner.megatron.layers.lora import is_adapter
 from learner.megatron.layers.mixture import Mixture
-from learner.megatron.layers.norms import Norm
+from learner.megatron.layers.norms import FusedHeadNorm, Norm
 from learner.megatron.layers.output_layer import OutputLayer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -93,7 +93,10 @@ class LocalLayers:
         if wanted.attention == VARLEN:
             want, got = "sdpa or auto", f"varlen: keys and values of {self.hf_config.model_type} have heads of different sizes"
             raise ConfigRefused("learner.attention", want, got)
-        return replace(wanted, attention=SDPA)
+        if wanted.fused_rotary == "always":
+            got = f"always: the attention of {self.hf_config.model_type} turns a part of its queries and keys itself"
+            raise ConfigRefused("learner.fused_rotary", "auto or never", got)
+        return replace(wanted, attention=SDPA, fused_rotary="never")
 
     @property
     def _expert_sizes(self) -> tuple[int, ...]:
@@ -122,7 +125,7 @@ class LocalLayers:
         )
         # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
         if hasattr(model, "rotary_pos_emb"):
-            model.rotary_pos_emb.__class__ = PackedRotary
+            model.rotary_pos_emb.__class__ = FusedRotary if self.kernels.fused_rotary else PackedRotary
         if post_process:
             model.output_layer.__class__ = OutputLayer
         return model
@@ -138,7 +141,7 @@ class LocalLayers:
             if self.config.qk_layernorm:
                 for name in _NORM_NAMES:
                     if hasattr(attention, name):
-                        setattr(attention, name, Norm)
+                        setattr(attention, name, FusedHeadNorm if self.kernels.fused_rotary else Norm)
         return spec
 
     def _get_gptmodel_args(self) -> Arguments:

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,16 @@ from torch import Tensor
 
 from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
 from learner.megatron.layers.kernels import SDPA, VARLEN, varlen_operator
+
+
+class Rotation(NamedTuple):
+    """Rotary positions of tokens, for the kernel that turns queries and keys. F = rotated pairs of a head."""
+
+    cos_TF: Tensor
+    sin_TF: Tensor
+    """Both float32."""
+    interleaved: bool
+    """A pair is two neighbours; else its elements are F apart."""
 
 
 @dataclass
@@ -46,6 +56,8 @@ class PackedRow(PackedSeqParams):
     """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
     give_T: Tensor | None = None
     """Padded position of each token."""
+    rotation: Rotation | None = None
+    """Positions of this rank's tokens where core attention turns queries and keys; None = Megatron does."""
     experts: tuple[Tensor, ...] = ()
     """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
     -1 = not known."""
@@ -117,15 +129,32 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        assert max_seq_len.position_ids_T is not None
-        positions_T = max_seq_len.position_ids_T
+        angles_TF = self.angles(max_seq_len)
+        # Each angle is that of two elements: neighbours, or one in each half.
+        twice = (angles_TF, angles_TF)
+        both = torch.stack(twice, dim=-1).flatten(1) if self.rotary_interleaved else torch.cat(twice, dim=-1)
+        return both[:, None, None, :]
+
+    def angles(self, row: PackedRow) -> Tensor:
+        """Return the angles of the row's tokens, [T, F]."""
+        assert row.position_ids_T is not None
+        positions_T = row.position_ids_T
         # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
-        angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
-        # Each angle is that of two elements: neighbours, or one in each half.
-        both = torch.stack((angles, angles), dim=-1).flatten(1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
-        return both[:, None, None, :]
+        return torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
+
+
+class FusedRotary(PackedRotary):
+    """The same for core attention that turns queries and keys itself, by one kernel."""
+
+    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as before."""
+        if not isinstance(max_seq_len, PackedRow):
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        angles_TF = self.angles(max_seq_len)
+        max_seq_len.rotation = Rotation(angles_TF.cos(), angles_TF.sin(), self.rotary_interleaved)
+        return None
 
 
 class SDPACoreAttention(MegatronModule):
@@ -153,6 +182,8 @@ class SDPACoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if packed_seq_params.rotation is not None:
+            q, k = _turned(q, k, packed_seq_params.rotation)
         if self._context is None:
             return self._attend_row(q, k, v, packed_seq_params)[:, None]
         if k.shape[1] % self._context.size():  # too few heads of keys and values to divide them
@@ -193,15 +224,9 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: 
     """Attend causally within each sequence of a row: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
     ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1, 0). Where it has no
-    ``enable_gqa`` (torch 2.11), keys and values are repeated for the queries that share them.
+    ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
     """
-    more: dict[str, bool] = {}
-    if q.shape[1] != k.shape[1]:
-        if _takes_groups(operator):
-            more = {"enable_gqa": True}
-        else:
-            each = q.shape[1] // k.shape[1]
-            k, v = (x[:, :, None].expand(-1, -1, each, -1).flatten(1, 2) for x in (k, v))
+    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = row.bounds_S, row.max_seqlen_q
     out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **more)
     return out
@@ -210,6 +235,12 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: 
 @functools.cache
 def _takes_groups(operator: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(operator).parameters
+
+
+def _turned(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    from learner.megatron.layers.fused_heads import rotated
+
+    return rotated(q, k, rotation.cos_TF, rotation.sin_TF, interleaved=rotation.interleaved)
 
 
 CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {SDPA: SDPACoreAttention, VARLEN: VarlenCoreAttention}

@@ -16,14 +16,27 @@ BLOCK = 2048
 WARPS = 8
 
 
-def add_statistics(logits_TC: Tensor, scale: float, highest_T: Tensor, sum_T: Tensor, moment_T: Tensor) -> None:
+def add_statistics(
+    logits_TC: Tensor,
+    scale: float,
+    highest_T: Tensor,
+    sum_T: Tensor,
+    moment_T: Tensor,
+    *,
+    start: int,
+    ids_TJ: Tensor,
+    picked_TJ: Tensor,
+) -> None:
     """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)`` and ``sum (z - m) e^(z - m)``, all float32, in place.
 
+    z of those ids (int64) that are in the chunk, whose first column is ``start``, is written into ``picked_TJ``, float32.
     Source: Milakov, Gimelshein 2018 (online normaliser).
     """
     num_tokens, width = logits_TC.shape
-    assert logits_TC.is_contiguous()
-    _add_statistics[(num_tokens,)](logits_TC, highest_T, sum_T, moment_T, width, scale, BLOCK=BLOCK, num_warps=WARPS)
+    assert logits_TC.is_contiguous() and ids_TJ.is_contiguous() and picked_TJ.is_contiguous()
+    _add_statistics[(num_tokens,)](
+        logits_TC, highest_T, sum_T, moment_T, ids_TJ, picked_TJ, width, start, ids_TJ.shape[1], scale, BLOCK=BLOCK, num_warps=WARPS
+    )
 
 
 def logits_gradient(
@@ -66,7 +79,9 @@ def logits_gradient(
 
 
 @triton.jit  # type: ignore[misc]
-def _add_statistics(logits, highest, sums, moments, width, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_statistics(  # type: ignore[no-untyped-def]
+    logits, highest, sums, moments, ids, picked, width, start, num_ids, scale, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     top, total, moment = tl.load(highest + row), tl.load(sums + row), tl.load(moments + row)
     for first in range(0, width, BLOCK):
@@ -84,6 +99,11 @@ def _add_statistics(logits, highest, sums, moments, width, scale, BLOCK: tl.cons
     tl.store(highest + row, top)
     tl.store(sums + row, total)
     tl.store(moments + row, moment)
+    for place in range(num_ids):
+        here = tl.load(ids + row * num_ids + place) - start
+        inside = (here >= 0) & (here < width)
+        z = tl.load(logits + row * width + here, mask=inside, other=0.0).to(tl.float32) * scale
+        tl.store(picked + row * num_ids + place, z, mask=inside)
 
 
 @triton.jit  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs. Knows torch and no model.
+"""The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs, heads. Knows torch alone.
 
 Each choice is a pure function that also gives its reason; ``chosen`` looks at this machine once and logs the result.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bus.wire.json_object import JsonMapping
 from learner.errors import ConfigRefused
@@ -30,6 +31,11 @@ FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
 """Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA does."""
 FLASH_CAPABILITY = (8, 0)
 """Oldest compute capability of torch's flash attention: Ampere."""
+FLASH_ARGUMENTS = (
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+    *("dropout_p", "is_causal", "return_debug_mask"),
+)
+"""Arguments of torch's operator for flash attention by their order."""
 GROUPED_MULTIPLE = 8
 """Number that must divide the sizes of experts for torch's grouped product on CUDA: 16 bytes in bfloat16."""
 RECOMPUTED_MODULES = ("mlp",)
@@ -73,6 +79,7 @@ class Wanted:
     fused_activation: str = "auto"
     grouped_experts: str = "auto"
     fused_log_probs: str = "auto"
+    fused_rotary: str = "auto"
     megatron: JsonMapping = field(default_factory=dict)
     """Megatron's own arguments."""
 
@@ -85,6 +92,7 @@ class Wanted:
             fused_activation=learner.fused_activation,
             grouped_experts=learner.grouped_experts,
             fused_log_probs=learner.fused_log_probs,
+            fused_rotary=learner.fused_rotary,
             megatron=learner.megatron,
         )
 
@@ -98,6 +106,8 @@ class Kernels:
     fused_activation: bool = False
     grouped_experts: bool = False
     fused_log_probs: bool = False
+    fused_rotary: bool = False
+    """For the norms of queries and keys, too."""
     megatron: JsonMapping = field(default_factory=dict)
 
     def arguments(self) -> Arguments:
@@ -170,16 +180,17 @@ def choose_grouped_experts(wanted: str, site: Site) -> Choice:
     return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
 
 
-def choose_fused_log_probs(wanted: str, site: Site) -> Choice:
+def choose_own_kernels(setting: str, wanted: str, site: Site) -> Choice:
     """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
 
-    The kernels (``fused_log_probs.py``) give the same bits for a row of tokens each time, so deterministic runs take them too.
+    ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same bits for a row each
+    time, so deterministic runs take them too.
     """
     if wanted == "never":
-        return Choice("separate", "learner.fused_log_probs: never")
+        return Choice("separate", f"{setting}: never")
     obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
     if wanted == "always" and obstacle:
-        raise ConfigRefused("learner.fused_log_probs", "auto or never", f"always: {obstacle}")
+        raise ConfigRefused(setting, "auto or never", f"always: {obstacle}")
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with triton")
 
 
@@ -215,7 +226,8 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     choices = {"attention": choose_attention(config.attention, site), "activation": choose_fused_activation(config.fused_activation, site)}
     if expert_sizes:
         choices["experts"] = choose_grouped_experts(config.grouped_experts, site)
-    choices["log-probs"] = choose_fused_log_probs(config.fused_log_probs, site)
+    choices["log-probs"] = choose_own_kernels("learner.fused_log_probs", config.fused_log_probs, site)
+    choices["rotary"] = choose_own_kernels("learner.fused_rotary", config.fused_rotary, site)
     for name, choice in choices.items():
         log.info("kernel of=%s chosen=%s reason=%s", name, choice.kernel, choice.reason)
     return Kernels(
@@ -224,6 +236,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
         fused_activation=choices["activation"].kernel == "fused",
         grouped_experts="experts" in choices and choices["experts"].kernel == "grouped",
         fused_log_probs=choices["log-probs"].kernel == "fused",
+        fused_rotary=choices["rotary"].kernel == "fused",
         megatron=config.megatron,
     )
 
@@ -245,13 +258,62 @@ def _this_site(dtype: torch.dtype, head_size: int) -> Site:
 
 @functools.cache
 def varlen_operator() -> Callable[..., Any] | None:
-    """Return torch's ``varlen_attn``; None if this torch has none."""
+    """Return torch's ``varlen_attn``; None if this torch has none.
+
+    Where the operator beneath it is the known one, return that with the same arguments. ``varlen_attn`` wraps it into a custom operator,
+    whose Python takes 0.1 ms of the host for a call and its backward pass: in a small model as long as the kernels.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
+    if {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys() and _flash_is_known():
+        return _flash_attention
     logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)  # it logs every call
     return varlen_attn
+
+
+def _flash_is_known() -> bool:
+    """Return whether ``_flash_attention_forward`` has the arguments of torch 2.11 to 2.13, and perhaps more by name."""
+    try:
+        given = torch.ops.aten._flash_attention_forward.default._schema.arguments
+    except AttributeError:
+        return False
+    ordered = tuple(each.name for each in given if not each.kwarg_only)
+    named = {each.name for each in given if each.kwarg_only}
+    return ordered == FLASH_ARGUMENTS and {"scale", "window_size_left", "window_size_right"} <= named
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Compute what ``varlen_attn`` does, also for fewer heads of keys and values than of queries."""
+    causal, (left, right) = window_size == (-1, 0), window_size
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        0.0,  # no dropout
+        causal,
+        False,  # no mask for debugging
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+    return out
 
 
 def _compile_obstacle() -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 
 class Norm(torch.nn.RMSNorm):
@@ -22,3 +23,14 @@ class Norm(torch.nn.RMSNorm):
         """Return the entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
         entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
         return entries
+
+
+class FusedHeadNorm(Norm):
+    """The norm of queries or keys by kernels for rows of a head's size: it takes and returns [..., n, d]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of each head."""
+        from learner.megatron.layers.fused_heads import head_norm
+
+        assert self.eps is not None
+        return head_norm(x, self.weight, self.eps)

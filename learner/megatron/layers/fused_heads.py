@@ -1,0 +1,242 @@
+"""Kernels over the heads of queries and keys, in Triton: RMSNorm of each head, and rotary positions.
+
+In torch's operations a rotation is a dozen passes over queries and keys, forward and backward, and torch's kernel for the gradient of a
+norm's weight is made for long rows, not for many rows of a head's size. A row belongs to one program, and the parts of that gradient are
+added up in a fixed order, so the results are the same bits each time. Import this module only where Triton is installed; ``kernels.py``
+decides.
+
+Shape letters: T = tokens, n = heads, d = head size, F = rotated pairs of a head.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor, empty, float32
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+TILE = 2048
+"""Elements of a program's tile at a time."""
+PARTS = 512
+"""Programs of the norm's backward pass, each with a part of the weight's gradient: four for each multiprocessor of an H100."""
+
+
+def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate the first ``2 F`` elements of each head of q and k, [T, n, d] each, by the angles with these cosines and sines (float32).
+
+    ``interleaved``: a pair is two neighbours; else its elements are ``F`` apart. Computed in float32 and rounded once. Returns new tensors.
+    Source: Su et al. 2021 (RoFormer), equation 34.
+    """
+    both: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos_TF, sin_TF, interleaved)
+    return both
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of [..., n, d], as ``torch.nn.functional.rms_norm``.
+
+    Computed in float32 and rounded once. Source: Zhang, Sennrich 2019.
+    """
+    normed: Tensor = _HeadNorm.apply(x.flatten(0, -3), weight, eps)
+    return normed.view(x.shape)
+
+
+class _Rotated(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        """Return q and k, turned."""
+        ctx.save_for_backward(cos_TF, sin_TF)
+        ctx.interleaved = interleaved
+        return _turn(q, k, cos_TF, sin_TF, 1.0, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, turned back."""
+        cos_TF, sin_TF = ctx.saved_tensors
+        return *_turn(grad_q, grad_k, cos_TF, sin_TF, -1.0, ctx.interleaved), None, None, None
+
+
+def _turn(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, sign: float, interleaved: bool) -> tuple[Tensor, Tensor]:
+    q, k = _dense(q), _dense(k)
+    out_q, out_k = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    heads = max(q.shape[1], k.shape[1])
+    _rotate[(len(q), 2)](
+        q,
+        k,
+        out_q,
+        out_k,
+        cos_TF,
+        sin_TF,
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        cos_TF.shape[1],
+        *q.stride()[:2],
+        *k.stride()[:2],
+        sign,
+        PAIRED=interleaved,
+        HEADS=triton.next_power_of_2(heads),
+        SIZE=triton.next_power_of_2(q.shape[2]),
+        num_warps=4 if heads <= 16 else 8,
+    )
+    return out_q, out_k
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x with the elements of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _HeadNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the norm of [T, n, d]."""
+        x = _dense(x)
+        tokens, heads, size = x.shape
+        out = empty(x.shape, dtype=x.dtype, device=x.device)
+        scales = empty(tokens * heads, dtype=float32, device=x.device)
+        rows, width = _tile(size)
+        _norm[(triton.cdiv(tokens * heads, rows),)](
+            x, weight, out, scales, tokens * heads, heads, size, *x.stride()[:2], eps, ROWS=rows, SIZE=width, num_warps=4
+        )
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and weight."""
+        x, weight, scales = ctx.saved_tensors
+        grad = grad.contiguous()
+        tokens, heads, size = x.shape
+        grad_x = empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, width = _tile(size)
+        parts = min(PARTS, triton.cdiv(tokens * heads, rows))
+        grad_weight = empty(parts, size, dtype=float32, device=x.device)
+        _norm_gradient[(parts,)](
+            x,
+            weight,
+            scales,
+            grad,
+            grad_x,
+            grad_weight,
+            tokens * heads,
+            heads,
+            size,
+            *x.stride()[:2],
+            triton.cdiv(triton.cdiv(tokens * heads, rows), parts),
+            ROWS=rows,
+            SIZE=width,
+            num_warps=4,
+        )
+        return grad_x, grad_weight.sum(0).to(weight.dtype), None
+
+
+def _tile(size: int) -> tuple[int, int]:
+    """Return the rows of a tile and its width, both powers of two."""
+    width = triton.next_power_of_2(size)
+    return max(1, TILE // width), width
+
+
+@triton.jit  # type: ignore[misc]
+def _rotate(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    out_q,
+    out_k,
+    cosines,
+    sines,
+    q_heads,
+    k_heads,
+    size,
+    pairs,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    sign,
+    PAIRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cosines, sines = cosines + token * pairs, sines + token * pairs
+    if tl.program_id(1) == 0:
+        _rotate_heads(
+            q + token * q_token, out_q + token * q_heads * size, q_head, q_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE
+        )
+    else:
+        _rotate_heads(
+            k + token * k_token, out_k + token * k_heads * size, k_head, k_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE
+        )
+
+
+@triton.jit  # type: ignore[misc]
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x, out, stride, heads, size, cosines, sines, pairs, sign, PAIRED: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Turn the heads of one token."""
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
+    inside, turns = (head < heads) & (column < size), column < 2 * pairs
+    if PAIRED:
+        is_first, partner, angle = column % 2 == 0, column ^ 1, column // 2
+    else:
+        is_first = column < pairs
+        partner, angle = tl.where(is_first, column + pairs, column - pairs), tl.where(is_first, column, column - pairs)
+    own = tl.load(x + head * stride + column, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + head * stride + partner, mask=inside & turns, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + angle, mask=turns, other=1.0)
+    sine = tl.load(sines + angle, mask=turns, other=0.0) * tl.where(is_first, -sign, sign)
+    tl.store(out + head * size + column, (own * cosine + other * sine).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[misc]
+def _norm(  # type: ignore[no-untyped-def]
+    x, weights, out, scales, num_rows, heads, size, token_stride, head_stride, eps, ROWS: tl.constexpr, SIZE: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
+    inside = (row < num_rows)[:, None] & (column < size)
+    start = (row // heads) * token_stride + (row % heads) * head_stride
+    value = tl.load(x + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / size + eps)
+    weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(scales + row, scale, mask=row < num_rows)
+    tl.store(out + row[:, None] * size + column, (value * scale[:, None] * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[misc]
+def _norm_gradient(  # type: ignore[no-untyped-def]
+    x,
+    weights,
+    scales,
+    grad,
+    grad_x,
+    grad_weight,
+    num_rows,
+    heads,
+    size,
+    token_stride,
+    head_stride,
+    tiles,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Of rows ``x s w``, s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)[None, :]
+    weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for tile in range(tiles):
+        row = (part * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < num_rows)[:, None] & (column < size)
+        start = (row // heads) * token_stride + (row % heads) * head_stride
+        scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
+        normed = tl.load(x + start[:, None] + column, mask=inside, other=0.0).to(tl.float32) * scale
+        incoming = tl.load(grad + row[:, None] * size + column, mask=inside, other=0.0).to(tl.float32)
+        weighted = incoming * weight
+        mean = tl.sum(weighted * normed, 1)[:, None] / size
+        found = scale * (weighted - normed * mean)
+        tl.store(grad_x + row[:, None] * size + column, found.to(grad_x.dtype.element_ty), mask=inside)
+        total += incoming * normed
+    tl.store(grad_weight + part * size + tl.arange(0, SIZE), tl.sum(total, 0), mask=tl.arange(0, SIZE) < size)

@@ -1,0 +1,76 @@
+"""A model whose core attention turns queries and keys itself, and whose heads have norms of their own kind, is the same model.
+
+The kernels stand for their formulas here; ``tests/gpu/test_gpu_heads.py`` compares them.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.errors import ConfigRefused
+from learner.layout.parallel import Parallel
+from learner.megatron.bridges import local_layers
+from learner.megatron.layers.attention import FusedRotary
+from learner.megatron.layers.kernels import Kernels, Wanted
+from learner.megatron.layers.norms import FusedHeadNorm
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests import heads_by_formula
+from tests.integration.megatron_ranks import OPTIMIZER
+from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+def build(directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, fused: bool, recompute: str = "none") -> Policy:
+    choose = local_layers.chosen
+
+    def chosen(*args: Any, **kwargs: Any) -> Kernels:
+        return dataclasses.replace(choose(*args, **kwargs), fused_rotary=fused)
+
+    monkeypatch.setattr(local_layers, "chosen", chosen)
+    monkeypatch.setitem(sys.modules, "learner.megatron.layers.fused_heads", heads_by_formula)
+    policy = build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(recompute=recompute))
+    monkeypatch.setattr(local_layers, "chosen", choose)
+    return policy
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "qwen3_moe"])
+def test_a_step_is_the_same(family: str, recompute: str, rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without norms of heads, halves and neighbours in a part of each head."""
+    directory = write_tiny_model(tmp_path, family)
+    metrics, weights = [], []
+    for fused in (False, True):
+        policy = build(directory, rank, monkeypatch, fused=fused, recompute=recompute)
+        norms = [module for module in policy.chunks[0].modules() if isinstance(module, FusedHeadNorm)]
+        assert isinstance(policy.chunks[0].rotary_pos_emb, FusedRotary) is fused
+        assert len(norms) == (2 * policy.config.num_layers if fused and policy.config.qk_layernorm else 0)
+        trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+        batch = make_batches(make_samples(vocab=len(policy.chunks[0].embedding.word_embeddings.weight)), max_tokens=60)[0]
+        step = trainer.train(batch)
+        metrics.append({name: value for name, value in step.items() if "second" not in name})
+        weights.append({name: tensor.clone() for name, tensor in policy.export()})
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
+    assert metrics[0]["train/grad_norm"] > 1e-3
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=2e-4, rtol=0)
+
+
+def test_latent_attention_refuses_them(rank: Parallel, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "deepseek_v3")
+    with pytest.raises(ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the attention of deepseek_v3 turns"):
+        build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(fused_rotary="always"))
