@@ -91,6 +91,7 @@ class HandleListener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._unmap()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory = ""
@@ -98,9 +99,7 @@ class HandleListener:
     async def _serve(self) -> None:
         while True:
             *envelope, request = await self._socket.recv_multipart()  # the envelope of some sockets (REQ) has more than the sender
-            task = asyncio.create_task(self._answer(envelope, request), name="handles: verb")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(asyncio.create_task(self._answer(envelope, request), name="handles: verb"))
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
         """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of ``http_api.translate``."""
@@ -183,9 +182,7 @@ class HandleListener:
     def _ended(self) -> None:
         """Treat the end of the learner's process like its ``leave``."""
         self._unmap()
-        task = asyncio.create_task(self._sender_left(), name="handles: sender left")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(asyncio.create_task(self._sender_left(), name="handles: sender left"))
 
     async def _sender_left(self) -> None:
         with contextlib.suppress(EngineError):  # there is no learner left to answer
@@ -197,7 +194,14 @@ class HandleListener:
         if learner is not None:
             asyncio.get_running_loop().remove_reader(learner.pidfd)
             os.close(learner.pidfd)
-            learner.mapped.close()
+            if self._to_gpu:  # memory is unpinned first, which takes as long as pinning it
+                self._keep(asyncio.create_task(asyncio.to_thread(learner.mapped.close), name="handles: unmap"))
+            else:
+                learner.mapped.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _mapped(to_gpu: bool) -> Mapped:

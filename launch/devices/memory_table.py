@@ -352,8 +352,8 @@ class Activations:
     def _head_norms(self, heads: int, kv_heads: int, head_dim: int) -> int:
         """Return the bytes that the norms of queries and keys keep per token (Qwen3)."""
         scales = (heads + kv_heads) * FLOAT32
-        if self.rotary_kernel:  # of keys the input is a view of the joint projection
-            return heads * head_dim * ITEM_BYTES[self.dtype] + scales
+        if self.rotary_kernel:  # the input is a view of the joint projection, but of queries in several groups a copy
+            return (0 if kv_heads == 1 else heads) * head_dim * ITEM_BYTES[self.dtype] + scales
         if self.norm_kernel or self.dtype != "float32":
             return (heads + kv_heads) * head_dim * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + scales
         # the norm's input is a view of the joint projection; of queries in several groups it is a copy

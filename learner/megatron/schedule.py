@@ -50,6 +50,34 @@ class _Filler:
     packed: PackedRow
 
 
+class _Rotations:
+    """The rotary positions of rows, which the chunks' core attention finds there: not longer than needed, as a step has many rows.
+
+    A row serves several models, and one may turn its queries and keys in another way.
+    """
+
+    def __init__(self, *, again: bool) -> None:
+        """``again``: the backward pass computes parts of the layers again, and may need them once more."""
+        self._again = again
+        self._rows: list[PackedRow] = []
+
+    @contextlib.contextmanager
+    def during(self, row: PackedRow) -> Iterator[None]:
+        """Begin a forward pass of a row without them; the chunk sets them in this context."""
+        row.rotation = None
+        self._rows.append(row)
+        yield
+        if not self._again:  # the backward pass has its own references
+            self.clear()
+
+    def clear(self) -> None:
+        for row in self._rows:
+            row.rotation = None
+        self._rows = []
+
+    close = clear
+
+
 def run_rows(
     policy: Policy, rows: Sequence[Row], finish: Callable[[Row, Tensor], tuple[Tensor, Result]], *, forward_only: bool = False
 ) -> list[Result] | None:
@@ -71,7 +99,9 @@ def run_rows(
     def step(rows_left: Iterator[Row | _Filler], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run a chunk of the model on its next row. Returns its output, and the function that makes the loss of it."""
         row = next(rows_left)
-        with plain_torch(), policy.routing.row(row.packed):
+        if policy.parallel.pp_size == 1:
+            turned.clear()  # the backward pass of the row before is over
+        with turned.during(row.packed), plain_torch(), policy.routing.row(row.packed):
             # The hidden states stay in bfloat16, for the product with the output weight in the loss.
             output = model(
                 input_ids=row.tokens_T[None],
@@ -85,7 +115,8 @@ def run_rows(
 
     filled: list[Row | _Filler] = [*rows, *_fillers(policy, len(rows))]
     several = len(policy.chunks) > 1
-    with torch.no_grad() if forward_only else contextlib.nullcontext():
+    turned = _Rotations(again=not forward_only and policy.config.recompute_granularity is not None)
+    with contextlib.closing(turned), torch.no_grad() if forward_only else contextlib.nullcontext():
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(filled) for _ in policy.chunks] if several else iter(filled),

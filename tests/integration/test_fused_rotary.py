@@ -16,11 +16,14 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
 from learner.layout.parallel import Parallel
 from learner.megatron.bridges import local_layers
-from learner.megatron.layers.attention import FusedRotary
+from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.layers.attention import FusedRotary, PackedRotary, Rotation
 from learner.megatron.layers.kernels import Kernels, Wanted
 from learner.megatron.layers.norms import FusedHeadNorm
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.rows import rows_of
+from learner.megatron.schedule import run_rows
 from learner.megatron.trainer import Trainer
 from tests import heads_by_formula
 from tests.integration.megatron_ranks import OPTIMIZER
@@ -68,6 +71,36 @@ def test_a_step_is_the_same(family: str, recompute: str, rank: Parallel, tmp_pat
     assert metrics[0]["train/grad_norm"] > 1e-3
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_rows_do_not_keep_their_positions_and_pass_none_on(
+    recompute: str, rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic of another family may get the same rows, and a step has many of them."""
+    policy = build(write_tiny_model(tmp_path, "qwen3"), rank, monkeypatch, fused=True, recompute=recompute)
+    rows = rows_of(make_batches(make_samples(vocab=299), max_tokens=60)[0], rank)
+    for row in rows:
+        row.packed.rotation = Rotation(torch.full((1, 8), torch.nan), torch.full((1, 8), torch.nan), False)
+    finished: list[Any] = []
+
+    def finish(row: Any, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        kept = [other.packed.rotation is not None for other in (*finished, row)]
+        finished.append(row)
+        return hidden_TH.float().square().sum(), kept == [False] * (len(kept) - 1) + [recompute == "full"]
+
+    with megatron_device():
+        assert run_rows(policy, rows, finish) == [True] * len(rows) and len(rows) > 2
+    assert all(row.packed.rotation is None for row in rows)
+    assert all(bool(parameter.main_grad.isfinite().all()) for parameter in policy.chunks[0].parameters())  # type: ignore[attr-defined]
+
+
+def test_a_bridge_with_layers_of_another_kind_keeps_megatrons_rotation(
+    rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_layers, "SDPACoreAttention", int)  # as if every layer had core attention of its own
+    policy = build(write_tiny_model(tmp_path, "llama"), rank, monkeypatch, fused=True)
+    assert isinstance(policy.chunks[0].rotary_pos_emb, PackedRotary) and not isinstance(policy.chunks[0].rotary_pos_emb, FusedRotary)
 
 
 def test_latent_attention_refuses_them(rank: Parallel, tmp_path: Path) -> None:

@@ -33,11 +33,17 @@ YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in DENSE | EXPERTS},
     "qwen3-tied": ("qwen3", {"tied": True}),
     "llama-tied": ("llama", {"tied": True}),
     "mistral, window of the whole context": ("mistral", {"sliding_window": 256}),
+    "llama, scaled as Llama 3's": ("llama", {"rope_scaling": LLAMA3}),
+    "llama, linear scaling": ("llama", {"rope_scaling": LINEAR}),
+    "qwen3, linear scaling": ("qwen3", {"rope_scaling": LINEAR}),
+    "glm4, linear scaling": ("glm4", {"rope_scaling": LINEAR}),
     "qwen3_moe-tied": ("qwen3_moe", {"tied": True}),
     "qwen3_moe, scores of all experts": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, dense layers between": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),

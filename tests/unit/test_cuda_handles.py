@@ -189,6 +189,24 @@ def test_parts_are_pinned_once_and_unpinned_before_their_mapping_ends() -> None:
     memory.close()
 
 
+def test_a_part_that_cannot_be_unpinned_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def unpin(address: int) -> None:
+        asked.append(address)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    memory = HostMemory()
+    flat = memory.empty(2 * PAGE)
+    mapped = Mapped(pinning=Pinning(ignored, unpin))
+    for start in (0, PAGE):
+        mapped.part(memory.handle(flat[start : start + PAGE], 1))
+    mapped.close()
+    assert len(asked) == 2
+    assert caplog.text.count("unmapped while it is pinned: CUDA error: invalid argument") == 2
+    memory.close()
+
+
 def test_memory_that_cannot_be_pinned_is_read_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 

@@ -87,7 +87,10 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         pinned = {} if sys.is_finalizing() else getattr(self, "_pinned", {})  # it has none if the mapping failed
         for address, unpin in pinned.items():
-            unpin(address)
+            try:
+                unpin(address)
+            except RuntimeError as error:
+                _log.warning("memory of pushes is unmapped while it is pinned: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,22 +159,22 @@ class Mapped:
         ``open_block`` opens a block of a GPU's memory; None = over CUDA IPC.
         """
         self._pinning, self._open = pinning, open_block
-        self._blocks: dict[tuple[object, ...], Tensor] = {}
-        """Blocks of host memory and of GPUs, by their identities."""
-        self._mappings: dict[tuple[object, ...], _Mapping] = {}
+        self._blocks: dict[tuple[object, ...], tuple[Tensor, _Mapping | None]] = {}
+        """Blocks of host memory, with their mappings, and of GPUs, by their identities."""
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
         """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
         pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
         if offset + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
-        identity = (pid, fd, inode)
-        if identity not in self._blocks:
-            mapping = self._mappings[identity] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._pinning is not None)
-            self._blocks[identity] = torch.frombuffer(mapping, dtype=torch.uint8)
-        flat = self._blocks[identity][offset : offset + num_bytes]
+        found = self._blocks.get((pid, fd, inode))
+        if found is None:
+            new = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._pinning is not None)
+            found = self._blocks[pid, fd, inode] = torch.frombuffer(new, dtype=torch.uint8), new
+        block, mapping = found
+        flat = block[offset : offset + num_bytes]
         # Part by part: all of a block at once could take longer than a push may.
-        if self._pinning is not None and num_bytes and not self._mappings[identity].pin(flat, self._pinning):
+        if self._pinning is not None and mapping is not None and num_bytes and not mapping.pin(flat, self._pinning):
             self._pinning = None
         return flat
 
@@ -183,13 +186,14 @@ class Mapped:
         start, num_bytes = _number(handle, "start"), _number(handle, "num_bytes")
         if start + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {start}")
-        if identity not in self._blocks:
-            self._blocks[identity] = (self._open or cuda_handles.opened)(handle)
-        return self._blocks[identity][start : start + num_bytes]
+        found = self._blocks.get(identity)
+        if found is None:
+            found = self._blocks[identity] = (self._open or cuda_handles.opened)(handle), None
+        return found[0][start : start + num_bytes]
 
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that views it."""
-        self._blocks, self._mappings = {}, {}
+        self._blocks = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
     finalize(weights)
 
 
-def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tensor | None:
-    """Copy the tensors of a flat bucket into ``weights``, which are not finalized.
+def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None) -> Tensor | None:
+    """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
 
     Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
     """
@@ -58,24 +58,28 @@ def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tenso
             alias = tensor.to(weights.dtype, copy=True)
             if alias.is_cuda:
                 torch.cuda.current_stream(alias.device).synchronize()  # the sender may write there again
-    copy_all(copies)
+    copy_all(copies, stream)
     return alias
 
 
-def copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again."""
-    device = next((target.device for target, _ in copies if target.is_cuda), None)
-    if device is None:
+def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
+    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again.
+
+    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile. None = on the CPU.
+    """
+    if stream is None:
         for target, source in copies:
             target.copy_(source)
         return
-    # On a stream of its own it waits for these copies alone, and not for the tokens that are decoded meanwhile.
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-    stream.synchronize()
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    try:
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                if not source.is_cuda:
+                    source = source.to(target.dtype)  # here: a GPU would need memory for it, in the other type
+                target.copy_(source, non_blocking=True)
+    finally:
+        stream.synchronize()
 
 
 def finalize(weights: Weights) -> None:

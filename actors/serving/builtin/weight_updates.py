@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
@@ -67,6 +68,8 @@ class WeightUpdates(FencedUpdates):
         """Names in the order of the last push: the next standby copy has this order in memory."""
         self._straight: set[asyncio.Future[Tensor]] = set()
         """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late."""
+        self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """Stream of the copies to a GPU."""
         self._writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
 
@@ -413,10 +416,10 @@ class WeightUpdates(FencedUpdates):
             self._copy(update, standby, bucket, flat)
         else:
             standby.writes += 1
-            copy_all([(place, flat)])
+            copy_all([(place, flat)], self._copying)
 
     def _copy(self, update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
-        alias = load_from_bucket(standby, bucket, message)
+        alias = load_from_bucket(standby, bucket, message, self._copying)
         update.alias = update.alias if alias is None else alias
 
     def _check_whole(self, update: Update) -> None:

@@ -5,6 +5,7 @@ norms of our own, and maps the two norms of a layer that Transformer Engine woul
 the files; an export is that of one pipeline stage.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +21,14 @@ from torch import Tensor
 from learner.errors import ConfigRefused
 from learner.layout.sizes import rope_arguments
 from learner.megatron.bridges.files import ModelFiles
-from learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary
+from learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
 from learner.megatron.layers.kernels import SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from learner.megatron.layers.lora import is_adapter
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.layers.norms import FusedHeadNorm, Norm
 from learner.megatron.layers.output_layer import OutputLayer
+
+log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -125,10 +128,19 @@ class LocalLayers:
         )
         # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
         if hasattr(model, "rotary_pos_emb"):
-            model.rotary_pos_emb.__class__ = FusedRotary if self.kernels.fused_rotary else PackedRotary
+            model.rotary_pos_emb.__class__ = FusedRotary if self.kernels.fused_rotary and self._turns(model) else PackedRotary
         if post_process:
             model.output_layer.__class__ = OutputLayer
         return model
+
+    def _turns(self, model: GPTModel) -> bool:
+        """Return whether core attention turns queries and keys in every layer, given their positions; not so in some users' bridges."""
+        cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+        turns = not self.config.no_rope_freq and all(isinstance(core, SDPACoreAttention) for core in cores)
+        if not turns:
+            why = f"{type(self).__name__} has layers without positions, or core attention of its own"
+            log.info("kernel of=rotary chosen=separate reason=%s", why)
+        return turns
 
     def _spec(self, vp_stage: int | None) -> Any:
         """Return Megatron's description of the stage's layers."""

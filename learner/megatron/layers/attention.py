@@ -57,7 +57,7 @@ class PackedRow(PackedSeqParams):
     give_T: Tensor | None = None
     """Padded position of each token."""
     rotation: Rotation | None = None
-    """Positions of this rank's tokens where core attention turns queries and keys; None = Megatron does."""
+    """Positions of this rank's tokens where core attention turns queries and keys, during a pass; None = Megatron does."""
     experts: tuple[Tensor, ...] = ()
     """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
     -1 = not known."""
@@ -117,6 +117,7 @@ class PackedRotary(RotaryEmbedding):
     """Megatron's rotary embedding, with the angles of a PackedRow's position ids where there is a PackedRow."""
 
     inv_freq: Tensor
+    seq_len_interpolation_factor: float | None
 
     def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""
@@ -142,7 +143,10 @@ class PackedRotary(RotaryEmbedding):
         # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
-        return torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
+        positions_T = positions_T.to(self.inv_freq.dtype)
+        if self.seq_len_interpolation_factor is not None:  # linear scaling, for which Megatron divides the positions as well
+            positions_T = positions_T * (1 / self.seq_len_interpolation_factor)
+        return torch.outer(positions_T, self.inv_freq)
 
 
 class FusedRotary(PackedRotary):
