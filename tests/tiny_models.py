@@ -5,6 +5,7 @@ Knows transformers (to write and to compare), nothing of Tidemill.
 
 import functools
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,19 @@ def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, t
     write_tiny_tokenizer(directory)
     tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
     return directory
+
+
+def as_transformers_5(directory: Path, into: Path) -> Path:
+    """Copy a model directory, with the settings of its rotary positions and experts under the keys of transformers 5; return the copy."""
+    shutil.copytree(directory, into)
+    file = into / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    given = {name: values.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in values}
+    if values["model_type"] == "qwen3_moe":
+        values["num_local_experts"] = values.pop("num_experts")
+    values["rope_parameters"] = {"rope_type": "default", **given, **(values.pop("rope_scaling", None) or {})}
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return into
 
 
 def as_pond(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bus.errors import WireError
 from bus.wire.fields import FieldCodec
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.model_values import LOCAL_EXPERTS, RENAMED
 
 RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[L, E, K]."""
@@ -91,7 +92,10 @@ class RoutedShape:
 
 def num_experts(values: JsonMapping) -> int:
     """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
-    found = values.get(EXPERTS_OF.get(str(values.get("model_type")), ""))
+    family = str(values.get("model_type"))
+    found = values.get(EXPERTS_OF.get(family, ""))
+    if found is None and family in RENAMED:
+        found = values.get(LOCAL_EXPERTS)
     return found if isinstance(found, int) else 0
 
 

@@ -11,6 +11,7 @@ from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import FAMILIES as DECODED
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonObject
+from bus.wire.model_values import ROPE_KEYS, as_older
 from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
 from launch.checks.tuning import check_tuning
@@ -278,12 +279,18 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
             its["model_type"],
             (ModelShape.of(its, where=reference).tensors() if its["model_type"] in DECODED else tensors_in(Path(reference))),
         )
+        both = as_older(values), as_older(its)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
+    cure = "use a reference of the same architecture"
     if (family, there) != (values["model_type"], dict(tensors)):
         got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
-        report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")
+        report.error("model", where, want=want, got=got, cure=cure)
+    for name in ROPE_KEYS:
+        ours, theirs = (one.get(name) for one in both)
+        if ours != theirs and all(name in one for one in both):
+            report.error("model", where, want=f"a model with the policy's {name} = {ours}", got=f"{theirs} in {reference}", cure=cure)
 
 
 def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:

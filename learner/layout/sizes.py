@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.model_values import as_older
 from bus.wire.routed_experts import EXPERTS_OF, num_experts
 from learner.errors import ConfigRefused
 
@@ -71,9 +72,11 @@ def refusals(
     if own_bridge:
         return found
     try:
-        rope_arguments(values.get("rope_scaling"), where=where, family=family)
+        rope_arguments(as_older(values).get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
         found.append(refused)
+    except ValueError as error:
+        found.append(ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error)))
     return found
 
 

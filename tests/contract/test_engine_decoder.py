@@ -13,7 +13,7 @@ from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.slots import FIRST_LENGTH, KVSlots
 from actors.serving.builtin.weights import Weights
-from tests.tiny_models import FAMILIES, SERVED, tiny_model, write_tiny_model
+from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -85,6 +85,14 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: 
     want = model(tokens_BT).logits
     got = decode_all(weights, tokens_BT, prefilled=FIRST_LENGTH - 8)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_settings_of_transformers_5_give_the_same_shape(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    directory = write_tiny_model(tmp_path / "4", family, **({"rope_theta": 500.0} | changes))
+    shape = ModelShape.read(directory)
+    assert ModelShape.read(as_transformers_5(directory, tmp_path / "5")) == shape
+    assert shape.rope.theta == changes.get("rope_theta", 500.0)
 
 
 @pytest.mark.parametrize("family", SERVED)

@@ -22,7 +22,7 @@ from learner.megatron.trainer import Trainer
 from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
-from tests.tiny_models import DENSE, EXPERTS, as_pond, write_tiny_model, write_tiny_pond
+from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
 
 YARN = {
     "rope_type": "yarn",
@@ -57,6 +57,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+OF_TRANSFORMERS_5: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, another base": ("llama", {"rope_theta": 500.0}),
+    "llama, scaled as Llama 3's": ("llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+    "qwen3, linear scaling": ("qwen3", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
+    "glm4, a quarter of each head": ("glm4", {"partial_rotary_factor": 0.25}),
+    "qwen3_moe": ("qwen3_moe", {"rope_theta": 500.0}),
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_theta": 500.0, "rope_scaling": YARN}),
+}
+
+
 def log_probs_of(model: Any, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
     """Return the log-prob of each token but the first, [T - 1]."""
     with torch.no_grad():
@@ -67,8 +77,19 @@ def log_probs_of(model: Any, tokens: torch.Tensor, *, temperature: float) -> tor
 @pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
 def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """Packed rows of many lengths give the log-probs of each sequence alone; export has every tensor of the files, bit for bit."""
-    directory = write_tiny_model(tmp_path, family, **changes)
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    assert_same_model(write_tiny_model(tmp_path, family, **changes), tmp_path, here)
+
+
+@pytest.mark.parametrize(("family", "changes"), OF_TRANSFORMERS_5.values(), ids=OF_TRANSFORMERS_5)
+def test_a_model_that_transformers_5_has_written_has_its_own_positions(
+    here: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    directory = write_tiny_model(tmp_path / "4", family, **changes)
+    assert_same_model(as_transformers_5(directory, tmp_path / "5"), directory, here)
+
+
+def assert_same_model(directory: Path, of_reference: Path, here: Any) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(of_reference, dtype=torch.float32).eval()
     policy = build_policy(directory, dtype="float32", parallel=here)
     trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)

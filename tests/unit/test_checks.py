@@ -191,6 +191,28 @@ def test_a_critic_reads_the_tokens_of_the_policy(tmp_path: Path, changes: dict[s
     assert [complaint in error for error in found] == [True] * bool(complaint)
 
 
+@pytest.mark.parametrize(
+    ("policys", "changes", "complaint"),
+    [
+        ({}, {}, ""),
+        ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, ""),
+        ({"rope_theta": 500.0}, {"rope_theta": 600.0}, "kl.reference: want a model with the policy's rope_theta = 500.0, got 600.0 in"),
+        ({"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 600.0}}, "rope_theta = 500.0"),
+        ({"rope_scaling": None}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "the policy's rope_scaling = None"),
+        ({}, {"num_hidden_layers": 2}, "want the directory of a model with the sizes of the trained one"),
+    ],
+)
+def test_a_reference_is_computed_as_the_policy(tmp_path: Path, policys: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+    path = tmp_path / "reference"
+    write_model(path)
+    (path / "config.json").write_text(json.dumps(VALUES | ({} if "rope_parameters" in changes else policys) | changes))
+    file = write_run(tmp_path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(VALUES | policys))
+    settings = (f"learner.algorithm.kl.reference={path}", "learner.algorithm.kl.coef=0.1")
+    found = texts(check(load(file, settings), Purpose()).errors)
+    assert [complaint in error for error in found] == [True] * bool(complaint), found
+
+
 def test_a_critic_with_experts_has_its_optimizer_on_the_device(tmp_path: Path) -> None:
     path = tmp_path / "critic"
     write_model(path)

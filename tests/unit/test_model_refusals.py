@@ -49,6 +49,8 @@ def test_a_usual_model_of_each_family_is_taken(family: str) -> None:
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "rope_scaling"),
+        ("llama", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}}, "rope_parameters"),
         ("glm4", {"rope_scaling": YARN}, "rope_scaling"),
         ("deepseek_v3", {"rope_scaling": {name: YARN[name] for name in YARN if name != "mscale"}}, "rope_scaling"),
         ("deepseek_v3", {"rope_scaling": LLAMA3}, "rope_scaling"),
@@ -73,6 +75,7 @@ def test_a_value_that_would_be_computed_differently_is_refused(family: str, chan
         ("mistral", {"sliding_window": 256}),
         ("qwen2", {"sliding_window": 16}),  # without use_sliding_window
         ("llama", {"rope_scaling": LLAMA3}),
+        ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}}),
         ("deepseek_v3", {"rope_scaling": YARN}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("glm4_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.model_values import as_older
 from bus.wire.routed_experts import RoutedShape
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
@@ -104,6 +105,7 @@ class ModelShape:
     def of(cls, config: Mapping[str, object], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
         """Return the shape in the map of a config.json; ``where`` is its path in errors. Raises UnsupportedModel."""
         try:
+            config = as_older(config)
             _check_supported(config, where)
             return _from_config(config, eos_ids=eos_ids, where=where)
         except UnsupportedModel:
@@ -216,9 +218,8 @@ def _experts(config: JsonMapping) -> Experts:
 
 
 def _rope(config: JsonMapping, where: str) -> Rope:
-    scaling: JsonObject = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling["rope_theta"] if "rope_theta" in scaling else config.get("rope_theta", 10000.0))
+    scaling: JsonObject = dict(config.get("rope_scaling") or {})
+    kind, theta = scaling.get("rope_type", scaling.get("type", "default")), float(config.get("rope_theta", 10000.0))
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":

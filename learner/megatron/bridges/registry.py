@@ -1,5 +1,6 @@
 """The bridge of each family, by ``model_type`` of the Hugging Face config."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
+from bus.wire.model_values import in_older_keys
 from learner.algorithms.own_functions import imported
 from learner.errors import ConfigRefused
 from learner.layout.parallel import Parallel
@@ -84,7 +86,8 @@ def _own(path: str) -> type[LocalLayers]:
 def _config(model_dir: Path) -> Any:
     """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not know."""
     try:
-        return AutoConfig.from_pretrained(model_dir)
+        given = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        return AutoConfig.from_pretrained(model_dir, **in_older_keys(given))
     except ValueError as error:
         want = "a model that transformers knows; the module of learner.bridge may register its configuration (AutoConfig.register)"
         raise ConfigRefused(f"{model_dir}/config.json", want, str(error).splitlines()[0]) from error
