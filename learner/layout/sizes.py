@@ -168,6 +168,9 @@ def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str,
 def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
     if values.get("num_nextn_predict_layers"):
         yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
+    by_softmax = family in ("qwen3_moe", "mixtral") or (family == "qwen2_moe" and values.get("norm_topk_prob"))
+    if by_softmax and values.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok", "> 1: Megatron has no softmax over a single chosen expert"
     if family not in WITH_BIAS:
         return
     if values.get("scoring_func", "sigmoid") != "sigmoid":

@@ -9,13 +9,11 @@ import torch
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin import decoder
-from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import FIRST_LENGTH, KVSlots
-from actors.serving.builtin.weights import Weights
+from actors.serving.builtin.slots import FIRST_LENGTH
+from tests.engine_decoding import CPU, decode_all, load, new_slots
 from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
 
-CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -37,42 +35,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *[("qwen3_moe", {"tied": tied}) for tied in (False, True)],
     ("qwen3_moe", {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 ]
-
-
-def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> Weights:
-    weights = Weights(ModelShape.read(model_dir), dtype=dtype, device=CPU)
-    load_from_directory(weights, model_dir)
-    return weights
-
-
-def new_slots(weights: Weights, slots: int) -> KVSlots:
-    shape = weights.shape
-    return KVSlots(
-        num_layers=shape.num_layers,
-        slots=slots,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_length=shape.max_positions,
-        dtype=weights.dtype,
-        device=CPU,
-    )
-
-
-def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> torch.Tensor:
-    """Return scores [B, T, V]: the first tokens in one prefill, the others one by one."""
-    shape, (rows, length) = weights.shape, tokens_BT.shape
-    slots = new_slots(weights, rows + 2)
-    slots.reserve(prefilled)
-    table = decoder.RopeTable(shape.rope, length, head_dim=shape.head_dim, dtype=weights.dtype, device=CPU)
-    angles = table.at(torch.arange(prefilled)[None])
-    x = decoder.forward(weights, tokens_BT[:, :prefilled], angles, slots.prefilling(0, torch.arange(rows)))
-    found = [decoder.logits(weights, x)]
-    for position in range(prefilled, length):
-        slots.reserve(position + 1)
-        positions = torch.full((rows,), position)
-        x = decoder.forward(weights, tokens_BT[:, position, None], table.at(positions[:, None]), slots.decoding(positions, position + 1))
-        found.append(decoder.logits(weights, x))
-    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)

@@ -87,7 +87,10 @@ def _config(model_dir: Path) -> Any:
     """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not know."""
     try:
         given = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        return AutoConfig.from_pretrained(model_dir, **in_older_keys(given))
+        config = AutoConfig.from_pretrained(model_dir)
+        for name, value in in_older_keys(given).items():
+            setattr(config, name, value)
+        return config
     except ValueError as error:
         want = "a model that transformers knows; the module of learner.bridge may register its configuration (AutoConfig.register)"
         raise ConfigRefused(f"{model_dir}/config.json", want, str(error).splitlines()[0]) from error
