@@ -181,7 +181,7 @@ def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, t
 
 
 def as_transformers_5(directory: Path, into: Path) -> Path:
-    """Copy a model directory, with the settings of its rotary positions and experts under the keys of transformers 5; return the copy."""
+    """Copy a model directory, with config.json and tokenizer_config.json as transformers 5 writes them; return the copy."""
     shutil.copytree(directory, into)
     file = into / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -190,6 +190,12 @@ def as_transformers_5(directory: Path, into: Path) -> Path:
         values["num_local_experts"] = values.pop("num_experts")
     values["rope_parameters"] = {"rope_type": "default", **given, **(values.pop("rope_scaling", None) or {})}
     file.write_text(json.dumps(values), encoding="utf-8")
+    file = into / "tokenizer_config.json"
+    words = json.loads(file.read_text(encoding="utf-8"))
+    if template := words.pop("chat_template", None):
+        (into / "chat_template.jinja").write_text(template, encoding="utf-8")
+    words |= {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_start|>"]}
+    file.write_text(json.dumps(words), encoding="utf-8")
     return into
 
 

@@ -21,6 +21,7 @@ from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Re
 from learner.data.row_functions import add_rows, is_function
 from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
+from rewards.saved_tokenizer import saved_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -328,9 +329,7 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.
     """
-    from transformers import AutoTokenizer  # slow to import, and used only here
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = saved_tokenizer(Path(model))
 
     def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
         """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""

@@ -111,10 +111,14 @@ class GenerateState:
         if not path:
             raise ValueError("GenerateState: want the model's directory in rollouts.NAME.options.args.hf_checkpoint")
         if path not in cls._made:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
             made = super().__new__(cls)
-            made.args, made.tokenizer = args, AutoTokenizer.from_pretrained(path)
+            try:
+                made.tokenizer = AutoTokenizer.from_pretrained(path)
+            except (ValueError, AttributeError):  # version 5 wrote it, with a class and a list that version 4 does not know
+                made.tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens={})
+            made.args = args
             made.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
             made.aborted = False
             cls._made[path] = made
