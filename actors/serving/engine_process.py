@@ -29,7 +29,7 @@ from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import admin_keys
 from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
+from bus.system.coroutines import first_of, to_the_end
 from bus.wire.messages import Capabilities
 from weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
@@ -286,7 +286,9 @@ class _Follower:
 
     async def _load(self, directory: Path, version: int, epoch: int) -> None:
         async with self._served.taking_memory():
-            await self._engine.load_snapshot(directory, version, epoch)
+            loading = self._engine.load_snapshot(directory, version, epoch)
+            # A load goes on when catching up takes too long. Of a shared accelerator it has memory until it ends.
+            await (loading if self._turns is None else to_the_end(loading))
 
     def _version(self) -> int:
         return self._engine.version if self._engine.whole else -1

@@ -261,3 +261,38 @@ async def test_a_turn_of_the_learner_in_the_middle_of_the_probe_is_waited_for(
             await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "catching up" and bool(row["waits_for"]))
             assert await do(publisher.resume) == ("e1",)
             await greedy((await served(bus))["address"])
+
+
+async def test_a_load_that_outlasts_its_deadline_keeps_the_memory_until_it_ends(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    do, loading, may_load, draining = asyncio.to_thread, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    catch_up_s, begun = 0.5, list[int]()
+
+    class Slow(BuiltinEngine):
+        async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
+            begun.append(version)
+            loading.set()
+            await may_load.wait()
+            return await super().load_snapshot(directory, version, epoch)
+
+    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+        await do(publisher.publish_initial, models[0])
+        await do(publisher.release)
+        await do(publisher.resume)
+        places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=models[0], id="e1")
+        limits, config = EngineLimits(grace_s=0.1, catch_up_s=catch_up_s), EngineConfig(max_running=4, colocated=True)
+        work = asyncio.create_task(cancellable(run_engine(places, config, draining, factory=Slow, limits=limits)))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await loading.wait()
+            await row_until(bus.rows("live"), "engine.e1", lambda row: row["taking_memory"])
+            await asyncio.sleep(3 * catch_up_s)
+            found = await bus.rows("live").get("engine.e1")
+            assert found is not None and found[0]["taking_memory"] and begun == [0], "the learner would take the memory under the load"
+            may_load.set()
+            await row_until(bus.rows("live"), "engine.e1", lambda row: not row["taking_memory"] and row["phase"] == "serving")
+        finally:
+            may_load.set()
+            draining.set()
+            await work
