@@ -15,7 +15,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from learner.megatron.layers.attention import PackedRotary, PackedRow
+from learner.megatron.layers.attention import Group, PackedRotary, PackedRow
 
 
 class WholeLinear(torch.nn.Linear):
@@ -34,7 +34,7 @@ class WholeLinear(torch.nn.Linear):
 class LatentRotary(PackedRotary):
     """Rotary positions for latent attention, which drops the batch dimension of packed rows."""
 
-    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None) -> Tensor:
         """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
         return angles[:, 0] if isinstance(max_seq_len, PackedRow) else angles
@@ -49,7 +49,9 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
             return arguments[-1]
         return super().get_rotary_seq_len(*arguments, **more)
 
-    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> tuple[Tensor, float]:
+    def forward(
+        self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
+    ) -> tuple[Tensor, float]:
         """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1, and the scale."""
         if not isinstance(max_seq_len, PackedRow):
             found: tuple[Tensor, float] = super().forward(max_seq_len, offset, packed_seq, cp_group)

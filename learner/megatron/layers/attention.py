@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
 from learner.megatron.layers.kernels import SDPA, VARLEN, varlen_operator
+
+Group = dist.ProcessGroup
 
 
 class Rotation(NamedTuple):
@@ -126,7 +129,7 @@ class PackedRotary(RotaryEmbedding):
             return packed
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, *args, **kwargs)
 
-    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None) -> Tensor:
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
@@ -152,7 +155,9 @@ class PackedRotary(RotaryEmbedding):
 class FusedRotary(PackedRotary):
     """The same for core attention that turns queries and keys itself, by one kernel."""
 
-    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+    def forward(  # type: ignore[override]
+        self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
+    ) -> Tensor | None:
         """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as before."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
