@@ -12,9 +12,9 @@ NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
 
 
 def saved_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer. Raises what transformers raises for a directory without one, which is OSError or ValueError.
+    """Return the tokenizer. Raises OSError or ValueError for a directory without one.
 
-    Version 4 has not the class that version 5 names. Both only wrap tokenizer.json, which has the tokens and how text becomes tokens.
+    Version 4 lacks the class that version 5 names. Both classes only wrap tokenizer.json, which has the tokens and the rules.
     """
     import transformers
 

@@ -13,7 +13,7 @@ ROPE_KEYS = (BASE, SCALING, SHARE)
 """Settings of rotary positions."""
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)
-"""Families whose experts transformers 5 has renamed."""
+"""Families for which transformers 5 has another key for the number of experts."""
 
 
 def in_older_keys(values: JsonMapping) -> JsonObject:

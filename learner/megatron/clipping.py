@@ -25,7 +25,7 @@ def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: t
 
 
 def clip_factor(norm: float, most: float) -> float:
-    """Return the factor of the gradients: 1, or what makes their norm ``most``."""
+    """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to ``most``."""
     return min(1.0, most / (norm + SMALL))
 
 

@@ -1,4 +1,4 @@
-"""Random values of config.json: learner and built-in engine compute what transformers does, or refuse the model. None is taken and wrong.
+"""Random values of config.json: learner and built-in engine compute the log-probs of transformers, or refuse the model.
 
 Three models of each family; ``make test-all`` takes forty.
 """

@@ -60,7 +60,7 @@ class Memory(Protocol):
 
 
 class Pinning(NamedTuple):
-    """How memory of the host is pinned, so that a GPU copies it by itself, and unpinned by its address."""
+    """Functions that pin memory of the host, so that a GPU copies it by itself, and unpin it by its address."""
 
     pin: Callable[[Tensor], None]
     """Raises RuntimeError."""

@@ -222,7 +222,7 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Of rows ``x s w``, s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
+    """Gradients for rows ``x s w`` with s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)[None, :]
     weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)
