@@ -25,7 +25,7 @@ from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
 
-HERE = "tests.contract.test_multi_turn"
+GAMES = "tests.child_games"
 ANYTHING = r"([\s\S]*)"
 """A call, whatever the model generates."""
 
@@ -33,48 +33,6 @@ ANYTHING = r"([\s\S]*)"
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write_tiny_model(tmp_path_factory.mktemp("multi_turn") / "model", max_position_embeddings=1024)
-
-
-def told(text: str) -> str:
-    """Say something."""
-    return "the tool says so"
-
-
-class Game:
-    """Ends after three actions; each earns its number."""
-
-    def __init__(self, actions: int = 3) -> None:
-        self.actions, self.number = actions, 0
-
-    def reset(self, data: dict[str, Any]) -> str:
-        return f"Play {data['prompt']}."
-
-    async def step(self, action: str) -> tuple[str, float, bool]:
-        self.number += 1
-        return f" You said {len(action)} letters.", float(self.number), self.number == self.actions
-
-
-class SlowToClose(Game):
-    """A game of one action, whose end waits."""
-
-    def __init__(self, closing: asyncio.Event, go_on: asyncio.Event, closed: asyncio.Event) -> None:
-        super().__init__(actions=1)
-        self.closing, self.go_on, self.closed = closing, go_on, closed
-
-    async def close(self) -> None:
-        self.closing.set()
-        await self.go_on.wait()
-        self.closed.set()
-
-
-class SavedGame(Game):
-    """A game that gives its state, and can end its process."""
-
-    def state(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
 
 
 async def made(model_dir: Path, rollout: MultiTurn, prompt: Any = "hello", **options: Any) -> tuple[Sample, Any]:
@@ -90,7 +48,7 @@ async def made(model_dir: Path, rollout: MultiTurn, prompt: Any = "hello", **opt
 
 
 async def test_results_of_tools_are_context_and_the_rest_has_the_log_probs_of_a_forward_pass(model_dir: Path) -> None:
-    rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", max_turns=3, call=ANYTHING, result="[{result}]")
+    rollout = MultiTurn(tools=[f"{GAMES}:told"], protocol="text", max_turns=3, call=ANYTHING, result="[{result}]")
     sample, model = await made(model_dir, rollout)
     assert sample.turns is not None and len(sample.turns.at) == 3
     assert len(sample.sizes) == 1, "one sequence: each prompt begins with the ids of the one before"
@@ -107,7 +65,7 @@ async def test_results_of_tools_are_context_and_the_rest_has_the_log_probs_of_a_
 
 async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> None:
     for protocol in ("text", "chat"):
-        rollout = MultiTurn(protocol=protocol, environment=f"{HERE}:Game", environment_options={"actions": 3})
+        rollout = MultiTurn(protocol=protocol, environment=f"{GAMES}:Game", environment_options={"actions": 3})
         sample, _ = await made(model_dir, rollout)
         assert sample.turns is not None
         assert [(number, reward) for number, reward in sample.turns.rewards] == [(0, 1.0), (1, 2.0), (2, 3.0)]
@@ -122,7 +80,7 @@ async def test_the_close_of_an_environment_is_not_cut_short() -> None:
         return web.json_response({"id": "turn-1", "choices": [{"text": "said"}]})
 
     events = {name: asyncio.Event() for name in ("closing", "go_on", "closed")}
-    rollout = MultiTurn(protocol="text", environment=f"{HERE}:SlowToClose", environment_options=events)
+    rollout = MultiTurn(protocol="text", environment=f"{GAMES}:SlowToClose", environment_options=events)
     async with listening({"/v1/completions": answer}) as url:
         playing = asyncio.create_task(rollout.run({"prompt": "hello"}, url + "/v1", "key"))
         await events["closing"].wait()
@@ -136,7 +94,7 @@ async def test_the_close_of_an_environment_is_not_cut_short() -> None:
 @pytest.mark.parametrize("protocol", ["text", "chat"])
 async def test_it_goes_on_behind_every_state(model_dir: Path, protocol: str) -> None:
     """The environment, its rewards, and the texts of the next request are those of an episode that did not stop."""
-    rollout = MultiTurn(protocol=protocol, environment=f"{HERE}:SavedGame", environment_options={"actions": 3})
+    rollout = MultiTurn(protocol=protocol, environment=f"{GAMES}:SavedGame", environment_options={"actions": 3})
     states: list[Any] = []
     asked: list[int] = []
 
@@ -161,16 +119,16 @@ async def test_it_goes_on_behind_every_state(model_dir: Path, protocol: str) -> 
 
 
 async def test_only_what_has_a_state_can_resume() -> None:
-    assert not hasattr(MultiTurn(environment=f"{HERE}:Game"), "resume")
+    assert not hasattr(MultiTurn(environment=f"{GAMES}:Game"), "resume")
     assert hasattr(MultiTurn(tools=["calculator"]), "resume")
-    children = Children("actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{HERE}:Game"}, resumes=True)
+    children = Children("actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True)
     async with children:
         with pytest.raises(ProgramFailed, match=r"again: resume wants a class with a method resume\(data, state"):
             await children.load()
 
 
 async def test_a_spent_budget_is_the_end_and_is_trained(model_dir: Path) -> None:
-    rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", max_turns=50, call=ANYTHING)
+    rollout = MultiTurn(tools=[f"{GAMES}:told"], protocol="text", max_turns=50, call=ANYTHING)
     sample, _ = await made(model_dir, rollout, budget=Budget(turns=3))
     assert sample.status is Status.TRUNCATED
     assert sample.turns is not None and len(sample.turns.at) == 3
@@ -284,7 +242,7 @@ def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
         ({"call": "("}, "call: "),
         ({"call": "x", "protocol": "text", "tools": ["calculator"]}, "want a group"),
         ({"errors": "ignore"}, "errors: want show or end"),
-        ({"environment": f"{HERE}:HERE"}, "want a class with reset"),
+        ({"environment": f"{GAMES}:NO_CLASS"}, "want a class with reset"),
         ({"environment": "Game"}, "want openenv, gem, skyrl_gym or module:Class"),
     ],
 )
