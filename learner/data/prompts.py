@@ -19,9 +19,9 @@ from learner.data.formats import data_files, kind_of, read_values, refuse_unsend
 from learner.data.mixing import Share, order_of
 from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
 from learner.data.row_functions import add_rows, is_function
+from learner.data.saved_tokenizer import saved_tokenizer
 from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
-from rewards.saved_tokenizer import saved_tokenizer
 
 log = logging.getLogger(__name__)
 

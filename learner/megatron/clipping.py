@@ -33,7 +33,7 @@ def clip_factor(norm: float, most: float) -> float:
 def clipped(inner: Any, most: float, device: torch.device) -> float:
     """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the norm before that.
 
-    Optimizers whose gradients are spread over the same ranks have one norm in one collective; of other optimizers (experts) it is another.
+    One collective serves all optimizers with gradients over the same ranks. Otherwise (experts) each has one of its own.
     """
     shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
     by_group = [optimizers] if shared else [[each] for each in optimizers]

@@ -1,4 +1,4 @@
-"""A model whose core attention turns queries and keys itself, and whose heads have norms of their own kind, is the same model.
+"""A step is the same if core attention turns queries and keys, and if queries and keys have fused norms.
 
 The kernels stand for their formulas here; ``tests/gpu/test_gpu_heads.py`` compares them.
 """

@@ -7,7 +7,7 @@ import pytest
 
 from actors.text.text import Text
 from learner.data.prompts import model_tokenizer
-from rewards.saved_tokenizer import saved_tokenizer
+from learner.data.saved_tokenizer import saved_tokenizer
 from tests.tiny_models import as_transformers_5, write_tiny_model
 
 TEXT = "What is three plus four? <|im_start|> seven<|im_end|>"

@@ -27,6 +27,7 @@ from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
 from learner.megatron.layers.kernels import SDPA, VARLEN, varlen_operator
 
 Group = dist.ProcessGroup
+"""Ranks of a collective."""
 
 
 class Rotation(NamedTuple):
