@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from learner.data.buffer_filters import FilterBuffer
 from learner.data.filters import Decision, FilterGroup
 
 
@@ -43,3 +44,18 @@ def rare(group: FilterGroup, *, one_of: int) -> bool:
     """Keep one group of so many."""
     JUDGED[0] += 1
     return JUDGED[0] % one_of == 0
+
+
+def largest_labels_first(buffer: FilterBuffer, *, dropped: list[int]) -> list[Any]:
+    """Take the groups with the largest labels first, and drop those of some prompts."""
+    assert buffer.step >= 1
+    assert len(buffer.groups) >= buffer.num_wanted
+    assert all([sample.index for sample in group.samples] == [0, 1] for group in buffer.groups)
+    assert all(sample.num_tokens > 0 and sample.lag >= 0 for group in buffer.groups for sample in group.samples)
+    return [f"label {group.label}" if group.label in dropped else {"priority": group.label} for group in buffer.groups]
+
+
+def fails_before_odd_steps(buffer: FilterBuffer) -> list[bool]:
+    if buffer.step % 2 and any(group.label % 3 == 1 for group in buffer.groups):
+        raise KeyError("buffer")
+    return [True] * len(buffer.groups)

@@ -118,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help=f"a {name} of yours, likewise")
     parser.addoption("--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests")
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
-    for name in ("reward", "group-reward", "filter", "source", "tool", "rollout", "sink"):
+    for name in ("reward", "group-reward", "filter", "buffer-filter", "source", "tool", "rollout", "sink"):
         parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:NAME", help=f"a {name} of yours, likewise")
     parser.addoption("--function-options", default="{}", metavar="JSON", help="options of these functions of yours, a JSON map")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")

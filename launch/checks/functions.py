@@ -15,8 +15,8 @@ from bus.wire.messages import Status
 from launch.checks.findings import Report
 from launch.settings.run_config import RunConfig
 from learner.algorithms.choices import OFFERED
+from learner.data.buffer_filters import contract_of
 from learner.data.filter_settings import read_filters
-from learner.data.filters import FILTER
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
@@ -110,7 +110,7 @@ def check_filters(report: Report, config: RunConfig) -> None:
     for one in read_filters(config.data.filters):
         setting = f"data.filters.{one.name}"
         try:
-            bind(one.use, one.options, FILTER)
+            bind(one.use, one.options, contract_of(one))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
             report.error("filters", where, want=f"an option of {one.use}", got=error.reason, cure="fix it, or remove it")

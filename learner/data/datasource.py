@@ -247,6 +247,31 @@ class DataSource:
             group.judge(verdict)
             self.changes += 1
 
+    def unchosen(self) -> list[tuple[Task, list[int], float]]:
+        """Return the groups to decide on with ``chosen``: (task, sequences of its samples, priority so far).
+
+        All that the filters of single groups keep, once they are enough for the next step, and those with a decision for it are not.
+        While the step waits for a group that would be too old for the next one, they are decided on again with each that comes.
+        """
+        if not self.rules.buffer_filters:
+            return []
+        kept = [group for group in self._groups.values() if self._judged(group) and not self._drop_reason(group)]
+        ready, wanted = sum(map(self._ready, kept)), self._wanted_groups()
+        if len(kept) < wanted or ready == len(kept) or (ready >= wanted and self._delayed_since is None):
+            return []
+        return [(group.task, group.seqs, group.verdict.priority) for group in kept if group.verdict is not None]
+
+    def chosen(self, step: int, choices: Sequence[tuple[int, Sequence[int], Verdict]]) -> None:
+        """Register the buffer filters' decisions for ``step`` on groups: (task, its sequences as ``unchosen`` returned them, decision).
+
+        Without effect if it is not the next step any more, and for groups that are settled or have another sample meanwhile.
+        """
+        for id, seqs, choice in choices if step == self.step + 1 else ():
+            group = self._groups.get(id)
+            if group is not None and self._judged(group) and group.seqs == list(seqs):
+                group.choice = choice
+                self.changes += 1
+
     # ---- versions
 
     def version(self, version: int, step: int, after: int = 0) -> None:
@@ -280,8 +305,8 @@ class DataSource:
         by_reason: dict[str, list[Group]] = {}
         for group in self._groups.values():
             reason = "" if self._complete(group) else group.abandoned
-            if self._ready(group):
-                reason = drop_reason(group, self._versions.steps, self.rules, self.step + 1)
+            if self._judged(group):
+                reason = self._drop_reason(group)
             if reason:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
@@ -296,7 +321,7 @@ class DataSource:
             return settle
         ready = [group for group in self._groups.values() if self._ready(group)]
         if len(ready) < (wanted := self._wanted_groups()):
-            return self._waits(now, wanted - len(ready))
+            return self._waits(now, max(0, wanted - sum(map(self._judged, self._groups.values()))))
         chosen = in_order(ready, self._versions.steps, self.rules, self.step + 1)[: self.rules.groups_per_step]
         in_flight = (group for group in self._groups.values() if not self._ready(group))
         if old := urgent(in_flight, chosen, self._versions.steps, self.rules, self.step + 1):
@@ -328,8 +353,17 @@ class DataSource:
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        judged = group.verdict is not None or not self.rules.filters
-        return self._complete(group) and (judged or group.demonstrations)
+        """Return whether the next step may take a group."""
+        return self._judged(group) and (group.choice is not None or not self.rules.buffer_filters or group.demonstrations)
+
+    def _judged(self, group: Group) -> bool:
+        """Return whether a group is complete, and the filters of single groups have decided on it."""
+        return self._complete(group) and (group.verdict is not None or not self.rules.filters or group.demonstrations)
+
+    def _drop_reason(self, group: Group) -> str:
+        """Return the reason to drop a group that is judged before the next step; empty = it may be trained."""
+        choice = "" if group.choice is None else group.choice.reason
+        return drop_reason(group, self._versions.steps, self.rules, self.step + 1) or choice
 
     def _complete(self, group: Group) -> bool:
         """Return whether a group has the samples with which it is trained: all, or enough of those of a dead task."""
@@ -340,7 +374,8 @@ class DataSource:
     def _waits(self, now: float, missing: int) -> Waits:
         since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
         in_flight = [group for group in self._groups.values() if not (group.full or self._complete(group))]
-        judging, head = len(self.unjudged()), self.head is not None
+        judging = sum(self._complete(group) and not self._ready(group) for group in self._groups.values())
+        head = self.head is not None
         return waits_for_groups(in_flight, missing, step=self.step + 1, now=now, since=since, judging=judging, head=head)
 
     # ---- settle
@@ -381,6 +416,8 @@ class DataSource:
             self._count_tokens(plan, group)
         self._close(self._open(plan), plan.seqs.tolist(), "trained")
         self._admission.planned(plan.step, len(plan.tasks))
+        for group in self._groups.values():  # it was for this step
+            group.choice = None
         self.step, self.chain, self._filtered = plan.step, plan.chain, 0
         self._waiting_since = self._delayed_since = None
 

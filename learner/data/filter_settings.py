@@ -5,13 +5,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from bus.wire.json_object import JsonMapping
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
 """Names of the filters that ship (``learner/data/filters.py``)."""
+SCOPES = ("group", "buffer")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Names of filters: they are part of reasons in the log of plans, of metrics and of messages."""
@@ -26,6 +27,8 @@ class FilterConfig:
     """Name of a built-in filter, or import path ``module:function``."""
     options: JsonMapping = field(default_factory=dict)
     """Passed to every call."""
+    scope: str = "group"
+    """``group``: called with each complete group; ``buffer``: with all of them, before a step is planned."""
     count_only: bool = False
     """True: decisions are counted and have no effect."""
     timeout_s: float = 30.0
@@ -40,9 +43,9 @@ def read_filters(values: JsonMapping) -> tuple[FilterConfig, ...]:
 
 
 def identity_of(filters: Sequence[FilterConfig]) -> str:
-    """Return what the content of a step depends on, as JSON; empty without filters."""
-    deciding = [asdict(one) for one in filters if not one.count_only]
-    return json.dumps([[one["name"], one["use"], one["options"]] for one in deciding], sort_keys=True, default=str) if deciding else ""
+    """Return what the content of a step depends on, as JSON; empty without filters, ``[]`` where they only count."""
+    deciding = [[one.name, one.use, one.options, *(["buffer"] if one.scope == "buffer" else [])] for one in filters if not one.count_only]
+    return json.dumps(deciding, sort_keys=True, default=str) if filters else ""
 
 
 def _filter(name: object, value: Any, where: str) -> FilterConfig:
@@ -52,7 +55,7 @@ def _filter(name: object, value: Any, where: str) -> FilterConfig:
         value = {"use": value}
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: want the name of a filter, an import path, or a map with use, got {value!r}")
-    known = ("use", "options", "count_only", "timeout_s", "workers")
+    known = ("use", "options", "scope", "count_only", "timeout_s", "workers")
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"{where}.{unknown[0]}: no such setting; there are {', '.join(known)}")
     use, options, count_only = value.get("use"), value.get("options", {}), value.get("count_only", False)
@@ -60,6 +63,11 @@ def _filter(name: object, value: Any, where: str) -> FilterConfig:
         near = difflib.get_close_matches(str(use), BUILT_IN, n=1)
         hint = f" (nearest: {near[0]!r})" if near else ""
         raise ValueError(f"{where}.use: want {', '.join(BUILT_IN)}, or an import path module:function, got {use!r}{hint}")
+    scope = value.get("scope", "group")
+    if scope not in SCOPES:
+        raise ValueError(f"{where}.scope: want {' or '.join(SCOPES)}, got {scope!r}")
+    if scope == "buffer" and use in BUILT_IN:
+        raise ValueError(f"{where}.scope: want group with the filter {use}, which decides on one group, got buffer")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{where}.options: want a map, got {options!r}")
     if not isinstance(count_only, bool):
@@ -69,4 +77,6 @@ def _filter(name: object, value: Any, where: str) -> FilterConfig:
         raise ValueError(f"{where}.timeout_s: want a number > 0, got {timeout_s!r}")
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 256:
         raise ValueError(f"{where}.workers: want a whole number from 1 to 256, got {workers!r}")
-    return FilterConfig(name=name, use=use, options=dict(options), count_only=count_only, timeout_s=float(timeout_s), workers=workers)
+    return FilterConfig(
+        name=name, use=use, options=dict(options), scope=scope, count_only=count_only, timeout_s=float(timeout_s), workers=workers
+    )

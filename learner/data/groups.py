@@ -68,6 +68,8 @@ class Group:
     """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty = none."""
     verdict: Verdict | None = None
     """None = not judged, and without filters always."""
+    choice: Verdict | None = None
+    """The buffer filters' decision for the next step; None = none."""
     masked: frozenset[int] = frozenset()
     """Sequences of the samples that are not trained."""
     _by_step: dict[int, int] | None = None
@@ -76,7 +78,7 @@ class Group:
     def add(self, sample: BufferedSample) -> None:
         """Add a sample of this task."""
         # To a group of a dead task that is trained with fewer samples one may still come: it is judged anew.
-        self.samples[sample.index], self._versions, self.verdict = sample, None, None
+        self.samples[sample.index], self._versions, self.verdict, self.choice = sample, None, None, None
         self.mask(frozenset())
 
     def keep(self, seqs: Collection[int]) -> list[BufferedSample]:
@@ -99,8 +101,8 @@ class Group:
 
     @property
     def priority(self) -> float:
-        """That of its verdict."""
-        return 0.0 if self.verdict is None else self.verdict.priority
+        """The sum of all filters."""
+        return sum(one.priority for one in (self.verdict, self.choice) if one is not None)
 
     @property
     def full(self) -> bool:

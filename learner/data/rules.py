@@ -27,7 +27,9 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
-_LATER = frozenset({"num_epochs", "filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"})
+_LATER = frozenset(
+    {"num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"}
+)
 """Rules that came after the first release."""
 
 
@@ -48,6 +50,8 @@ class DataRules:
     filter_zero_variance: bool = False
     filters: str = ""
     """Description of the filters (``filter_settings.identity_of``); with one, complete groups wait for ``DataSource.judged``."""
+    buffer_filters: bool = False
+    """True: groups that the filters keep wait for ``DataSource.chosen``, too."""
     over_sampling: float = 0.0
     max_refill: float = 4.0
     push_every: int = 1

@@ -13,17 +13,18 @@ class Waits:
     text: str
     """For status and logs: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
     missing: int
-    """Number of missing groups."""
+    """Number of missing groups; 0 = there are enough, and they wait for the buffer filters."""
     wake_in_s: float | None = None
     """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
 
 
 def waits_for_groups(in_flight: Sequence[Group], missing: int, *, step: int, now: float, since: float, judging: int, head: bool) -> Waits:
-    """Return the wait for ``missing`` groups of ``step``, which began at ``since``.
+    """Return the wait for ``missing`` groups of ``step``, which began at ``since``; 0 = for the buffer filters alone.
 
     ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a version is published.
     """
-    parts = [f"{missing} more group{'s' * (missing > 1)} for step {step}, for {now - since:.0f} s"]
+    wanted = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
+    parts = [f"{wanted} for step {step}, for {now - since:.0f} s"]
     if in_flight:
         oldest, silent_s = min(group.task.id for group in in_flight), now - min(group.touched_s for group in in_flight)
         parts.append(f"{len(in_flight)} in flight, oldest task {oldest}, silent for {silent_s:.0f} s")

@@ -111,6 +111,7 @@ def _data_rules(
         prompts_digest=prompts.digest,
         model=model.identity,
         filters=identity_of(filters),
+        buffer_filters=any(one.scope == "buffer" for one in filters),
         demonstrations=learner.algorithm.demonstration_coef > 0,
         teacher=learner.algorithm.needs_teacher,
         teacher_top_k=learner.algorithm.listed_by_engine,

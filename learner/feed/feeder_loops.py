@@ -188,7 +188,9 @@ class Feeder:
             lost=self._lost,
             wake=self._wake,
         )
-        self._filtering = Filtering(self._filters, self._source, lambda: self._intake.samples, self._decide.wake)
+        self._filtering = Filtering(
+            self._filters, self._source, lambda: self._intake.samples, may_plan=self._may_plan, decide=self._decide.wake
+        )
         self._row.parts = Parts(
             source=self._source,
             prompts=self._prompts,
@@ -331,9 +333,13 @@ class Feeder:
             await self._take(record, seq, recorded=recorded)
         self._row.text = f"rank 0 to finish step {self._source.step}"
 
+    def _may_plan(self) -> bool:
+        """Return whether the ranks take another step."""
+        return self._source.step < self._server.asked + self._rules.ahead
+
     def _next_record(self) -> tuple[Plan | Settle | Requeue | None, int | None]:
         """Return the next record, and its sequence if it is in the log already; (None, None) while there is none."""
-        may_plan = self._source.step < self._server.asked + self._rules.ahead
+        may_plan = self._may_plan()
         if self._recorded:
             seq, record = self._recorded[0]
             if isinstance(record, Plan) and not may_plan:
@@ -350,6 +356,7 @@ class Feeder:
         proposal = self._source.plan(time.monotonic())
         if isinstance(proposal, Waits):
             self._row.text = proposal.text
+            self._filtering.waiter.wake()  # the buffer filters may have to choose
             return None, None
         return proposal, None
 

@@ -1,9 +1,11 @@
-"""Runs the filters of a run on complete groups: built-in ones here, those by import path in child processes, which can be killed.
+"""Runs the filters of a run: built-in ones here, those by import path in child processes, which can be killed.
 
-    DataSource.unjudged() --> filters, in their order --> judged() --> a record settles the drops
+    DataSource.unjudged() --> filters of groups, in their order --> judged()
+                                                                       |
+    DataSource.unchosen() --> buffer filters, in their order ------> chosen() --> a record settles the drops
 
-A filter that fails, or is too slow, drops the group with the reason ``failed``: a group that a filter should have seen is not trained
-unseen.
+A filter that fails, or is too slow, drops the group with the reason ``failed``, and a buffer filter all that it was called with: a group
+that a filter should have seen is not trained unseen.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ from typing import Any
 
 from bus.client.waiter import Waiter
 from bus.wire.messages import Sample, Task
+from learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
 from learner.data.datasource import DataSource
 from learner.data.filter_settings import BUILT_IN, FilterConfig
 from learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
@@ -28,8 +31,8 @@ from rewards.registry import bind
 
 log = logging.getLogger(__name__)
 
-Judge = Callable[[FilterGroup], Awaitable[Any]]
-"""Returns the map of a Decision for a group (``decision_of``)."""
+Judge = Callable[[Any], Awaitable[Any]]
+"""Returns the map of a Decision for a FilterGroup (``decision_of``), or those of all groups for a FilterBuffer (``decisions_of``)."""
 FAILED = "failed"
 """Reason of a group that a filter could not decide on."""
 LOOK_AGAIN_S = 5.0
@@ -51,6 +54,10 @@ class OpenFilter:
         """Return its decision. Raises RewardFailed, TimeoutError."""
         return decision_in(self.config.name, await self.judge(group), group)
 
+    async def choose(self, buffer: FilterBuffer) -> list[Decision]:
+        """Return the decision of a buffer filter on each group. Raises RewardFailed, TimeoutError."""
+        return decisions_in(self.config.name, await self.judge(buffer), buffer)
+
 
 @asynccontextmanager
 async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple[OpenFilter, ...]]:
@@ -62,7 +69,7 @@ async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple
                 judge = _here(config)
             else:
                 limits = Limits(timeout_s=config.timeout_s, workers=config.workers)
-                judge = (await stack.enter_async_context(Children(config.use, config.options, limits, FILTER))).call
+                judge = (await stack.enter_async_context(Children(config.use, config.options, limits, contract_of(config)))).call
             filters.append(OpenFilter(config, judge))
         yield tuple(filters)
 
@@ -81,12 +88,21 @@ class Filtering:
     """The loop that judges, and its counts."""
 
     def __init__(
-        self, filters: Sequence[OpenFilter], source: DataSource, samples: Callable[[], Mapping[int, Sample]], decide: Callable[[], None]
+        self,
+        filters: Sequence[OpenFilter],
+        source: DataSource,
+        samples: Callable[[], Mapping[int, Sample]],
+        *,
+        may_plan: Callable[[], bool],
+        decide: Callable[[], None],
     ) -> None:
-        """``samples``: the buffered samples by sequence. ``decide``: called after each verdict."""
-        self._filters, self._source, self._samples, self._decide = filters, source, samples, decide
+        """``samples``: the buffered samples by sequence. ``may_plan``: whether the next step would be planned if it had its groups.
+        ``decide``: called after each verdict."""
+        self._filters = [one for one in filters if one.config.scope == "group"]
+        self._buffer_filters = [one for one in filters if one.config.scope == "buffer"]
+        self._source, self._samples, self._may_plan, self._decide = source, samples, may_plan, decide
         self.waiter = Waiter()
-        """Woken when a group may have become complete."""
+        """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
         """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked, ``NAME.failed`` = failed calls.
         With ``count_only``: those that it would have dropped and masked."""
@@ -96,15 +112,19 @@ class Filtering:
         self._last: deque[str] = deque(maxlen=MAX_AT_ONCE)
         """Reasons of the last groups; empty for those that are kept."""
         self._running: set[int] = set()
+        self._choosing = False
 
     async def run(self) -> None:
-        """Background loop: judge complete groups, several at once."""
+        """Background loop: judge complete groups, several at once, and the buffer."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for task, seqs in self._source.unjudged():
                     if task.id not in self._running and len(self._running) < MAX_AT_ONCE:
                         self._running.add(task.id)
                         group.create_task(self._judge(task, seqs))
+                if self._buffer_filters and not self._choosing and self._may_plan() and (found := self._source.unchosen()):
+                    self._choosing = True
+                    group.create_task(self._choose(found))
                 await self.waiter.wait(LOOK_AGAIN_S)
 
     async def _judge(self, task: Task, seqs: Sequence[int]) -> None:
@@ -125,9 +145,7 @@ class Filtering:
             try:
                 decision = await one.decide(group)
             except (RewardFailed, TimeoutError) as error:
-                self.counts[f"{name}.failed"] += 1
-                self._failure = f"filter {name}: {_words(error)}"[:500]
-                log.warning("filter failed name=%s task=%d reason=%s", name, task.id, _words(error))
+                self._failed(name, error, f"task={task.id}")
                 decision = Decision(keep=False, reason=FAILED)
             self.counts[name] += not decision.keep
             self.counts[f"{name}.masked"] += len(decision.masked)
@@ -136,11 +154,52 @@ class Filtering:
             masked |= set(decision.masked)
             priority += decision.priority
             if not decision.keep or len(masked) == len(samples):
-                reason = ":".join([FILTERED, name, *([decision.reason] if decision.reason else [])])
+                reason = _reason(name, decision)
                 break
         self.judged += 1
         self._last.append(reason)
         return Verdict(reason=reason, masked=frozenset(masked), priority=priority)
+
+    async def _choose(self, found: Sequence[tuple[Task, Sequence[int], float]]) -> None:
+        step, samples, versions = self._source.step + 1, self._samples(), self._source.versions
+        groups = [buffer_group(task, [samples[seq] for seq in seqs], versions, step, priority) for task, seqs, priority in found]
+        try:
+            choices = await self.choices(FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups)))
+        finally:
+            self._choosing = False
+        self._source.chosen(step, [(task.id, seqs, choices[task.id]) for task, seqs, _ in found])
+        self._decide()
+        self.waiter.wake()  # another group may have become complete meanwhile
+
+    async def choices(self, buffer: FilterBuffer) -> dict[int, Verdict]:
+        """Return the verdict of all buffer filters on each group, by task; priorities without those of the group's filters."""
+        verdicts = {group.task: Verdict() for group in buffer.groups}
+        for one in self._buffer_filters:
+            name = one.config.name
+            try:
+                decisions = await one.choose(buffer)
+            except (RewardFailed, TimeoutError) as error:
+                self._failed(name, error, f"step={buffer.step} groups={len(buffer.groups)}")
+                decisions = [Decision(keep=False, reason=FAILED)] * len(buffer.groups)
+            self.counts[name] += sum(not decision.keep for decision in decisions)
+            if one.config.count_only:
+                continue
+            kept = []
+            for group, decision in zip(buffer.groups, decisions, strict=True):
+                priority = verdicts[group.task].priority + decision.priority
+                verdicts[group.task] = Verdict(reason="" if decision.keep else _reason(name, decision), priority=priority)
+                if decision.keep:
+                    kept.append(replace(group, priority=group.priority + decision.priority))
+            buffer = replace(buffer, groups=tuple(kept))
+            if not kept:
+                break
+        self._last.extend(verdict.reason for verdict in verdicts.values() if verdict.reason)
+        return verdicts
+
+    def _failed(self, name: str, error: RewardFailed | TimeoutError, of: str) -> None:
+        self.counts[f"{name}.failed"] += 1
+        self._failure = f"filter {name}: {_words(error)}"[:500]
+        log.warning("filter failed name=%s %s reason=%s", name, of, _words(error))
 
     @property
     def trouble(self) -> str:
@@ -155,6 +214,11 @@ class Filtering:
     def load(self) -> dict[str, float]:
         """Return the counts for the live row."""
         return {f"filter.{name}": float(count) for name, count in self.counts.items() if count}
+
+
+def _reason(name: str, decision: Decision) -> str:
+    """Return the reason to drop a group for the record that settles it."""
+    return ":".join([FILTERED, name, *([decision.reason] if decision.reason else [])])
 
 
 def _words(error: RewardFailed | TimeoutError) -> str:

@@ -1,7 +1,8 @@
-"""The contracts of a reward, a reward of groups, a filter, a source of prompts, a tool, a rollout and a metric sink, ours and yours.
+"""The contracts of a reward, a reward of groups, filters, a source of prompts, a tool, a rollout and a metric sink, ours and yours.
 
 pytest tests/contract/test_custom_functions.py --reward my_rewards:mine --group-reward my_rewards:ours --filter my_filters:keep \
-    --source my_rows:rows --tool my_tools:look_up --rollout my_agents:Agent --sink my_sinks:send --function-options '{"url": "http://..."}'
+    --buffer-filter my_filters:all --source my_rows:rows --tool my_tools:look_up --rollout my_agents:Agent --sink my_sinks:send \
+    --function-options '{"url": "http://..."}'
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from bus.wire.episodes import SequenceSize
 from bus.wire.messages import Status, score_of
 from launch.metrics.export import open_sink
 from launch.metrics.port import SINK, StepMetrics
+from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
 from learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
 from learner.data.row_functions import PREFIX, add_rows, rows_of
 from rewards.children.limits import Limits
@@ -38,6 +40,7 @@ OURS: dict[str, list[str]] = {
     "reward": ["exact", "digits", "math_answer", EXAMPLES + "my_rewards:tagged"],
     "group_reward": ["relative_length", EXAMPLES + "my_group_reward:behind_the_best"],
     "filter": [name for name in BUILT_IN if name != "gibberish"] + [EXAMPLES + "my_filter:useful"],
+    "buffer_filter": [EXAMPLES + "my_buffer_filter:balanced"],
     "source": [EXAMPLES + "my_rows:sums"],
     "tool": [name for name in TABLE if name != "search"] + [EXAMPLES + "my_tool:convert"],
     "rollout": [EXAMPLES + "my_agent:Twice"],
@@ -127,6 +130,25 @@ async def test_a_filter_decides_every_group(request: pytest.FixtureRequest, filt
     for one in GROUPS:
         found = await result_of(bound, FILTER.decode(json.loads(FILTER.encode(one))))
         decision_in(filter, json.loads(json.dumps(found)), one)
+
+
+async def test_a_buffer_filter_decides_on_every_group(request: pytest.FixtureRequest, buffer_filter: str) -> None:
+    """As it gets them in a child process, for the groups that a step needs, for more, and for old ones alone."""
+    bound = bind(buffer_filter, given(request, "buffer_filter", buffer_filter), BUFFER_FILTER)
+    groups = tuple(
+        BufferGroup(
+            task=number,
+            prompt="3 + 4 =",
+            label="7",
+            metadata={"level": ("easy", "hard")[number % 2]},
+            samples=tuple(BufferSample(index=index, reward=reward, num_tokens=5, lag=number) for index, reward in enumerate((0.0, 1.0))),
+        )
+        for number in range(9)
+    )
+    for some in (groups[:2], groups, groups[5:]):
+        buffer = FilterBuffer(step=12, num_wanted=2, groups=some)
+        found = await result_of(bound, BUFFER_FILTER.decode(json.loads(BUFFER_FILTER.encode(buffer))))
+        decisions_in(buffer_filter, json.loads(json.dumps(found)), buffer)
 
 
 def test_a_source_gives_the_same_rows_again(source: str) -> None:

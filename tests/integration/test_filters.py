@@ -11,6 +11,7 @@ from bus.wire.messages import Settle
 from learner.data.filter_settings import read_filters
 from learner.data.selection import is_filtered
 from rewards.errors import BadRewardOption, UnknownReward
+from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
 
@@ -47,6 +48,43 @@ async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(
         assert settled
 
 
+@pytest.mark.parametrize("step", [1, 3])
+async def test_a_buffer_filter_drops_and_orders_and_a_restart_repeats_it(open_world: OpenWorld, step: int) -> None:  # noqa: F811
+    use = {"use": f"{HERE}:largest_labels_first", "options": {"dropped": [1, 4]}, "scope": "buffer"}
+    filters = read_filters({"all": use})
+    async with open_world(max_lag=2) as world:
+        async with world.actors():
+            async with world.feeder(filters=filters) as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == ("done", step))
+            before = await world.plans()
+            async with world.feeder(filters=filters) as (url, feeding):
+                await world.train(url)
+                await feeding
+        plans = await check_history(world)
+        assert [plan.chain for plan in plans[: len(before)]] == [plan.chain for plan in before]
+        labels = await tasks_of(world)
+        assert {labels[int(id)] for plan in plans for id in plan.tasks} <= {0, 2, 3, 5, 6}
+        first = [labels[int(id)] for id in plans[0].tasks]
+        assert first == sorted(first, reverse=True), "none is too old before the first step: the filter's order alone"
+        settled = [record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)]
+        assert {record.reason for record in settled} <= {"filtered:all:label_1", "filtered:all:label_4"}
+        assert settled
+
+
+async def test_a_buffer_filter_that_fails_drops_what_it_was_called_with(open_world: OpenWorld) -> None:  # noqa: F811
+    """It fails before odd steps while a group of three of the seven prompts is there."""
+    filters = read_filters({"mine": {"use": f"{HERE}:fails_before_odd_steps", "scope": "buffer", "workers": 1}})
+    async with open_world(max_lag=1, max_refill=100.0) as world:
+        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
+            await world.train(url)
+            await feeding
+        plans = await check_history(world)
+        labels = await tasks_of(world)
+        for plan in plans[::2]:
+            assert all(labels[int(id)] % 3 != 1 for id in plan.tasks), plan.step
+        assert {record.reason for record in await world.records() if isinstance(record, Settle)} >= {"filtered:mine:failed"}
+
+
 async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(open_world: OpenWorld) -> None:  # noqa: F811
     filters = read_filters({"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}})
     async with open_world(max_lag=1, max_refill=100.0) as world:
@@ -63,6 +101,7 @@ async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(o
 async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWorld) -> None:  # noqa: F811
     async with open_world() as world:
         for use, error, words in (
+            ({"use": f"{HERE}:longer", "scope": "buffer"}, UnknownReward, f"buffer filter '{HERE}:longer': {HERE} has no 'longer'"),
             (f"{HERE}:nothing", UnknownReward, f"filter '{HERE}:nothing': {HERE} has no 'nothing'"),
             (f"{HERE}:by_label", BadRewardOption, r"options.dropped: missing, and it has no default \(filter "),
         ):
@@ -73,10 +112,25 @@ async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWor
 
 
 async def test_count_only_changes_nothing(open_world: OpenWorld) -> None:  # noqa: F811
-    filters = read_filters({"easy": {"use": "mean_reward", "options": {"at_most": -1.0}, "count_only": True}})
+    filters = read_filters(
+        {
+            "easy": {"use": "mean_reward", "options": {"at_most": -1.0}, "count_only": True},
+            "all": {
+                "use": f"{HERE}:largest_labels_first",
+                "options": {"dropped": [0, 1, 2, 3, 4, 5, 6]},
+                "scope": "buffer",
+                "count_only": True,
+            },
+        }
+    )
     async with open_world() as world:
-        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
-            await world.train(url)
-            await feeding
+        async with world.actors():
+            async with world.feeder(filters=filters) as (url, _):
+                await world.train(url, stop=lambda did, step: (did, step) == ("done", 3))
+                row = await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: "filter.all" in row["load"])
+                assert row["load"]["filter.easy"] >= 6
+            async with world.feeder(filters=filters) as (url, feeding):
+                await world.train(url)
+                await feeding
         await check_history(world)
         assert not [record for record in await world.records() if isinstance(record, Settle)]

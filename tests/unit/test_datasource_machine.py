@@ -43,6 +43,8 @@ class History(RuleBasedStateMachine):
         self.read_to = 0
         self.now = 0.0
         self.next_id = 1
+        self.kept: set[tuple[int, int]] = set()
+        """(step, task) of the groups that the buffer filters have kept for a step."""
 
     @initialize(
         max_lag=st.integers(0, 2),
@@ -52,9 +54,18 @@ class History(RuleBasedStateMachine):
         num_epochs=st.sampled_from([0, 0, 1, 2]),
         rejected=st.sampled_from([0.0, 0.0, 0.5, 0.99]),
         least=st.sampled_from([0, 0, 1, 2]),
+        choosing=st.booleans(),
     )
     def begin(
-        self, max_lag: int, gate: str, filtering: bool, data_parallel: int, num_epochs: int, rejected: float = 0.0, least: int = 0
+        self,
+        max_lag: int,
+        gate: str,
+        filtering: bool,
+        data_parallel: int,
+        num_epochs: int,
+        rejected: float = 0.0,
+        least: int = 0,
+        choosing: bool = False,
     ) -> None:
         self.rejected = rejected
         self.rules: DataRules = rules(
@@ -68,6 +79,7 @@ class History(RuleBasedStateMachine):
             order_deadline_s=1.0,
             data_parallel=data_parallel,
             filters=f"drop {rejected}" if rejected else "",
+            buffer_filters=choosing and rejected > 0,
             over_sampling=rejected,
             min_group_size=least,
         )
@@ -223,6 +235,16 @@ class History(RuleBasedStateMachine):
         """Have the filters decide on some of the complete groups."""
         for of, seqs in self.source.unjudged()[:count]:
             self.source.judged(of.id, self.verdict(of, seqs), seqs)
+        if count > 1:
+            self.choose(self.source)
+
+    def choose(self, source: DataSource) -> None:
+        """Have the buffer filters decide on the groups there are; each decision depends on the group alone."""
+        if found := source.unchosen():
+            REACHED["chosen"] += 1
+            choices = [(of.id, seqs, replace(self.verdict(of, [*seqs, 1]), masked=frozenset())) for of, seqs, _ in found]
+            source.chosen(source.step + 1, choices)
+            self.kept |= {(source.step + 1, id) for id, _, choice in choices if not choice.reason}
 
     def verdict(self, of: Task, seqs: list[int]) -> Verdict:
         """Return the decision of a filter, which depends on the group alone."""
@@ -267,6 +289,7 @@ class History(RuleBasedStateMachine):
         for source in (old, new):
             for of, seqs in source.unjudged():
                 source.judged(of.id, self.verdict(of, seqs), seqs)
+            self.choose(source)
         assert new.exhausted == old.exhausted
         assert new.snapshot() == old.snapshot()
         assert new.accounting() == old.accounting()
@@ -358,6 +381,8 @@ class History(RuleBasedStateMachine):
             if not self.rejected:
                 assert not masked
             places = [(row.task, row.index) for row in rows if isinstance(row, Sample)]
+            if self.rules.buffer_filters:
+                assert {(plan.step, int(id)) for id in plan.tasks} <= self.kept
             assert [id for id, _ in places] == [int(id) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for _ in range(size)]
             for id, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True):
                 (of,) = [one for one in self.tasks if one.id == id]
@@ -421,6 +446,7 @@ def test_long_histories(seed: int) -> None:
         2 if seed % 4 == 0 else 0,
         (0.0, 0.5, 0.9)[seed // 3 % 3],
         (0, 1, 2)[seed // 2 % 3],
+        seed % 5 < 2,
     )
     for _ in range(80):
         history.turns(chance.randint(0, 1 << 32), 1)
@@ -461,6 +487,7 @@ def test_long_histories_reach_every_outcome() -> None:
         "masked samples",
         "by a filter",
         "short",
+        "chosen",
     ):
         assert REACHED[outcome], (outcome, REACHED)
 

@@ -213,6 +213,8 @@ def test_a_group_is_the_same_on_both_sides_of_a_child() -> None:
         ({"f": {"use": "m:f", "optoins": {}}}, r"filters.f.optoins: no such setting; there are use, options"),
         ({"f": {"use": "m:f", "options": 3}}, r"filters.f.options: want a map"),
         ({"f": {"use": "m:f", "count_only": "no"}}, r"filters.f.count_only: want true or false"),
+        ({"f": {"use": "m:f", "scope": "step"}}, r"filters.f.scope: want group or buffer, got 'step'"),
+        ({"f": {"use": "length", "scope": "buffer"}}, r"filters.f.scope: want group with the filter length, which decides on one group"),
         ({"f": {"use": "m:f", "timeout_s": 0}}, r"filters.f.timeout_s: want a number > 0"),
         ({"f": {"use": "m:f", "workers": 0}}, r"filters.f.workers: want a whole number"),
     ],
@@ -225,8 +227,10 @@ def test_bad_settings_are_refused(value: dict[str, Any], words: str) -> None:
 def test_only_filters_that_decide_are_part_of_the_rules() -> None:
     counted = read_filters({"a": {"use": "equal_rewards", "count_only": True}})
     deciding = read_filters({"a": {"use": "equal_rewards", "timeout_s": 3}})
-    assert identity_of(counted) == identity_of(()) == ""
+    assert (identity_of(()), identity_of(counted)) == ("", "[]"), "groups wait for filters that only count, too"
     assert identity_of(deciding) == '[["a", "equal_rewards", {}]]'
+    of_all = read_filters({"a": {"use": "m:f", "scope": "buffer"}})
+    assert identity_of(of_all) == '[["a", "m:f", {}, "buffer"]]' != identity_of(read_filters({"a": "m:f"}))
     assert rules().digest == replace(rules(), filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
 
 
