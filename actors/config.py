@@ -79,6 +79,10 @@ class EngineConfig:
         for name in ("max_running", "max_waiting", "threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port: want 1..65535, or 0 for any free one, got {self.port}")
+        if self.max_context < 0:
+            raise ValueError(f"max_context: want > 0, or 0 for the model's limit, got {self.max_context}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -130,6 +134,9 @@ class ActorConfig:
     """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
+    rollouts: tuple[str, ...] = ()
+    """Names of ``rollouts`` that the actor loads, and whose tasks it leases; ``single_turn`` for tasks without one. Empty = all, and single
+    turns. For one actor: ``tidemill actor --rollouts a,b``."""
     reward: str = ""
     """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: JsonObject = field(default_factory=dict)

@@ -135,6 +135,19 @@ class UnsupportedModel(EngineError, ValueError):
         return f"{self.where}: {self.reason}"
 
 
+class NoDevice(EngineError, ValueError):
+    """The settings want a device that this machine does not have."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, setting: str, want: str, got: str) -> None:
+        super().__init__(setting, want, got)
+        self.setting, self.want, self.got = setting, want, got
+
+    def __str__(self) -> str:
+        return f"{self.setting}: want {self.want}, got {self.got!r}"
+
+
 class NotAllowed(EngineError, ValueError):
     """The run's row on the bus names code, a program, environment or a file that this machine has not allowed."""
 

@@ -1,9 +1,10 @@
 """Settings of rollouts: programs that make samples of any number of model calls."""
 
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,8 @@ _USE = re.compile(
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"
 AGAIN = ("restart", "replay", "resume")
 """Ways in which an actor continues an episode that another actor began."""
+UNLOGGED = ("continue", "fail")
+"""What becomes of an episode with a record that is not stored."""
 TURNS, SECONDS = 64, 1800.0
 """Budget of an episode where none is set: model calls and seconds."""
 MEMORY_MB = 4096
@@ -60,12 +63,21 @@ class RolloutConfig:
     """Episodes that one child runs at once; 1 = each has OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
     memory_mb: int = MEMORY_MB
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
+    cpu_s: int = 0
+    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs more. 0 = no limit."""
+    open_files: int = 0
+    """Open files of a child, and of each process that it starts; 0 = no limit."""
+    file_mb: int = 0
+    """Size of the largest file that they may write; 0 = no limit."""
     max_calls_in_flight: int = 16
     """Model calls of one episode at once; others wait."""
     drain_s: float | None = None
     """Time that an actor which drains gives running episodes before it hands them back; null = ``actor.drain_finish_s``."""
     again: str = "restart"
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
+    unlogged: str | None = None
+    """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on without its log) | fail
+    (the answer is not delivered, and the episode ends); null = fail with resume, continue with replay."""
     budget: Budget = field(default_factory=lambda: Budget(turns=TURNS, seconds=SECONDS))
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
@@ -73,6 +85,16 @@ class RolloutConfig:
     def recorded(self) -> bool:
         """True if its samples are the recorded responses of the rows; then it has no program."""
         return self.use == DATASET
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Limits of a child's process besides memory, by setting."""
+        return {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(self, name))}
+
+    @property
+    def needs_log(self) -> bool:
+        """True if an episode ends when its log cannot be written."""
+        return self.again == "resume" if self.unlogged is None else self.unlogged == "fail"
 
     @property
     def program(self) -> str:
@@ -120,6 +142,22 @@ class RolloutPrograms:
         """Those that an actor runs."""
         return {name: one for name, one in self.rollouts.items() if not one.recorded}
 
+    def only(self, names: Collection[str]) -> "RolloutPrograms":
+        """Return those with these names."""
+        return dataclasses.replace(self, rollouts={name: one for name, one in self.rollouts.items() if name in names})
+
+
+def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises ValueError."""
+    able = (SINGLE_TURN, *(name for name, one in rollouts.items() if not one.recorded))
+    for name in names:
+        if name not in able:
+            recorded = "whose samples are the recorded responses of its rows, and no actor makes them"
+            nearest = difflib.get_close_matches(str(name), able, n=1, cutoff=0.5)
+            why = recorded if name in rollouts else f"did you mean {nearest[0]!r}?" if nearest else "which is none of them"
+            raise ValueError(f"actor.rollouts: want names in rollouts, or {SINGLE_TURN} ({', '.join(able)}), got {name!r}, {why}")
+    return tuple(name for name in able if name in names) if names else able
+
 
 def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
     """Return the names of the rollouts with recorded responses as samples."""
@@ -163,6 +201,9 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
             ("processes", 4, 1),
             ("episodes_per_child", 8, 1),
             ("memory_mb", MEMORY_MB, 0),
+            ("cpu_s", 0, 0),
+            ("open_files", 0, 0),
+            ("file_mb", 0, 0),
             ("max_calls_in_flight", 16, 1),
         )
     }
@@ -172,9 +213,15 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         raise ValueError(f"{where}.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got {drain_s!r}")
     if (again := value.get("again", AGAIN[0])) not in AGAIN:
         raise ValueError(f"{where}.again: want {', '.join(AGAIN)}, got {again!r}")
+    if (unlogged := value.get("unlogged")) is not None and unlogged not in UNLOGGED:
+        raise ValueError(f"{where}.unlogged: want {' or '.join(UNLOGGED)}, or null (fail with again: resume), got {unlogged!r}")
+    if unlogged == "fail" and again == AGAIN[0]:
+        raise ValueError(f"{where}.unlogged: want again: replay or resume with fail, got again: {again}, which stores no answers")
     if use.startswith(OF_VERIFIERS):
         _refuse_for_taskset(options, again, where)
-    return RolloutConfig(use=use, options=dict(options), python=python, again=again, budget=budget, drain_s=drain_s, **counts)
+    return RolloutConfig(
+        use=use, options=dict(options), python=python, again=again, unlogged=unlogged, budget=budget, drain_s=drain_s, **counts
+    )
 
 
 def _refuse_for_taskset(options: JsonMapping, again: str, where: str) -> None:

@@ -8,6 +8,8 @@ SINGLE_TURN = "single_turn"
 """Name of the rollout that is none: an engine is asked once."""
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
+MAX_REPLICAS = 5
+"""Copies of a stream that nats-server keeps at most."""
 OLDEST_SERVER = (2, 10)
 """Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
 
@@ -79,6 +81,8 @@ class BusConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.port != -1 and not 0 < self.port < 65536:
+            raise ValueError(f"port: want 1..65535, or -1 for any free one, got {self.port}")
         if self.max_payload_bytes < 4096:
             raise ValueError(f"max_payload_bytes: want >= 4096, got {self.max_payload_bytes}")
         if self.history_samples < 0:
@@ -111,6 +115,12 @@ class BusConfig:
             raise ValueError(f"cluster: want 1 or 3 (two survive the loss of none), got {self.cluster}")
         if bool(self.server_name) != bool(self.cluster_listen) or bool(self.server_name) != bool(self.cluster_routes):
             raise ValueError("server_name, cluster_listen, cluster_routes: want all or none")
+        if self.replicas > MAX_REPLICAS:
+            raise ValueError(f"replicas: want at most {MAX_REPLICAS}, as nats-server does, got {self.replicas}")
+        if self.replicas > self.cluster and not (self.url or self.server_name):
+            raise ValueError(
+                f"replicas: want at most cluster = {self.cluster}, the servers of the embedded bus, got {self.replicas}; set bus.cluster: 3"
+            )
         if self.server_name and self.cluster != 1:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
         if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):

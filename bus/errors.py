@@ -21,6 +21,8 @@ class BusUnavailable(BusError):
 class Denied(BusError):
     """The bus refuses the connection: user or password are wrong or missing, or a certificate is not trusted."""
 
+    exit_code = exit_codes.CONFIG
+
     def __init__(self, where: str, reason: str, cure: str) -> None:
         super().__init__(where, reason, cure)
         self.where, self.reason, self.cure = where, reason, cure
@@ -79,6 +81,13 @@ class UnknownSchema(WireError):
     """The message was written by a program with another schema number."""
 
 
+_ROW_CURES = {
+    "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
+    "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
+}
+"""Cures of rows whose values no process can restore from other records; one of the others is restored by the learner."""
+
+
 class UnreadableRow(WireError):
     """A row that a process needs cannot be read; the error names bucket, key and revision."""
 
@@ -87,8 +96,13 @@ class UnreadableRow(WireError):
         self.args = (field, revision, want, got)
         self.revision = revision
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a process that this ends."""
+        return exit_codes.CONFIG if self.field in _ROW_CURES else exit_codes.CRASHED
+
     def __str__(self) -> str:
-        cure = "store a readable row in its place (docs/recovery.md)"
+        cure = f"{_ROW_CURES.get(self.field, 'store a readable row in its place')} (docs/recovery.md)"
         return f"row {self.field}, revision {self.revision}: want {self.want}, got {self.got!r}; cure: {cure}"
 
 

@@ -1,11 +1,10 @@
 r"""Reward for the boxed answer after a chain of thought.
 
 Source: DeepScaleR (Luo et al. 2025), in the form of slime's ``deepscaler``: the text after the last ``</think>``, or after the first
-``###Response`` up to the next, must hold ``\boxed{}``. Equality is ``rewards.math_equality``, without sympy.
+``###Response`` up to the next, must hold ``\boxed{}``.
 """
 
-from rewards.math_answer import find_gold, last_boxed
-from rewards.math_equality import same_math
+from rewards.boxed import boxed_is_label
 from rewards.port import RewardRequest
 
 
@@ -22,16 +21,4 @@ def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
         if think:
             return 0.0
         solution = request.response
-    return _boxed_is_label(solution, request)
-
-
-def math(request: RewardRequest) -> float:
-    r"""Return 1.0 if the last ``\boxed{}`` of the whole response equals the label, else 0.0. Source: slime's ``math``."""
-    return _boxed_is_label(request.response, request)
-
-
-def _boxed_is_label(solution: str, request: RewardRequest) -> float:
-    answer = last_boxed(solution)
-    labels = request.label if isinstance(request.label, (list, tuple)) and request.label else [request.label]
-    golds = [find_gold(label) for label in labels]
-    return float(answer is not None and any(same_math(answer, last_boxed(gold) or gold) for gold in golds))
+    return float(boxed_is_label(solution, request.label))

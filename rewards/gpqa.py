@@ -21,9 +21,9 @@ _WORD = re.compile(r"\w+")
 def gpqa(request: RewardRequest) -> float:
     """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone, else 0.0.
 
-    Raises RewardFailed for a label that names no choice.
+    Raises RewardFailed for a label that names no choice, and for metadata that is no list.
     """
-    valid = "".join(request.metadata.get("valid_letters", LETTERS)).upper()
+    valid = "".join(_texts(request, "valid_letters", LETTERS)).upper()
     gold = _gold(request, valid)
     letter = find_letter(request.response, valid)
     return float((_choice_in(request, valid) if letter is None else letter) == gold)
@@ -42,9 +42,17 @@ def find_letter(response: str, valid: str = LETTERS) -> str | None:
 def _choice_in(request: RewardRequest, valid: str) -> str | None:
     """Return the letter of the one choice that the response has the text of; None for none or several."""
     text = f" {_words(request.response.rpartition('</think>')[2])} "
-    choices = (_words(str(choice)) for choice in request.metadata.get("choices", ()))
+    choices = map(_words, _texts(request, "choices"))
     found = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]
     return found[0] if len(found) == 1 else None
+
+
+def _texts(request: RewardRequest, key: str, default: str = "") -> list[str]:
+    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for anything else than a list or a text."""
+    found = request.metadata.get(key, default)
+    if not isinstance(found, (str, list, tuple)):
+        raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {found!r}"[:300])
+    return [str(one) for one in found]
 
 
 def _words(text: str) -> str:
@@ -52,7 +60,7 @@ def _words(text: str) -> str:
 
 
 def _gold(request: RewardRequest, valid: str) -> str:
-    choices = [str(choice).strip().casefold() for choice in request.metadata.get("choices", ())]
+    choices = [choice.strip().casefold() for choice in _texts(request, "choices")]
     label = request.metadata.get("correct_letter", request.label)
     index: int | None = None
     if isinstance(label, int) and not isinstance(label, bool):

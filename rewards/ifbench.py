@@ -12,8 +12,8 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 
 from bus.wire.json_object import JsonMapping
 
@@ -69,16 +69,24 @@ NUM_AFRICAN_COUNTRIES = 52
 """Lines that a list of them has at least: sources differ."""
 
 
-def sentences(text: str) -> list[str]:
-    """Return the sentences of a text. A dot before a word in lower case, or behind a title or an initial, ends none."""
-    found, begin = [], 0
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text. A dot before a word in lower case, or behind a title or an initial, ends none."""
+    begin = 0
     for end in _END.finditer(text):
-        after = text[end.end() : end.end() + 80].lstrip()[:1]
-        if end[0].startswith(".") and (after.islower() or _ABBREVIATION.search(text, max(begin, end.start() - 5), end.start() + 1)):
-            continue
-        found.append(text[begin : end.end()].strip())
-        begin = end.end()
-    return [one for one in (*found, text[begin:].strip()) if one]
+        mark, behind = end.span()
+        if text[mark] == ".":
+            after = text[behind : behind + 80].lstrip()[:1]
+            if after.islower() or _ABBREVIATION.search(text, max(begin, mark - 5), mark + 1):
+                continue
+        yield text[begin:behind].strip()  # never empty: it ends in a mark
+        begin = behind
+    if rest := text[begin:].strip():
+        yield rest
+
+
+def _first_sentences(text: str, number: int) -> list[str]:
+    """Return at most so many sentences: a text of hundreds of thousands costs no more than its beginning."""
+    return list(islice(sentences(text), max(0, min(number, len(text)))))
 
 
 def _words(text: str) -> list[str]:
@@ -120,12 +128,14 @@ def _alphabet(text: str, own: JsonMapping) -> bool:
 
 
 def _alliteration(text: str, own: JsonMapping) -> bool:
-    counts = []
-    for sentence in sentences(text):
-        letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_EDGES))]
-        same = [a == b for a, b in pairwise(letters)]
-        counts.append(sum(same) + sum(now and not before for before, now in pairwise([False, *same])))  # words in runs of one letter
-    return all(a < b for a, b in pairwise(counts))
+    return all(a < b for a, b in pairwise(map(_words_in_runs, sentences(text))))
+
+
+def _words_in_runs(sentence: str) -> int:
+    """Return the number of words in runs of words that begin with one letter."""
+    letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_EDGES))]
+    same = [a == b for a, b in pairwise(letters)]
+    return sum(same) + sum(now and not before for before, now in pairwise([False, *same]))
 
 
 def _palindromes(text: str, own: JsonMapping) -> bool:
@@ -186,13 +196,12 @@ def _is_emoji(character: str) -> bool:
 
 
 def _emojis(text: str, own: JsonMapping) -> bool:
-    plain = [one.translate(_NO_PUNCTUATION).strip() for one in sentences(text)]
-    following = [*(one[:1] for one in plain[1:]), ""]
-    return all(one and any(map(_is_emoji, one[-2:] + after)) for one, after in zip(plain, following, strict=True))
+    plain = (one.translate(_NO_PUNCTUATION).strip() for one in sentences(text))
+    return all(one and any(map(_is_emoji, one[-2:] + after[:1])) for one, after in pairwise(chain(plain, [""])))
 
 
 def _equally_long(text: str, own: JsonMapping) -> bool:
-    found = sentences(text)
+    found = _first_sentences(text, 4)
     words = [word for sentence in found for word in set(_words(sentence))]
     return len(found) == 3 and len({len(sentence) for sentence in found}) == 1 and len(words) == len(set(words))
 
@@ -204,12 +213,13 @@ def _japanese(text: str, own: JsonMapping) -> bool:
 
 
 def _keyword_in_sentence(text: str, own: JsonMapping) -> bool:
-    number, found = int(own["N"]), sentences(text)
+    number = int(own["N"])
+    found = _first_sentences(text, number)
     return 1 <= number <= len(found) and re.search(rf"\b{re.escape(str(own['word']))}\b", found[number - 1], re.IGNORECASE) is not None
 
 
 def _last_is_first(text: str, own: JsonMapping) -> bool:
-    words = [_words(sentence) for sentence in sentences(text)]
+    words = map(_words, sentences(text))
     return all(a and b and a[-1] == b[0] for a, b in pairwise(words))
 
 
@@ -219,7 +229,7 @@ def _ends_as_it_begins(text: str, own: JsonMapping) -> bool:
 
 
 def _longer_each_time(text: str, own: JsonMapping) -> bool:
-    counts = [len(_words(sentence)) for sentence in sentences(text)]
+    counts = (len(_words(sentence)) for sentence in sentences(text))
     return all(b - a == int(own["small_n"]) for a, b in pairwise(counts))
 
 
@@ -243,7 +253,8 @@ def _bullets_behind_sentences(text: str, own: JsonMapping) -> bool:
     lines = [line.strip() for line in _lines(text)]
     bullets = [line.startswith("*") for line in lines]
     first = bullets.index(True) if True in bullets else len(lines)
-    return sum(len(sentences(line)) for line in lines[:first]) >= 2 and len(lines) - first >= 2 and all(bullets[first:])
+    above = islice(chain.from_iterable(map(sentences, lines[:first])), 2)
+    return len(lines) - first >= 2 and all(bullets[first:]) and len(list(above)) == 2
 
 
 def _questions(text: str, own: JsonMapping) -> bool:
@@ -266,7 +277,7 @@ def _africa(text: str, own: JsonMapping) -> bool:
 
 
 def _story(text: str, own: JsonMapping) -> bool:
-    found = sentences(text)
+    found = _first_sentences(text, 27)
     return len(found) == 26 and all(one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True))
 
 
@@ -329,7 +340,8 @@ def _keywords(text: str, own: JsonMapping) -> bool:
 
 
 def _keyword_at(text: str, own: JsonMapping) -> bool:
-    found, sentence, place = sentences(text), int(own["n"]), int(own["m"])
+    sentence, place = int(own["n"]), int(own["m"])
+    found = _first_sentences(text, sentence)
     if not 1 <= sentence <= len(found):
         return False
     words = [token for token in _TOKEN.findall(found[sentence - 1]) if token[0].isalnum()]
@@ -409,7 +421,7 @@ INSTRUCTIONS: dict[str, Check] = {
     "format:thesis": _thesis,
     "format:title_case": _title_case,
     "ratio:overlap": _overlap,
-    "ratio:sentence_balance": lambda text, own: len({_ends(text)[mark] for mark in ".?!"}) == 1,
+    "ratio:sentence_balance": lambda text, own: (ends := _ends(text))["."] == ends["?"] == ends["!"],
     "ratio:sentence_type": lambda text, own: (ends := _ends(text))["."] == 2 * ends["?"],
     "ratio:sentence_words": _equally_long,
     "ratio:stop_words": _stop_words,

@@ -48,11 +48,13 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     if check is None:
         known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
         raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
+    if not isinstance(arguments, Mapping):
+        raise RewardFailed("ifeval", f"instruction {name!r}: want a map of arguments, got {arguments!r}"[:500])
     try:
         return bool(response.strip()) and check(response, arguments)
     except ModuleNotFoundError as error:
         raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RewardFailed("ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]) from None
 
 

@@ -1,7 +1,7 @@
 """Language of a text, by the library langdetect (extra ``language``), which IFEval uses; with a fixed seed: a text has one language.
 
-Its profiles of 55 languages are loaded with this module (0.3 s, where the library is installed), which an actor imports before its first
-heartbeat: no sample waits for them. A call reads 10,000 characters at most, and takes up to 40 ms.
+Its profiles of 55 languages are loaded with this module (0.3 s, where the library is installed), which the keeper of the child processes
+imports before the first sample: none waits for them. A call reads 10,000 characters at most, and takes up to 40 ms.
 """
 
 from importlib.util import find_spec

@@ -118,9 +118,12 @@ def _plain(text: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` with closed braces, which may be nested; None without one."""
+    first = text.find("\\boxed")
+    if first < 0:
+        return None
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE.finditer(text, first):  # braces before it close none of its braces
         if brace.group() != "}":
             opened.append((brace.end(), brace.group(1) is not None))
         elif opened:

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bus.errors import WireError
 from bus.system.foreign import described, errors_as, repr_of
@@ -35,7 +35,7 @@ TABLE = {
     "ifeval": "rewards.ifeval:ifeval",
     "judge": "rewards.http.judge:Judge",
     "length": "rewards.length:length",
-    "math": "rewards.deepscaler:math",
+    "math": "rewards.math_boxed:math",
     "math_answer": "rewards.math_answer:math_answer",
     "overlong": "rewards.overlong:overlong",
     "math_verify": "rewards.symbolic:math_verify",
@@ -46,8 +46,12 @@ TABLE = {
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
-UNBOUNDED = frozenset({"code", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long: an actor runs them in child processes."""
+UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
+"""Built-in rewards that can take long: an actor runs them in child processes. ``ifeval`` takes time linear in the response for each
+instruction, but the data decides how many instructions a prompt has: ten of them, with a response of 400,000 characters, took 2 s."""
+
+UNBOUNDED_WITH = {"math": "rest"}
+"""Options with which other built-in rewards can take long, too."""
 
 ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
@@ -63,7 +67,7 @@ SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
 IN_THREAD = "in_thread"
 """Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for built-in rewards."""
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """Option types that are checked, with their names in error messages."""
 
 MAX_PARTS = 256
@@ -81,7 +85,7 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """
     bound = bind(name, options)
     # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
-    in_thread = dict(options or {}).get(IN_THREAD, name not in TABLE or name in UNBOUNDED)
+    in_thread = dict(options or {}).get(IN_THREAD, name not in TABLE or is_unbounded(name, options))
     if not isinstance(in_thread, bool):
         raise BadRewardOption(name, IN_THREAD, f"want true or false, got {in_thread!r}")
     call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound
@@ -95,6 +99,11 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
         return checked(name, result)
 
     return score
+
+
+def is_unbounded(name: str, options: Mapping[str, object] | None = None) -> bool:
+    """Return whether a built-in reward can take long with these options, so that it runs in child processes."""
+    return name in UNBOUNDED or bool((options or {}).get(UNBOUNDED_WITH.get(name, "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +187,7 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
 
 
 def _check_options(name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract) -> None:
-    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``.
+    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS`` or a Literal.
 
     Raises UnknownReward or BadRewardOption.
     """
@@ -199,25 +208,28 @@ def _check_options(name: str, function: Callable[..., object], options: Mapping[
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise refused(option, "missing, and it has no default")
-    for option, kind in _plain_types(function).items():
-        if option in options and not _fits(options[option], kind):
-            raise refused(option, f"want {_KINDS[kind]}, got {options[option]!r}")
+    for option, kind in _hints(function).items():
+        if option in options and (wanted := _wanted_instead(options[option], kind)):
+            raise refused(option, f"want {wanted}, got {options[option]!r}")
 
 
-def _plain_types(function: Callable[..., object]) -> dict[str, type]:
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
     target = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     try:
-        hints = get_type_hints(target)
+        return get_type_hints(target)
     except (NameError, TypeError):  # annotations that cannot be evaluated are not checked
         return {}
-    return {option: kind for option, kind in hints.items() if kind in _KINDS}
 
 
-def _fits(value: object, kind: type) -> bool:
+def _wanted_instead(value: object, kind: Any) -> str:
+    """Return the wanted values in words where this is none of them; empty where it is one, or the annotation is not checked."""
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else f"one of {', '.join(map(repr, get_args(kind)))}"
+    if kind not in _KINDS:
+        return ""
     # bool is a subclass of int, but true is no number of a configuration.
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    fits = kind is bool if isinstance(value, bool) else isinstance(value, (int, float) if kind is float else kind)
+    return "" if fits else _KINDS[kind]
 
 
 def _nearest(word: str, words: Mapping[str, object]) -> str:

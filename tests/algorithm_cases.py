@@ -1,16 +1,25 @@
 """Algorithms that are trained in tests: every preset, and settings that no preset uses."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.kl_settings import KLConfig
+from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
+from learner.algorithms.policy_losses import PolicyLoss
 from learner.algorithms.presets import PRESETS
 
 KL = KLConfig(coef=0.1)
 ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}
 REFERENCE = "reverse distillation over the reference's tokens"
+RUNNING = "running baseline"
+SHOWN = "demonstrations alone"
+EVERY_TERM = "every term of the loss"
+EVERY_REJECTION = "every rejection"
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "distillation over listed tokens": (ENGINE | {"distill_loss": "forward_kl", "distill_top_k": 3}, 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
@@ -39,10 +48,64 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "rejections": ({"reject": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}, 1),
     "top entropy": ({"top_entropy": 0.2}, 2),
     "ess_lr": ({"ess_lr": True}, 2),
+    SHOWN: ({"correction": "sft"}, 2),
+    EVERY_TERM: (
+        {
+            **(ENGINE | {"advantage": "grpo", "distill_loss": "forward_kl", "distill_top_k": 3}),
+            "loss": f"{__name__}:reporting",
+            "clip_low": 2e-3,
+            "clip_high": 2e-3,
+            "weight_low": 0.5,
+            "sft_coef": 0.5,
+            "kl": KL,
+            "entropy_coef": 0.01,
+            "entropy_target": 6.0,
+            "top_entropy": 0.5,
+            "ess_lr": True,
+        },
+        2,
+    ),
+    EVERY_REJECTION: (
+        {
+            "advantage": "rae",
+            "distill_coef": 0.5,
+            "distill_loss": "reverse_kl",
+            "distill_top_k": 3,
+            "self_normalise": True,
+            "reject": ("k1 token 0.05 20", "k1 seq_mean 0.3 3", "k3 seq_mean 3", "k2 seq_max 10", f"{__name__}:far"),
+            "veto": 0.01,
+            "binary_kl_limit": 0.02,
+            "opsm_threshold": 0.8,
+            "m2_limit": 3.0,
+        },
+        2,
+    ),
+    "discounted returns": ({"advantage": "reinforce_pp", "gamma": 0.9}, 1),
+    "discounted, kl in the reward of tokens": (
+        {"advantage": "reinforce", "gamma": 0.95, "kl": KLConfig(reward_coef=0.05, reward_by="token")},
+        2,
+    ),
+    RUNNING: ({"advantage": "rae"}, 2),
 }
 """Cases by name: (settings, minibatches)."""
-EVERYWHERE = ("distillation over listed tokens", REFERENCE)
-"""Cases that a layout trains besides those of its stride."""
+EVERYWHERE = (EVERY_TERM, EVERY_REJECTION, RUNNING)
+"""Cases that a layout trains besides those of its stride: together they have every metric, and a teacher's and the reference's tokens."""
+SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
+"""Groups of demonstrations among the six of a step."""
+FRESH = (EVERY_TERM,)
+"""Cases with samples that the newest weights alone have made, others that are older than usual, responses that ran into their limit, and a
+group of equal rewards."""
+
+
+def reporting(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    """A loss of one's own, that of PPO with metrics."""
+    made = LOSS_FUNCTIONS["ppo"](log_probs_T, anchor_T, tokens, config)
+    return replace(made, metrics={"surprise": -log_probs_T, "advantage": tokens.advantages_T})
+
+
+def far(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """A rule of one's own."""
+    return delta_T.abs() > 3.5
 
 
 def algorithm(name: str) -> AlgorithmConfig:

@@ -111,13 +111,13 @@ def join(manifest: PartsManifest, pieces: Iterable[bytes]) -> bytes:
     return joining.whole()
 
 
-async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 20.0) -> list[T]:
+async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 60.0) -> list[T]:
     """Return the next ``count`` items; the stream stays open."""
     async with asyncio.timeout(timeout_s):
         return [await anext(stream) for _ in range(count)]
 
 
-async def until(met: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(met: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for a condition that another task of this process, or the server, makes true."""
     async with asyncio.timeout(timeout_s):
         while True:

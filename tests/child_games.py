@@ -1,6 +1,7 @@
 """A tool and environments for tests of ``multi_turn``. Child processes import this module, so it imports little."""
 
 import asyncio
+import threading
 from typing import Any
 
 NO_CLASS = 0
@@ -10,6 +11,11 @@ NO_CLASS = 0
 def told(text: str) -> str:
     """Say something."""
     return "the tool says so"
+
+
+def hangs(text: str) -> None:
+    """Never return."""
+    threading.Event().wait()
 
 
 class Game:

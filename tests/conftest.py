@@ -120,6 +120,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
     for name in ("reward", "group-reward", "filter", "buffer-filter", "source", "tool", "rollout", "sink"):
         parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:NAME", help=f"a {name} of yours, likewise")
+    for name, about in (("bridge", "a model bridge"), ("environment", "an environment of multi_turn")):
+        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:CLASS", help=f"{about} of yours, likewise")
+    for name in ("hook-before-log-probs", "hook-before-step"):
+        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help="a hook of yours, likewise")
+    parser.addoption("--bridge-model", default="", metavar="DIR", help="a small model of the family of --bridge; default: the example's")
+    parser.addoption("--bridge-log-probs", default="", metavar="JSON", help="its log-probs, where transformers has no such model")
+    parser.addoption("--environment-row", default="{}", metavar="JSON", help="data row of --environment: prompt, label, metadata")
+    parser.addoption("--environment-actions", default="[]", metavar="JSON", help="texts that end an episode with this row")
+    parser.addoption("--environment-again", default="restart", choices=["restart", "replay"], help="replay: actions give the same again")
     parser.addoption("--function-options", default="{}", metavar="JSON", help="options of these functions of yours, a JSON map")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")

@@ -1,4 +1,7 @@
-"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT``. Prints its URL, and ends with its input."""
+"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT [STEPS]``. Prints its URL, and ends with its input.
+
+It does no more than ``STEPS`` decoding steps, if the number is given.
+"""
 
 import asyncio
 import sys
@@ -6,15 +9,18 @@ from pathlib import Path
 
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
+from tests.engine_serving import hold
 
 
-async def main(model_dir: str, port: int) -> None:
+async def main(model_dir: str, port: int, *held_after: int) -> None:
     engine = BuiltinEngine(Path(model_dir), EngineConfig())
     engine.load()
+    for steps in held_after:
+        hold(engine, after=steps)
     print(await engine.start(port=port), flush=True)
     engine.phase = "serving"
     await asyncio.to_thread(sys.stdin.read)
     await engine.close()
 
 
-asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

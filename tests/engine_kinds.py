@@ -21,7 +21,7 @@ from actors.serving.sglang.api import Api
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.server_process import STOP_S, command_line, server_child
 from bus.server.ports import KeptPort
-from tests.engine_serving import LIMIT_S, Served
+from tests.engine_serving import LIMIT_S, Gate, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
 
 START_S = 300.0
@@ -42,6 +42,10 @@ class Kind(Protocol):
         """Serve the weights of ``directory`` with an engine for one test."""
         ...
 
+    def hold(self, served: Served, *, after: int) -> Gate:
+        """Let the engine of a test do ``after`` decoding steps, and more when the gate lets it. SGLang is only slowed until it is open."""
+        ...
+
 
 class Builtin:
     """A new engine for every test."""
@@ -58,21 +62,49 @@ class Builtin:
         async with _served(engine) as served:
             yield served
 
+    def hold(self, served: Served, *, after: int) -> Gate:
+        return served.hold(after=after)
+
+
+class Brake(Gate):
+    """Slows a server of SGLang down: a file (``tests/sglang/stand_in``). It lets no number of steps pass, and opens for all of them."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(0)
+        self._file = file
+
+    def put_on(self) -> None:
+        self._file.touch()
+
+    def let(self, steps: int) -> None:
+        """Leave it as it is: the steps are made slowly."""
+
+    def open(self) -> None:
+        self._file.unlink(missing_ok=True)
+
 
 class Sglang:
     """One server for all tests; for each of them a new proxy, and its weights loaded."""
 
     name, in_standby, seeds = "sglang", False, False
 
-    def __init__(self, python: str, url: str, dtype: str) -> None:
-        self.python, self.url, self.dtype = python, url, dtype
+    def __init__(self, python: str, url: str, dtype: str, slowed: Path) -> None:
+        """``slowed``: that of the server (``sglang_server``)."""
+        self.python, self.url, self.dtype, self._brake = python, url, dtype, Brake(slowed)
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
         engine = SglangEngine(directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1)
         await asyncio.to_thread(engine.load)
-        async with _served(engine, first=(directory, version)) as served:
-            yield served
+        try:
+            async with _served(engine, first=(directory, version)) as served:
+                yield served
+        finally:
+            self._brake.open()
+
+    def hold(self, served: Served, *, after: int) -> Gate:
+        self._brake.put_on()
+        return self._brake
 
 
 @asynccontextmanager
@@ -90,15 +122,16 @@ async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIt
 
 
 @contextmanager
-def sglang_server(python: str, directory: Path, log: Path, *, dtype: str, **more: Any) -> Iterator[str]:
-    """Run a server in a loop and a thread of its own; yield its URL."""
+def sglang_server(python: str, directory: Path, log: Path, *, dtype: str, slowed: Path | None = None, **more: Any) -> Iterator[str]:
+    """Run a server in a loop and a thread of its own; yield its URL. It decodes slowly while there is the file ``slowed``."""
     kept = KeptPort()
     port = kept.number
     words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING, **more})
     ready, stop, failed = threading.Event(), threading.Event(), list[str]()
 
     async def run() -> None:
-        child, api = server_child(words, ENVIRONMENT, log), Api(f"http://127.0.0.1:{port}")
+        environment = ENVIRONMENT | ({"SLOWED_WHILE": str(slowed)} if slowed else {})
+        child, api = server_child(words, environment, log), Api(f"http://127.0.0.1:{port}")
         await child.start()
         try:
             deadline = time.monotonic() + START_S

@@ -1,8 +1,8 @@
 """A built-in engine served over loopback for one test, and reference values from transformers for the same tokens."""
 
 import asyncio
+import sys
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import pytest
 import torch
 
 from actors.config import EngineConfig
@@ -19,6 +18,34 @@ from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 
 LIMIT_S = 60.0
+HELD_STEP_S = 0.02
+"""Seconds between two looks for commands while decoding is held."""
+
+
+class Gate:
+    """Decoding steps that a test lets a built-in engine do. It obeys commands, and begins new responses, while there are none left."""
+
+    def __init__(self, steps: int) -> None:
+        self._left, self._changed = steps, threading.Condition()
+
+    def let(self, steps: int) -> None:
+        """Allow so many steps more."""
+        with self._changed:
+            self._left += steps
+            self._changed.notify()
+
+    def open(self) -> None:
+        """Allow every further step."""
+        self.let(sys.maxsize)
+
+    def passed(self) -> bool:
+        """Return whether a step is allowed, and count it; the decoding thread, which looks for commands in between, waits a little."""
+        with self._changed:
+            if not self._left:
+                self._changed.wait(HELD_STEP_S)
+            allowed = self._left > 0
+            self._left -= allowed
+            return allowed
 
 
 @dataclass
@@ -52,25 +79,28 @@ class Served:
         await self.client.resume()
         return await asyncio.gather(*tasks)
 
-    def slow(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> threading.Event:
-        """Decode slowly after ``after`` steps of a version until the event is set: a late push still finds a response unfinished."""
-        scheduler, steps, fast = self.engine.scheduler, Counter[int](), threading.Event()
-        decode = scheduler._decode
-
-        def slowly() -> None:
-            steps[self.engine.version] += 1
-            if steps[self.engine.version] > after:
-                fast.wait(0.2)
-            decode()
-
-        monkeypatch.setattr(scheduler, "_decode", slowly)
-        return fast
+    def hold(self, *, after: int) -> Gate:
+        """Let the engine do ``after`` decoding steps, and more when the gate lets it: a late command still finds a response unfinished."""
+        return hold(self.engine, after=after)
 
     async def until(self, reached: Any) -> None:
         """Wait for a state of the engine's thread, which does not wake the loop: check again after every step of it."""
         async with asyncio.timeout(LIMIT_S):
             while not reached():
                 await asyncio.wrap_future(self.engine.scheduler.call(lambda: None))
+
+
+def hold(engine: BuiltinEngine, *, after: int) -> Gate:
+    """Let an engine do ``after`` decoding steps, and more when the gate lets it."""
+    scheduler, gate = engine.scheduler, Gate(after)
+    decode = scheduler._decode
+
+    def decode_if_let() -> None:
+        if gate.passed():
+            decode()
+
+    scheduler._decode = decode_if_let  # type: ignore[method-assign]
+    return gate
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:

@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.engine_serving import Served
+from tests.engine_serving import Gate, Served
 
 
 class Watched:
     """One streamed request in progress, and its tokens so far."""
 
-    def __init__(self, served: Served, body: dict[str, Any]) -> None:
+    def __init__(self, served: Served, body: dict[str, Any], gate: Gate | None = None) -> None:
         self.tokens = 0
+        self.gate = gate or Gate(0)
+        """That of the engine, if it has one."""
         self._grown = asyncio.Event()
         self._served = served
         self.task = asyncio.create_task(self._read(body))
@@ -39,9 +41,9 @@ class Watched:
 
 
 @asynccontextmanager
-async def watching(served: Served, prompt: Sequence[int], **sampling: Any) -> AsyncIterator[Watched]:
+async def watching(served: Served, prompt: Sequence[int], *, gate: Gate | None = None, **sampling: Any) -> AsyncIterator[Watched]:
     body = {"input_ids": list(prompt), "sampling_params": sampling, "rid": "watched", "stream": True, "return_logprob": True}
-    watched = Watched(served, body)
+    watched = Watched(served, body, gate)
     try:
         yield watched
     finally:

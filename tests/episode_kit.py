@@ -119,6 +119,7 @@ async def stage(
     timeout_s: float = 60.0,
     turns: TurnStream | None = None,
     again: str = "restart",
+    needs_log: bool = False,
     at: Reach = HERE,
     renderer: Renderer | None = None,
     client: Callable[[str], HttpEngine] = HttpEngine,
@@ -131,7 +132,7 @@ async def stage(
         await gateway.start(at)
         programs = InProcess(session, program)
         try:
-            rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again)
+            rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again, needs_log=needs_log)
             yield Stage(served, engines, responses, gateway, programs, rollout, session)
         finally:
             await gateway.close()

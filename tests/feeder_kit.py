@@ -27,6 +27,8 @@ from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from weightstore.store.registry import VersionRegistry
 
+WITHIN_S = 60.0
+"""Longest wait for another part of the run."""
 KEYS = FeedKeys.new()
 """Keys of every feeder and rank of these tests."""
 
@@ -117,7 +119,7 @@ class World:
     def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
         def publish(step: int, *, initial: bool = False) -> None:
             publishing = asyncio.run_coroutine_threadsafe(self.publish(step, start.epoch, initial=initial), loop)
-            client.published(publishing.result(10), step)
+            client.published(publishing.result(WITHIN_S), step)
 
         def checkpoint(step: int, state: bytes) -> None:
             path = disk.staging(self.root, step=step, epoch=start.epoch)
@@ -125,7 +127,7 @@ class World:
             client.checkpointed(step, str(disk.commit(path, state)))
 
         place = {"rank": rank, "dp_rank": rank, "dp_size": self.learner.data_parallel}
-        with FeedClient(url, keys=KEYS, **place, metadata=self.metadata, silence_s=10) as client:
+        with FeedClient(url, keys=KEYS, **place, metadata=self.metadata, silence_s=WITHIN_S) as client:
             start = client.hello()
             if rank == 0 and start.head_version < 0:
                 publish(0, initial=True)

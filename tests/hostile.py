@@ -9,9 +9,11 @@ from typing import Any
 
 import msgpack
 
+from bus.errors import WireError
 from bus.wire import parts
 from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task, encode_turn_record
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence, LiveRow
+from bus.wire.row_shapes import read_row
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_partial, make_sample, make_task
 
@@ -44,6 +46,15 @@ RAW_HEADERS = (
 )
 
 
+def _is_row(subject: str, payload: bytes) -> bool:
+    _, place, key = subject.split(".", 2)
+    try:
+        read_row(place.rpartition("_")[2], key, payload)
+    except WireError:
+        return False
+    return True
+
+
 class Hostile:
     """Writer of invalid messages to one run, equal for equal seeds."""
 
@@ -51,14 +62,17 @@ class Hostile:
         self._port, self._run, self.random = int(url.rsplit(":", 1)[1]), run, random.Random(seed)
         self.written = 0
 
-    async def write(self, count: int, subjects: Callable[[], list[tuple[str, bytes]]]) -> None:
-        """Write ``count`` messages; the server has them all afterwards."""
+    async def write(self, count: int, subjects: Callable[[], list[tuple[str, bytes]]], *, unreadable: bool = False) -> None:
+        """Write ``count`` messages; the server has them all afterwards. ``unreadable``: rows that no process can take for valid ones."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         await reader.readline()
         writer.write(b'CONNECT {"verbose":false,"headers":true,"pedantic":false}\r\n')
         for _ in range(count):
             subject, sound = self.random.choice(subjects())
-            self._write(writer, subject, self.payload(sound))
+            payload = self.payload(sound)
+            while unreadable and _is_row(subject, payload):
+                payload = self.payload(sound)
+            self._write(writer, subject, payload)
         writer.write(b"PING\r\n")
         async with asyncio.timeout(30):
             while (line := await reader.readline()) != b"PONG\r\n":
@@ -139,6 +153,47 @@ class Hostile:
             (f"$KV.TM_{self._run}_weights.want", b'{"version": 0, "by": "z", "nonce": "n"}'),
             *((f"$KV.TM_{self._run}_weights.v.{name}", b'{"version": 5}') for name in ("x", "\u00b2", "-1", "1e3", "700")),
             (f"tm.{self._run}.metric.learner", b'{"step": 1}'),
+        ]
+
+    def rows_of_the_learner(self) -> list[tuple[str, bytes]]:
+        """Return the rows that only the learner may write where there are users, but for ``run/epoch``.
+
+        A readable one with a false value may stop a run (an epoch of next year fences its learner), so these are for ``unreadable``.
+        """
+        number = self.random.randrange(12)
+        version = {"version": number, "step": 3, "epoch": 1, "state": "published", "digest": "", "snapshot": "", "after": 0}
+        node = {"node": 0, "nodes": 2, "nonce": "n" * 16, "phase": "ready", "versions": {"torch": "2"}}
+        attempt = {"epoch": 1, "nonces": ["n" * 16], "ranks": [1], "master": "h:1", "feeder": "tcp://h:1", "feeder_key": "k" * 40}
+        rows: dict[str, dict[str, Any]] = {
+            "keys.admin": {"key": "k" * 32},
+            "run.api_key": {"key": "k" * 32},
+            "run.config": {"actor": {"reward": "digits"}, "bus": {"lease_s": 5.0}},
+            "run.task_floor": {"floor": 3},
+            "run.checkpoint": {"directory": "step-2-epoch-1", "step": 2, "epoch": 1, "chain": "c", "manifest": "m", "kept": []},
+            "run.best": {"step": 2, "version": 2, "set": "s", "metric": "m", "value": 0.5},
+            "run.end": {"step": 2, "reason": "r", "epoch": 1},
+            "run.refused.a1": {"actor": "a1", "invalid": 64, "reason": "r"},
+            "run.holder.1": {"node": 1, "url": "http://h", "held": {"step-2": ["a"]}},
+            "run.node.0": node,
+            "run.attempt": attempt,
+            "weights.head": {**version, "fence": 1},
+            "weights.snapshot": version,
+            f"weights.v.{number}": version,
+            "weights.evicted": {"engines": {"e1": "r"}},
+            "weights.turn": {"whose": "learner", "epoch": 1},
+        }
+        return [(f"$KV.TM_{self._run}_{key}", json.dumps(row).encode()) for key, row in rows.items()]
+
+    def rows_of_others(self) -> list[tuple[str, bytes]]:
+        """Return the rows of processes at work, which write them again, and those of operators."""
+        live = {
+            key: dataclasses.asdict(LiveRow(role=key.split(".")[0], id=key.split(".")[1], host="h", pid=1, phase="serving"))
+            for key in ("feeder.feeder", "learner.learner", "engine.e1", "router.door", "scorer.s1", "actor.a1", "host.here")
+        }
+        wanted = {"engine": 1, "actor": 2, "scorer": 1}
+        return [
+            *((f"$KV.TM_{self._run}_live.{key}", json.dumps(row).encode()) for key, row in live.items()),
+            *((f"$KV.TM_{self._run}_wanted.{key}", json.dumps(wanted).encode()) for key in ("all", "host.here", "pool.p")),
         ]
 
     def everything(self) -> list[tuple[str, bytes]]:

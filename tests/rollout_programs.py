@@ -52,15 +52,21 @@ class Resumes:
 
 
 class Tries:
-    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of right letters."""
+    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of right letters.
 
-    def __init__(self, tries=2):
-        self.tries = tries
+    Of tasks from ``held_from`` on, no second answer is asked for before there is the file ``until``; ``<until>.held`` says that one waits.
+    """
+
+    def __init__(self, tries=2, held_from=None, until=""):
+        self.tries, self.held_from, self.until = tries, held_from, until
 
     async def run(self, data, **extra):
-        found = [
-            await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n) for n in range(self.tries)
-        ]
+        found = []
+        for n in range(self.tries):
+            while n and self.held_from is not None and data["task"] >= self.held_from and not os.path.exists(self.until):
+                open(f"{self.until}.held", "w").close()
+                await asyncio.sleep(0.05)
+            found.append(await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n))
         label = str(data["label"])
         return max(sum(a == b for a, b in zip(said, label, strict=False)) / len(label) for said in found)
 
@@ -210,6 +216,25 @@ class Script:
 
     async def counts(self, data):
         return self.calls
+
+    async def spins(self, data):
+        while True:
+            pass
+
+    async def opens(self, data):
+        files = []
+        try:
+            for _ in range(data["metadata"]["count"]):
+                files.append(os.open(os.devnull, os.O_RDONLY))
+        finally:
+            for file in files:
+                os.close(file)
+        return 1
+
+    async def writes(self, data):
+        with open(data["metadata"]["file"], "wb") as file:
+            file.write(bytes(data["metadata"]["mb"] << 20))
+        return 1
 
     async def prints(self, data):
         print("from a program")

@@ -177,9 +177,11 @@ class EngineProcess:
         self._model_dir, self._port, self.url = model_dir, port, ""
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, held_after: int | None = None) -> None:
+        """Start it; ``held_after``: it does so many decoding steps, and no more."""
+        held = [] if held_after is None else [str(held_after)]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.engine_child", str(self._model_dir), str(self._port)),
+            *(sys.executable, "-m", "tests.engine_child", str(self._model_dir), str(self._port), *held),
             cwd=Path(__file__).parents[1],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -196,11 +198,11 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(model_dir: Path) -> AsyncIterator[EngineProcess]:
+async def engine_process(model_dir: Path, *, held_after: int | None = None) -> AsyncIterator[EngineProcess]:
     with KeptPort() as port:
         process = EngineProcess(model_dir, port.number)
         try:
-            await process.start()
+            await process.start(held_after=held_after)
             yield process
         finally:
             await process.kill()

@@ -215,9 +215,9 @@ def as_pond(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_tiny_pond(directory: Path) -> Path:
+def write_tiny_pond(directory: Path, **changes: Any) -> Path:
     """Write the tiny qwen2 model as a ``pond``, a family that transformers and the learner do not know; return its directory."""
-    write_tiny_model(directory, "qwen2")
+    write_tiny_model(directory, "qwen2", **changes)
     save_file(as_pond(load_file(directory / "model.safetensors")), directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "pond"}))

@@ -59,6 +59,9 @@ class WeightsConfig:
         for name in ("push_every", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        for name in ("min_engines", "snapshot_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes: want > 0, or 0 for a size by the transport, got {self.bucket_bytes!r}")
         if self.transport not in ("broadcast", "handles"):

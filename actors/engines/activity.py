@@ -19,6 +19,8 @@ class RolloutCounters:
     tasks_handed_back: int = 0
     failures: int = 0
     """Samples that could not be generated or scored."""
+    tool_calls_hung: int = 0
+    """Calls of tools in rollouts that had no result in time, and still ran."""
     teacher_failures: int = 0
     """Samples that no teacher has scored."""
     partials_stored: int = 0
@@ -44,6 +46,7 @@ class Activity:
         self._began_s = time.monotonic()
         self._busy = 0
         self._last_failure = ""
+        self._last_hung = ""
         self._idle_s = 0.0
         self._idle_since_s = self._began_s
 
@@ -73,14 +76,24 @@ class Activity:
     def failed(self, reason: str) -> None:
         """Count a sample that could not be generated or scored."""
         self.counters.failures += 1
-        self._last_failure = reason if len(reason) <= REASON_SIZE else f"{reason[:REASON_SIZE]}…"
+        self._last_failure = _cut(reason)
+
+    def tool_hung(self, text: str) -> None:
+        """Count a call of a tool that hangs: its episode may go on, and no sample fails."""
+        self.counters.tool_calls_hung += 1
+        self._last_hung = _cut(text)
 
     @property
     def trouble(self) -> str:
-        """Summary of the failures, for the live row; empty while there are none."""
-        failures, published = self.counters.failures, self.counters.samples_published
-        return f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
+        """Summary of the failures and of the calls that hang, for the live row; empty while there are none."""
+        failures, published, hung = self.counters.failures, self.counters.samples_published, self.counters.tool_calls_hung
+        failed = f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
+        return "; ".join(filter(None, (failed, f"{hung} calls of tools hung, the last: {self._last_hung}" if hung else "")))
 
     def load(self) -> dict[str, float]:
         """Return the counters and the waiting share for the live row."""
         return {**{name: float(value) for name, value in asdict(self.counters).items()}, "waiting_share": self.waiting_share}
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= REASON_SIZE else f"{reason[:REASON_SIZE]}…"

@@ -2,11 +2,12 @@
 
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
 
-    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int}
-                                                                                                      then {"type": "ready"} or "refused"
+    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
+           "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}                               then {"type": "ready"} or "refused"
           {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
           {"type": "cancel", "episode": ID}
-    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" it is to be killed
+    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" or "unusable" it is to be killed
+          {"type": "hung", "text": TEXT}                                                              a call of a tool that hangs
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
@@ -41,6 +42,8 @@ MAX_REASON = 2000
 """Characters of the text of an error that are sent."""
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIMITS = {"cpu_s": ("RLIMIT_CPU", 1, 1), "open_files": ("RLIMIT_NOFILE", 1, 0), "file_mb": ("RLIMIT_FSIZE", 1 << 20, 0)}
+"""Limits of a process by setting: the kernel's name, the unit, and what its hard limit has beyond the soft one, whose signal names it."""
 
 
 class PolicyFault(Exception):
@@ -80,6 +83,24 @@ def limit_memory(memory_mb: int) -> None:
     raise OSError(f"{wanted}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7")
 
 
+def limit_others(limits: dict[str, int]) -> None:
+    """Limit processor time, open files and sizes of files of this process, and of each that it starts. Raises OSError where one is refused.
+
+    The kernel ends the process at its processor time; at the others a call fails.
+    """
+    for name, value in limits.items():
+        kind, unit, more = _LIMITS[name]
+        try:
+            resource = importlib.import_module("resource")
+            number = getattr(resource, kind)
+            _, hard = resource.getrlimit(number)
+            most = value * unit if hard == resource.RLIM_INFINITY else min(value * unit, hard)
+            resource.setrlimit(number, (most, most + more if hard == resource.RLIM_INFINITY else min(most + more, hard)))
+        except (ImportError, AttributeError, OSError, ValueError) as error:
+            wanted = f"rollouts.NAME.{name}: want 0 (no limit) on this machine"
+            raise OSError(f"{wanted}, which refuses the limit {value}: {error}") from None
+
+
 def imported(module: str) -> Any:
     """Import a module by its name, or a file under the file's name."""
     if not module.endswith(".py"):
@@ -96,6 +117,7 @@ def imported(module: str) -> Any:
 def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
     """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
     limit_memory(message["memory_mb"])
+    limit_others(message["limits"])
     for entry in message["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
@@ -216,6 +238,10 @@ class Child:
         self.alone = message["alone"]
         self.send({"type": "ready"})
 
+    def report_hung(self, text: str) -> None:
+        """Report a call that hangs, to the actor's log and status row."""
+        self.send({"type": "hung", "text": str(text)[:MAX_REASON]})
+
     async def episode(self, message: dict[str, Any]) -> None:
         """Run one episode and send its result."""
         id = message["episode"]
@@ -227,6 +253,8 @@ class Child:
             answer = {"error": self.out_of_memory(error), "out_of_memory": True}
         except BaseException as error:
             answer = self.fault(error) if type(error).__name__ == "PolicyFault" else {"error": reason_of(error)}
+            if type(error).__name__ == "ProcessUnusable":
+                answer = {"error": str(error)[:MAX_REASON], "unusable": True}
         self.running.pop(id, None)
         self.send({"type": "result", "episode": id, **answer})
 
@@ -319,6 +347,7 @@ async def serve(connection: socket.socket) -> None:
     """Take messages until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     child = Child(writer)
+    sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
     while True:
         try:
             (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))

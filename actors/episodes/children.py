@@ -2,8 +2,8 @@
 
     episode --> child with a free place, or a new one (up to ``processes``) --> result, checked again
                     |
-                    +-- ended, wrote rubbish, ran out of memory, or went on after a cancel: it is killed with all below it, and its
-                        episodes fail
+                    +-- ended, wrote rubbish, ran out of memory, has too many calls that hang, or went on after a cancel: it is killed
+                        with all below it, and its episodes fail
 
 A child has no credentials: it knows the gateway's address and the key of its episode.
 """
@@ -17,13 +17,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from actors.episodes.port import EpisodeResult, ProgramFailed
+from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonMapping
@@ -54,6 +55,8 @@ class ChildCounters:
     episodes: int = 0
     failed: int = 0
     """Episodes without a result."""
+    hung: int = 0
+    """Calls of tools that had no result in time, and still ran."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,18 +87,25 @@ class Children:
         processes: int = 4,
         episodes_per_child: int = 8,
         memory_mb: int = 0,
+        limits: Mapping[str, int] = MappingProxyType({}),
         resumes: bool = False,
         kill_after_s: float = 2.0,
+        note_hung: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
 
-        ``memory_mb``: limit of a child's private memory; 0 = none. ``resumes``: the program must have a method ``resume``.
+        ``memory_mb``: limit of a child's private memory; 0 = none. ``limits``: others, by setting (cpu_s, open_files, file_mb).
+
+        ``resumes``: the program must have a method ``resume``.
 
         ``kill_after_s``: time that an episode has to end after it was cancelled, before its child is killed.
+
+        ``note_hung``: called with the description of each call of a tool that hangs.
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
         self._processes, self._per_child, self._kill_after_s = processes, episodes_per_child, kill_after_s
-        self._memory_mb = memory_mb
+        self._memory_mb, self._limits, self._note_hung = memory_mb, dict(limits), note_hung
+        self._repeated = Repeated(logger)
         self.counters = ChildCounters()
         self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -144,7 +154,7 @@ class Children:
             raise ProgramFailed(f"want values that JSON has in prompt, label and metadata: {error}") from None
         self.counters.episodes += 1
         try:
-            child = await self._free()
+            child = await self._ready()
             future = child.episodes[episode] = asyncio.get_running_loop().create_future()
             child.send(message)
             try:
@@ -161,6 +171,13 @@ class Children:
     def _give_up(self, child: _Child, episode: str) -> None:
         if episode in child.episodes:
             self._kill(child, f"another episode, {episode}, did not end when it was cancelled, and their process was killed")
+
+    async def _ready(self) -> _Child:
+        """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not run."""
+        try:
+            return await self._free()
+        except ProgramFailed as error:
+            raise ProgramFailed(error.reason, ended=True) from None
 
     async def _free(self) -> _Child:
         """Return a child with room for an episode. Raises ProgramFailed."""
@@ -211,7 +228,7 @@ class Children:
         path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
         try:
             how = {"path": path, "alone": self._per_child == 1, "resumes": self._resumes, "memory_mb": self._memory_mb}
-            child.send({"type": "load", "use": self._use, "options": self._options, **how})
+            child.send({"type": "load", "use": self._use, "options": self._options, "limits": self._limits, **how})
             async with asyncio.timeout(START_S):
                 await child.loaded
         except TimeoutError:
@@ -245,6 +262,13 @@ class Children:
                 _settle(future, message)
             if message.get("out_of_memory"):  # after a failed allocation anything may be half done
                 self._kill(child, "another episode used up the memory of their process, which was killed: rollouts.NAME.memory_mb")
+            elif message.get("unusable"):
+                self._kill(child, f"their process was killed with another episode: {str(message.get('error'))[:2000]}")
+        elif kind == "hung":
+            self.counters.hung += 1
+            text = str(message.get("text"))[:2000]
+            self._repeated("a call of a tool hangs", f"use={self._use} pid={child.process.pid} {text}")
+            self._note_hung(text)
         else:
             raise frames.BadFrame(f"a message of type {str(kind)[:80]!r}, want a result")
 
@@ -312,7 +336,10 @@ def _number(value: object, where: str) -> float:
 
 
 def _how(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    if status >= 0:
+        return f"exit code {status}"
+    limit = " (its processor time, rollouts.NAME.cpu_s)" if -status == signal.SIGXCPU else ""
+    return f"killed by {signal.Signals(-status).name}{limit}"
 
 
 def kill_tree(root: int, *, alive: bool) -> None:

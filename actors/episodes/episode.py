@@ -149,7 +149,7 @@ class Episode:
             self._reserved.total_tokens -= growth + max_new_tokens
 
     async def record(self, prompt: NDArray[np.int32], output: Output, response: Response, stored: StoredTurn | None = None) -> None:
-        """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded."""
+        """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded, NotStored."""
         async with self.log.lock:
             number = len(self.recorder)
             if stored is not None:
@@ -181,7 +181,7 @@ class Episode:
             self.turn_rewards = {numbers[stored]: reward for stored, reward in self.log.state.rewards.items() if stored in numbers}
 
     async def save(self, state: object) -> None:
-        """Store the program's state, behind all turns so far. Raises BadRequest, Superseded."""
+        """Store the program's state, behind all turns so far. Raises BadRequest, Superseded, NotStored."""
         if not self.log.resumes:
             raise BadRequest("state: this rollout does not go on behind a state; want rollouts.NAME.again: resume")
         async with self.log.lock:

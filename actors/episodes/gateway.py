@@ -39,7 +39,7 @@ from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
-from bus.streams.episode_turns import Superseded
+from bus.streams.episode_turns import NotStored, Superseded
 from bus.wire.messages import Timings
 from weightstore.listener import Access, Listener
 
@@ -276,7 +276,7 @@ class Gateway:
         return web.json_response({"success": True})
 
 
-_ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded)
+_ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded, NotStored)
 """Errors of model calls."""
 
 
@@ -295,6 +295,10 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
         case GenerationFailed():
             episode.stop(failed=str(error))
             return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        case NotStored():
+            episode.keeps_turns = True  # the next attempt gives out those that are stored
+            episode.stop(failed=str(error) if error.lasting else "", handed_back="" if error.lasting else str(error))
+            return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
         case _:
             episode.stop(superseded=True)
             return _error("another actor makes this sample now", HTTPStatus.GONE)
@@ -314,7 +318,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
 
 
 async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
-    """Store and record the turns of an answer, right before it is sent. Raises Superseded."""
+    """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
     for called in made.calls.outputs:
         await episode.record(called.prompt, called.output, called.response, called.stored)

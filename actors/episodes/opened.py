@@ -1,7 +1,7 @@
 """The rollouts of an actor with all that they need: one gateway, and the children of each."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -27,10 +27,12 @@ async def opened_rollouts(
     turns: TurnStream | None = None,
     at: Reach = HERE,
     gateway_config: GatewayConfig | None = None,
+    note_hung: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
     """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: which renderer it has.
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: which renderer it has;
+    ``note_hung``: called for each call of a tool that hangs.
 
     Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
     renderer that cannot be used.
@@ -48,7 +50,7 @@ async def opened_rollouts(
         stack.push_async_callback(gateway.close)
         found = {}
         for name, config in programs.programs.items():
-            children = await stack.enter_async_context(_children(config, programs.model))
+            children = await stack.enter_async_context(_children(name, config, programs.model, note_hung))
             try:
                 await children.load()
             except ProgramFailed as error:
@@ -59,12 +61,13 @@ async def opened_rollouts(
                 max_calls_in_flight=config.max_calls_in_flight,
                 turns=turns,
                 again=config.again,
+                needs_log=config.needs_log,
                 drain_s=config.drain_s,
             )
         yield found
 
 
-def _children(config: RolloutConfig, model: str) -> Children:
+def _children(name: str, config: RolloutConfig, model: str, note_hung: Callable[[str], None]) -> Children:
     return Children(
         config.program,
         options=config.arguments(model),
@@ -72,7 +75,9 @@ def _children(config: RolloutConfig, model: str) -> Children:
         processes=config.processes,
         episodes_per_child=config.episodes_per_child,
         memory_mb=config.memory_mb,
+        limits=config.limits,
         resumes=config.again == RESUME,
+        note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
     )
 
 

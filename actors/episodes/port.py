@@ -76,7 +76,7 @@ class ProgramFailed(Exception):
     """A program raised, returned something that is no result, could not be loaded, or its process ended."""
 
     def __init__(self, reason: str, *, ended: bool = False) -> None:
-        """``ended``: its process did, so that the episode's turns are as good as before."""
+        """``ended``: its process did, or was not started, so that the episode's turns are as good as before."""
         super().__init__(reason)
         self.reason, self.ended = reason, ended
 

@@ -10,8 +10,8 @@ from actors.engines.responses import GenerationFailed
 from actors.episodes.episode import Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.turn_log import RESTART, TurnLog
-from bus.streams.episode_turns import Superseded, TurnStream
+from actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
+from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.messages import Partial, Sample, Status, Task, Timings
 
@@ -31,16 +31,18 @@ class ProgramRollout:
         max_calls_in_flight: int,
         turns: TurnStream | None = None,
         again: str = RESTART,
+        needs_log: bool = False,
         drain_s: float | None = None,
     ) -> None:
         """``max_calls_in_flight``: model calls of one episode at once; others wait.
 
-        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began. ``drain_s``: how
-        long episodes may go on when the actor drains; None = as the actor's settings have it.
+        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began.
+        ``needs_log``: an episode ends when its log cannot be written. ``drain_s``: how long episodes may go on when the actor drains;
+        None = as the actor's settings have it.
         """
         self.drain_s = drain_s
         self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
-        self._turns, self._again = turns, again
+        self._turns, self._again, self._needs_log = turns, again, needs_log
         self._open: set[Episode] = set()
         self._leaving = False
 
@@ -74,11 +76,18 @@ class ProgramRollout:
         return replace(made, stored=episode.log.ended, continued=continued)
 
     async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
-        """Return the log of a sample, with what earlier attempts stored. Raises Superseded."""
+        """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or Unfinished without one."""
         if self._turns is None:
             return TurnLog(None)
-        records, log = await self._turns.take(task.id, index, attempt, first=first)
+        try:
+            records, log = await self._turns.take(task.id, index, attempt, first=first, needed=self._needs_log)
+        except NotStored as error:
+            if error.lasting:
+                raise GenerationFailed(str(error)) from None
+            raise Unfinished(str(error)) from None
         found = TurnLog(log, records, again=self._again)
+        if self._needs_log and not found.whole:
+            raise GenerationFailed(f"the episode's log (TURNS): want at most {MOST_IDS} token ids of all turns with their contexts")
         if records and not found.sample_seq:
             logger.info(
                 "episode goes on task=%d index=%d again=%s turns=%d behind=%d",

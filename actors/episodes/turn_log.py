@@ -84,6 +84,8 @@ class TurnLog:
         self._count = 0
         self._numbers: dict[int, int] = {}
         """Number of a turn in the log, by its number in the recorder."""
+        self.whole = True
+        """False if the log has more than ``MOST_IDS``, and its last turns are not given out."""
         self.restored: list[StoredTurn] = []
         """Turns in front of the state, in order."""
         self.state: TurnRecord | None = None
@@ -113,6 +115,7 @@ class TurnLog:
             if record.kind is TurnKind.TURN and record.parent in whole:
                 ids += len(whole[record.parent]) + len(record.context) + len(record.tokens)
                 if ids > MOST_IDS:
+                    self.whole = False
                     break
                 self._count = max(self._count, record.number + 1)
                 turn = StoredTurn(np.concatenate([whole[record.parent], record.context]), record)
@@ -143,7 +146,7 @@ class TurnLog:
         self._numbers[number] = turn.record.number
 
     async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: Output, response: Response) -> None:
-        """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded."""
+        """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
         if self._log is None or not self.stores:
             return
         generation = response.generation
@@ -169,7 +172,7 @@ class TurnLog:
         self._count += 1
 
     async def save(self, state: JsonObject, ids: Mapping[str, int], rewards: Mapping[int, float]) -> None:
-        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded."""
+        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded, NotStored."""
         if self._log is not None and self._log.kept:
             await self._log.append(
                 TurnKind.STATE,

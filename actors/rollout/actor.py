@@ -9,7 +9,7 @@
                        |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
 
-Consumes tasks of every kind, and training tasks of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
+Consumes tasks of every kind, of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
 answer and the reward (each with a time limit), a scorer where the run has some (by a scorer's heartbeat), room in SAMPLES (by the
@@ -116,7 +116,7 @@ class Actor:
         scorers: Scorers,
         activity: Activity,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none."""
+        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none. Tasks of others are left."""
         self.id = id
         self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
@@ -135,11 +135,9 @@ class Actor:
         """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a nak."""
         async with asyncio.TaskGroup() as work:
             work.create_task(self._note_drain(draining))
-            for kind in Kind:
-                work.create_task(self._lease(kind, "", work), name=f"lease {kind}")
-            for name in filter(None, self._rollouts):
+            for name in self._rollouts:
                 for kind in Kind:
-                    work.create_task(self._lease(kind, name, work), name=f"lease {kind} {name}")
+                    work.create_task(self._lease(kind, name, work), name=f"lease {kind} {name}".strip())
 
     @property
     def in_flight(self) -> int:

@@ -19,16 +19,17 @@ from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor, Scorers
 from actors.rollout.single_turn import SingleTurn
-from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
 from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from actors.teachers.teachers import Teachers
 from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
-from bus.config import BusConfig, is_loopback
+from bus.config import SINGLE_TURN, BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
+from bus.wire.messages import LiveRow
 from bus.wire.subjects import refused
 
 UPDATE_EVERY_S = 1.0
@@ -121,13 +122,26 @@ async def _work(
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     async with AsyncExitStack() as stack:
         scorers = await _open_scorers(stack, config, bus)
-        rollouts: dict[str, Rollout] = {"": SingleTurn(responses)}
-        if programs is not None and programs.programs:
+        programs, names = _served(programs, config)
+        rollouts: dict[str, Rollout] = {"": SingleTurn(responses)} if SINGLE_TURN in names else {}
+        if programs.programs:
             from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
-            rollouts |= await stack.enter_async_context(opened_rollouts(programs, responses, bus.turns, at, config.gateway))
+            opening = opened_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
+            rollouts |= await stack.enter_async_context(opening)
         actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
-        await _act(bus, id, actor, activity, engines, scorers, draining)
+        row = replace(first_row("actor", id), rollouts=names)
+        await _act(bus, row, actor, activity, engines, scorers, draining)
+
+
+def _served(programs: RolloutPrograms | None, config: ActorConfig) -> tuple[RolloutPrograms, tuple[str, ...]]:
+    """Return the rollouts that the actor loads, and the names of those that it serves. Raises BadRow."""
+    programs = programs or RolloutPrograms(rollouts={}, model="")
+    try:
+        names = served(programs.rollouts, config.rollouts)
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    return programs.only(names), names
 
 
 async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) -> Scorers:
@@ -150,12 +164,14 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
     )
 
 
-async def _act(bus: Bus, id: str, actor: Actor, activity: Activity, engines: EnginePool, scorers: Scorers, draining: asyncio.Event) -> None:
-    async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
+async def _act(
+    bus: Bus, row: LiveRow, actor: Actor, activity: Activity, engines: EnginePool, scorers: Scorers, draining: asyncio.Event
+) -> None:
+    async with HeartbeatPublisher(bus, row) as heartbeat:
         async with asyncio.TaskGroup() as beside:
             discovering = beside.create_task(engines.run(), name="engines")
             publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row")
-            watching = beside.create_task(_watch_refusal(bus, id), name="refusal")
+            watching = beside.create_task(_watch_refusal(bus, row.id), name="refusal")
             finding = [beside.create_task(scorers.run(), name="scorers")] if scorers.run is not None else []
             await actor.run(draining)
             for task in (discovering, publishing, watching, *finding):

@@ -1,7 +1,7 @@
 """The address of the bus: servers, user and certificates in one line, shown without its password."""
 
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 _SCHEMES = ("nats", "tls")
 _FILES = ("ca", "cert", "key")
@@ -55,6 +55,12 @@ def parse(text: str) -> Address:
         login = login or (before if at else "")
         if not host or host.startswith(":"):
             raise ValueError(f"address of the bus: want scheme://host:port[,host:port], got no host in {scheme}://...{host}")
+        try:
+            port = urlsplit(f"{scheme}://{host}").port
+        except ValueError:
+            port = -1
+        if port is not None and not 0 < port < 65536:
+            raise ValueError(f"address of the bus: want scheme://host:port with a port from 1 to 65535, got {scheme}://{host}")
         servers.append(f"{scheme}://{host}")
     files = dict(parse_qsl(query))
     if unknown := sorted(set(files) - set(_FILES)):

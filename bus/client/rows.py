@@ -6,9 +6,10 @@ key (``bus/wire/row_shapes.py``) is passed over and counted; only ``get`` and ``
 
 import asyncio
 import json
+import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,6 +23,8 @@ from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 from bus.wire.row_shapes import read_row
+
+_log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 """Keys that every NATS tool accepts in a bucket."""
@@ -56,7 +59,7 @@ class Rows:
         """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller needs."""
         value, revision, error = await self._read_row(key)
         if error is not None:
-            raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+            raise self._unreadable(key, revision, error)
         return None if value is None else (value, revision)
 
     async def read(self, key: str) -> tuple[Value | None, int]:
@@ -64,8 +67,8 @@ class Rows:
 
         Returns (None, revision) for a row that cannot be read; ``update`` at this revision replaces it.
         """
-        value, revision, _ = await self._read_row(key)
-        return value, revision
+        value, revision, error = await self._read_row(key)
+        return value, 0 if value is None and error is None else revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
         """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value, revision)."""
@@ -91,21 +94,38 @@ class Rows:
 
     async def create(self, key: str, value: Value) -> int:
         """Write a row that must not exist. Returns its revision. Raises RowConflict."""
-        return await self._write(key, value, 0)
+        try:
+            return await self._write(key, value, 0)
+        except RowConflict:
+            found, revision, error = await self._read_row(key)
+            if found is not None or error is not None or not revision:
+                raise
+            return await self._write(key, value, revision)  # in place of the marker that a deleted row has left
 
     async def update(self, key: str, value: Value, revision: int) -> int:
         """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
-    async def change(self, key: str, fn: Callable[[Value | None], After], *, replace_unreadable: bool = False) -> Changed[After]:
+    async def change(
+        self,
+        key: str,
+        fn: Callable[[Value | None], After],
+        *,
+        replace_unreadable: bool = False,
+        if_none: Callable[[], Awaitable[None]] | None = None,
+    ) -> Changed[After]:
         """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer was faster.
 
         ``fn`` gets None when there is no row. It returns None to leave the row as it is; its exceptions are passed on.
         Returns the row before and after. Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None
-        for that one, too.
+        for that one, too. ``if_none`` is awaited after the row was read and before ``fn`` gets None; its exceptions are passed on.
         """
         while True:
-            before, revision = await self.read(key) if replace_unreadable else await self.get(key) or (None, 0)
+            before, revision, error = await self._read_row(key)
+            if error is not None and not replace_unreadable:
+                raise self._unreadable(key, revision, error)
+            if before is None and if_none is not None:
+                await if_none()
             after = fn(before)
             if after is None:
                 return Changed(before, before)
@@ -124,10 +144,24 @@ class Rows:
             headers = {subjects.MESSAGE_ID: new_id("row"), _OPERATION: "DEL"}
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
-    async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
+    async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
+        """Write ``value`` again whenever the row is missing or cannot be read, until cancelled: for the process that writes the row."""
+        while True:
+            try:
+                async for row in self.watch(key, every_s, unreadable=True):
+                    if row is None:
+                        await self.change(key, lambda found: value if found is None else None, replace_unreadable=True)
+            except BusUnavailable as error:
+                if self._jet.connection.closed:
+                    raise
+                _log.warning("row not kept bucket=%s key=%s error=%s", self.bucket, key, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def watch(self, key: str, every_s: float = 1.0, *, unreadable: bool = False) -> AsyncIterator[Row | None]:
         """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as one.
 
         Writes wake it (as core messages), and it also reads every ``every_s``: a wake-up may be lost, a change may not.
+        ``unreadable``: also yield None for a row that cannot be read.
         """
         waiter = Waiter()
         seen = -1
@@ -139,7 +173,7 @@ class Rows:
                     if self._jet.connection.closed:
                         raise
                 else:
-                    if revision != seen and (value is not None or not revision):
+                    if revision != seen and (value is not None or unreadable or not revision):
                         yield None if value is None else (value, revision)
                     seen = revision
                 await waiter.wait(every_s)
@@ -198,13 +232,13 @@ class Rows:
         raise RowConflict(f"{self.bucket}.{key}", expected)
 
     async def _message(self, key: str) -> Message | None:
+        """Return the message that wrote the row, or marked it as deleted."""
         try:
-            message = await self._jet.last(self._stream, self._subject(key))
+            return await self._jet.last(self._stream, self._subject(key))
         except NotFound as error:
             if error.what == "stream":
                 raise
             return None
-        return None if _OPERATION in message.headers else message
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -217,14 +251,20 @@ class Rows:
         except (TypeError, ValueError) as error:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
+    def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
+        return UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
-        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""
+        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None) when there is none.
+
+        In the last case the revision is that of a marker of a deleted row, or 0.
+        """
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)
 
     def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:
         if _OPERATION in message.headers:
-            return None, 0, None
+            return None, message.seq, None
         try:
             return read_row(self.bucket, key, message.data), message.seq, None
         except WireError as error:

@@ -149,7 +149,7 @@ def _tuple(item: Any) -> Any:
 
 def _parse(key: str, value: Value) -> LiveRow:
     """Return the row. Raises WireError for a row that names another process than its key."""
-    known = {name: item for name, item in value.items() if name in _FIELDS}
+    known = {name: _tuple(item) for name, item in value.items() if name in _FIELDS}
     stated = {name: _tuple(item) for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
     row = LiveRow(**known, capabilities=Capabilities(**stated))
     if _key(row) != key:

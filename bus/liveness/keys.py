@@ -2,6 +2,8 @@
 
 row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers read it
 row run/api_key  every other request to a listener that other machines reach; derived from the first, read by every process
+
+A process keeps the keys that it has read: an unreadable row keeps only a process waiting that has none.
 """
 
 import asyncio
@@ -10,12 +12,11 @@ import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from bus.errors import BusError, NotFound, RowConflict, WireError
+from bus.client.rows import Value
+from bus.errors import BusError, NotFound
 from bus.streams.bus import Bus
-from bus.wire import subjects
 
 ADMIN_KEY, API_KEY = "admin", "api_key"
 """Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``."""
@@ -111,23 +112,32 @@ def api_keys(bus: Bus) -> RunKeys:
     return RunKeys(read)
 
 
-async def make_keys(bus: Bus) -> Keys:
-    """Return the run's keys. Its learner makes them if missing, before it sends a command to an engine. Raises BusUnavailable."""
-    with suppress(RowConflict):
-        await bus.rows("keys").create(ADMIN_KEY, {"key": secrets.token_urlsafe(_KEY_BYTES)})
-    keys = Keys.of(await _key(bus, "keys", ADMIN_KEY))
-    if await _key(bus, "run", API_KEY) != keys.api:
-        await bus.rows("run").put(API_KEY, {"key": keys.api})
+async def make_keys(bus: Bus, *, last: str = "") -> Keys:
+    """Return the run's keys. Its learner makes them if missing or unreadable, before it sends a command to an engine.
+
+    ``last``: the admin key that the run had, which is stored again in the place of an unreadable one; empty = not known: a new one is made,
+    and engines read it when a command brings it. Raises BusUnavailable.
+    """
+    made: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
+    row = (await bus.rows("keys").change(ADMIN_KEY, lambda found: made if found is None else None, replace_unreadable=True)).after or made
+    keys = Keys.of(str(row["key"]))
+    api: Value = {"key": keys.api}
+    await bus.rows("run").change(API_KEY, lambda found: None if found == api else api, replace_unreadable=True)
     return keys
 
 
+async def keep_keys(bus: Bus, keys: Keys) -> None:
+    """Store the run's keys again whenever a row of theirs is lost or unreadable, until cancelled. For the learner, which made them."""
+    rows = (("keys", ADMIN_KEY, keys.admin), ("run", API_KEY, keys.api))
+    async with asyncio.TaskGroup() as group:
+        for bucket, key, value in rows:
+            group.create_task(bus.rows(bucket).keep(key, {"key": value}), name=f"{bucket}.{key}")
+
+
 async def _key(bus: Bus, bucket: str, name: str) -> str:
-    """Return a key; empty when the run has none (yet)."""
+    """Return a key; empty when the run has none (yet). Raises UnreadableRow until the learner has restored it."""
     try:
         row = await bus.rows(bucket).get(name)
     except NotFound:  # a run of an older release has no such bucket
         return ""
-    key: object = "" if row is None else row[0].get("key")
-    if not isinstance(key, str):
-        raise WireError(f"{subjects.bucket_stream(bus.run, bucket)}: {name}.key", "text", type(key).__name__)
-    return key
+    return "" if row is None else str(row[0]["key"])

@@ -7,7 +7,8 @@
      |       stored before it is delivered +-- the sample is stored
      from here on earlier writers are refused: each record names the sequence of the one before it
 
-Nothing in it is ever needed. A record that cannot be stored in time leaves the episode unlogged, and it goes on.
+A record that cannot be stored in time leaves the episode unlogged, and it goes on; or, where its log is ``needed``, raises NotStored, and
+the episode ends: no answer is delivered that the next actor would not find.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 STORE_S = 2.0
 """Longest wait for a record, in seconds. The answer that it is about waits as long."""
+NEEDED_S = 30.0
+"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds, and an episode that waits loses nothing."""
 READ_S = 10.0
 """Longest wait for the log of an earlier actor."""
 _PAUSE_S = 0.1
@@ -39,6 +42,18 @@ class Superseded(Exception):
     """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the task."""
 
 
+class NotStored(Exception):
+    """A record is not stored, or the log of earlier actors not read. Raised to the episode only where its log is needed: it must end."""
+
+    def __init__(self, reason: str, *, lasting: bool = False) -> None:
+        """``lasting``: another try would end in the same way."""
+        super().__init__(reason)
+        self.reason, self.lasting = reason, lasting
+
+    def __str__(self) -> str:
+        return f"the episode's log (TURNS): {self.reason}"
+
+
 @dataclass(slots=True)
 class TurnCounters:
     """Counts since the start."""
@@ -46,35 +61,51 @@ class TurnCounters:
     stored: int = 0
     unlogged: int = 0
     """Episodes that go on without a log: a record was not stored in time, or is larger than a message may be."""
+    ended: int = 0
+    """Episodes that ended for such a reason, because their log is needed."""
     superseded: int = 0
 
 
 class EpisodeLog:
     """The log of one sample, as the actor that took it writes it. Calls must not overlap."""
 
-    def __init__(self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None) -> None:
+    def __init__(self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None, *, needed: bool = False) -> None:
         self._turns, self._task, self._index, self._attempt = turns, task, index, attempt
-        self._last, self._count, self._superseded = last, 0, False
+        self._last, self._count, self._superseded, self._needed = last, 0, False, needed
+        self._lost = NotStored("it is not known whether a record is stored")
 
     @property
     def kept(self) -> bool:
-        """True while records are stored, or refused; False once one was not stored in time."""
-        return self._superseded or self._last is not None
+        """True while records are stored, or refused; False once one was not stored in time, and the log is not needed."""
+        return self._superseded or self._needed or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
-        """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded."""
+        """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded.
+
+        Raises NotStored where the log is needed, also for a record before this one; not for the end of an episode: a later attempt that
+        does not find it gives the program the stored answers again.
+        """
+        needed = self._needed and kind not in (TurnKind.END, TurnKind.FAILED)
         if self._superseded:  # raised again: the first one may have reached no caller
             raise Superseded
         if self._last is None:
+            if needed:
+                raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
         record = TurnRecord(kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields)
         last, self._last = self._last, None  # a call that is cancelled here leaves it unknown whether the record is stored
         try:
-            self._last = await self._turns.store(record, f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}", last)
+            id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
+            self._last = await self._turns.store(record, id, last, NEEDED_S if needed else STORE_S)
         except Superseded:
             self._superseded = True
             raise
+        except NotStored as error:
+            self._lost = error
+            self._turns.note_lost(record, error.reason, ends=needed)
+            if needed:
+                raise
 
 
 class TurnStream:
@@ -87,11 +118,12 @@ class TurnStream:
         self._stream = subjects.stream(jet.run, subjects.TURNS)
         self._rows = Rows(jet, "run")
 
-    async def take(self, task: int, index: int, attempt: str, *, first: bool) -> tuple[list[TurnRecord], EpisodeLog]:
+    async def take(self, task: int, index: int, attempt: str, *, first: bool, needed: bool = False) -> tuple[list[TurnRecord], EpisodeLog]:
         """Begin to write the log of a sample; return the records of earlier attempts, and the log.
 
-        ``first``: no actor had the task before, so there should be none. Raises Superseded when others take it all the time, and for a task
-        that is settled: a server that was killed can deliver one again, also as if for the first time, and its records are removed.
+        ``first``: no actor had the task before, so there should be none. ``needed``: raise NotStored where the episode would go on without
+        its log. Raises Superseded when others take it all the time, and for a task that is settled: a server that was killed can deliver
+        one again, also as if for the first time, and its records are removed.
         """
         records: list[TurnRecord] = []
         for _ in range(_TAKES):
@@ -99,10 +131,13 @@ class TurnStream:
             if not first:
                 try:
                     async with asyncio.timeout(READ_S):
-                        records, last = await self._read(task, index)
+                        records, last, refused = await self._read(task, index)
                 except (BusError, TimeoutError) as error:
-                    return [], self._not_read(task, index, attempt, error)
-            log = EpisodeLog(self, task, index, attempt, last)
+                    return [], self._not_read(task, index, attempt, error, needed=needed)
+                if refused and needed:
+                    self.counters.ended += 1
+                    raise NotStored(f"{refused} records of earlier actors cannot be read", lasting=True)
+            log = EpisodeLog(self, task, index, attempt, last, needed=needed)
             try:
                 await log.append(TurnKind.TAKE)
             except Superseded:
@@ -114,13 +149,16 @@ class TurnStream:
                     if await self._settled(task):
                         break
             except (BusError, TimeoutError) as error:
-                return [], self._not_read(task, index, attempt, error)
+                return [], self._not_read(task, index, attempt, error, needed=needed)
             return records, log
         self.counters.superseded += 1
         raise Superseded
 
-    def _not_read(self, task: int, index: int, attempt: str, error: Exception) -> EpisodeLog:
-        """Return the log of an episode that goes on without one."""
+    def _not_read(self, task: int, index: int, attempt: str, error: Exception, *, needed: bool) -> EpisodeLog:
+        """Return the log of an episode that goes on without one. Raises NotStored where it is needed."""
+        if needed:
+            self.counters.ended += 1
+            raise NotStored(f"the records of earlier actors were not read: {error}")
         _log.warning("log of an episode not read task=%d index=%d error=%s", task, index, error)
         self.counters.unlogged += 1
         return EpisodeLog(self, task, index, attempt, None)
@@ -130,34 +168,30 @@ class TurnStream:
         row, _ = await self._rows.read(subjects.FLOOR_KEY)
         return row is not None and row["floor"] >= task
 
-    async def store(self, record: TurnRecord, message_id: str, last: int) -> int | None:
-        """Store a record behind sequence ``last`` of its subject; return its sequence, None when it is not stored. Raises Superseded."""
+    async def store(self, record: TurnRecord, message_id: str, last: int, within_s: float) -> int:
+        """Store a record behind sequence ``last`` of its subject; return its sequence. Raises Superseded, NotStored."""
         try:
             check_turn_record(record)
             data = encode_turn_record(record)
         except WireError as error:
-            self._unlogged(record, str(error))
-            return None
+            raise NotStored(str(error), lasting=True) from error
         if not parts.fits(data, self._jet.connection.max_payload):
-            self._unlogged(record, f"{len(data)} bytes are more than a message may have")
-            return None
+            raise NotStored(f"{len(data)} bytes are more than a message may have", lasting=True)
         subject = subjects.turn(self.run, record.task, record.index)
         headers = {subjects.MESSAGE_ID: message_id, subjects.EXPECTED_LAST_ON_SUBJECT: str(last)}
         try:
-            async with asyncio.timeout(STORE_S):
+            async with asyncio.timeout(within_s):
                 seq = await self._stored(subject, data, headers)
         except TimeoutError:
-            self._unlogged(record, f"not stored within {STORE_S:g} s")
+            raise NotStored(f"not stored within {within_s:g} s") from None
         except Superseded:
             if record.kind is not TurnKind.TAKE:
                 self.counters.superseded += 1
             raise
         except BusError as error:
-            self._unlogged(record, str(error))
-        else:
-            self.counters.stored += 1
-            return seq
-        return None
+            raise NotStored(str(error), lasting=True) from error
+        self.counters.stored += 1
+        return seq
 
     async def _stored(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
         while True:
@@ -176,24 +210,34 @@ class TurnStream:
                     return message.seq  # stored by a try that got no answer
                 raise Superseded from None
 
-    def _unlogged(self, record: TurnRecord, reason: str) -> None:
-        _log.warning("episode goes on without a log task=%d index=%d record=%s error=%s", record.task, record.index, record.kind, reason)
-        self.counters.unlogged += 1
+    def note_lost(self, record: TurnRecord, reason: str, *, ends: bool) -> None:
+        """Count and log a record that is not stored. ``ends``: the episode does, too; else it goes on."""
+        what = "episode ends: its log is needed" if ends else "episode goes on without a log"
+        _log.warning("%s task=%d index=%d record=%s error=%s", what, record.task, record.index, record.kind, reason)
+        if ends:
+            self.counters.ended += 1
+        else:
+            self.counters.unlogged += 1
 
-    async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int]:
-        """Return the usable records of a sample in order, and the last sequence of its subject, or 0. Raises BusUnavailable."""
+    async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int, int]:
+        """Return the usable records of a sample in order, the last sequence of its subject, or 0, and the number of unusable records.
+
+        Raises BusUnavailable.
+        """
         subject = subjects.turn(self.run, task, index)
         records: list[TurnRecord] = []
-        seq = 0
+        seq = refused = 0
         while True:
             try:
                 message = await self._jet.next(self._stream, seq + 1, subject)
             except NotFound:
-                return records, seq
+                return records, seq, refused
             seq = message.seq
             record = self._jet.refusals.read(subjects.TURNS, seq, partial(self._record, message.data, task, index))
             if record is not None:
                 records.append(record)
+            else:
+                refused += 1
 
     def _record(self, data: bytes, task: int, index: int) -> TurnRecord:
         """Return the record in a message. Raises WireError."""

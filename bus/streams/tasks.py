@@ -4,8 +4,9 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
 
@@ -16,7 +17,7 @@ from bus.client.jetstream import JetStream, Message
 from bus.client.pull import Delivered
 from bus.client.retries import RETRY_S, retry
 from bus.client.rows import Rows, Value
-from bus.errors import BusUnavailable, WireError
+from bus.errors import BusUnavailable, NotFound, WireError
 from bus.streams.dead import DeadLetters
 from bus.system.coroutines import ended, to_the_end
 from bus.wire import subjects
@@ -168,6 +169,17 @@ class TaskQueue:
             names = [subjects.consumer(kind, rollout or "")]
         infos = [await self.jet.call(f"CONSUMER.INFO.{self._stream}.{name}") for name in names]
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
+
+    async def waiting(self) -> dict[str, int]:
+        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name has those of single turns."""
+        found: Counter[str] = Counter()
+        for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
+            kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)
+            if kind in list(Kind):
+                with suppress(NotFound):  # an old run has no such queue
+                    info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.consumer(Kind(kind), rollout)}")
+                    found[rollout] += int(info["num_pending"])
+        return +found
 
     async def acked_to(self, rollout: str = "") -> int:
         """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds it back)."""

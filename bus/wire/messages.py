@@ -462,6 +462,8 @@ class LiveRow:
     """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can share memory."""
     unreadable: str = ""
     """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
+    rollouts: tuple[str, ...] = ()
+    """Rollouts with tasks that an actor leases, ``single_turn`` for those without one; empty = not reported, or no actor's row."""
     nonce: str = ""
     """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
     reached: dict[str, str] = field(default_factory=dict)

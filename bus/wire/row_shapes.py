@@ -14,6 +14,7 @@ from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 MAX_ROW_BYTES = 1 << 20
 """A larger row is refused unread: rows are read every second, by every process."""
 _LIMIT = 2**63
+_LONGEST_KEY = 512
 
 
 def json_map(data: bytes) -> JsonObject:
@@ -31,8 +32,13 @@ def json_map(data: bytes) -> JsonObject:
 
 def read_row(bucket: str, key: str, data: bytes) -> JsonObject:
     """Return the row in ``data``. Raises WireError naming the field that is missing or of another type."""
-    value = json_map(data)
-    _shape(bucket, key).check(value)
+    value, shape = json_map(data), _shape(bucket, key)
+    try:
+        shape.check(value)
+    except WireError as error:
+        if shape is _SECRET:  # the message goes to logs and live rows
+            raise WireError(error.field, error.want, "another value") from None
+        raise
     return value
 
 
@@ -41,6 +47,13 @@ def _text(value: object) -> str:
         raise TypeError
     value.encode()  # half of a surrogate pair, which no terminal and no file can take, is a ValueError
     return value
+
+
+def _key(value: object) -> str:
+    """Return a key as it can stand in a header of HTTP."""
+    if not 1 <= len(text := _text(value)) <= _LONGEST_KEY or not (text.isascii() and text.isprintable()) or " " in text:
+        raise ValueError
+    return text
 
 
 def _whole(value: object) -> int:
@@ -186,6 +199,7 @@ _LIVE = _of(
         "handles": TEXT,
         "place": TEXT,
         "unreadable": TEXT,
+        "rollouts": TEXTS,
         "nonce": TEXT,
         "reached": _TEXT_BY_KEY,
     },
@@ -202,6 +216,7 @@ class _Head(Shape):
         Shape.check(self, value)
 
 
+_SECRET = Shape({"key": _codec(f"1 to {_LONGEST_KEY} visible ASCII characters", _key)}, {})
 _SECTIONS = ("actor", "bus", "data", "engine", "learner", "model", "sampling", "staleness", "up", "weights")
 _ROWS: Mapping[str, Mapping[str, Shape]] = {
     "run": {
@@ -215,7 +230,7 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         subjects.END_KEY: Shape({"step": NATURAL, "reason": TEXT}, {"epoch": NATURAL}),
         "holder.*": Shape({"node": NATURAL, "url": TEXT, "held": keyed(TEXT, TEXTS)}, {"host": TEXT, "trouble": TEXT}),
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
-        "api_key": Shape({"key": TEXT}, {}),
+        "api_key": _SECRET,
         "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),
         "node.*": Shape(
             {"node": NATURAL, "nodes": NATURAL, "nonce": TEXT},
@@ -241,7 +256,7 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         "evicted": Shape({"engines": keyed(TEXT, TEXT)}, {}),
         "turn": Shape({"whose": TEXT}, {"epoch": NATURAL}),
     },
-    "keys": {"admin": Shape({"key": TEXT}, {})},
+    "keys": {"admin": _SECRET},
     "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE, "scorer": WHOLE})},
 }
 """Shapes by bucket and key; ``*`` stands for any end."""

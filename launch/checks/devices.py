@@ -3,6 +3,7 @@
 import os
 
 from launch.checks.findings import Report
+from launch.checks.machine import GPU
 from launch.checks.model import CheckedModel
 from launch.devices.errors import Refused
 from launch.devices.memory_table import memory_rows
@@ -26,12 +27,23 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
         return
     if not node.devices:
+        _want_cuda(report, config, engines=engines, learner=learner)
         report.good("devices", "none visible here (nvidia-smi): ranks and engines run on the CPU")
         return
     for line in described([node], placed):
         report.good(PLACEMENT, line)
     if learner and model is not None and config.learner.device != "cpu":
         _check_host_memory(report, config, model, ranks=len(placed.ranks))
+
+
+def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool) -> None:
+    """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds its devices.)"""
+    if GPU.exists():
+        return
+    own = engines and config.engine.kind == "builtin"
+    for setting, wanted in (("learner.device", learner and config.learner.device), ("engine.device", own and config.engine.device)):
+        if wanted == "cuda":
+            report.error("devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it")
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:

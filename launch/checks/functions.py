@@ -1,18 +1,16 @@
 """Checks of the user's own code: the reward, loaded with its options, and loss and advantage, by reading their source."""
 
-import ast
 import asyncio
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from actors.rollout_settings import parse_rollouts
+from actors.rollout_settings import parse_rollouts, served
 from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
 from launch.checks.findings import Report
+from launch.checks.sources import misfit, misfit_class
 from launch.settings.run_config import RunConfig
 from learner.algorithms.choices import OFFERED
 from learner.data.buffer_filters import contract_of
@@ -80,8 +78,10 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
-    for name, rollout in parse_rollouts(config.rollouts).items():
-        severity = report.error if here else report.warning
+    rollouts = parse_rollouts(config.rollouts)
+    loaded = served(rollouts, config.actor.rollouts)
+    for name, rollout in rollouts.items():
+        severity = report.error if here and name in loaded else report.warning
         if rollout.recorded:
             continue
         if rollout.python:
@@ -193,7 +193,7 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
         if ":" not in path:
             continue
         try:
-            reason = _misfit(path, count, offered)
+            reason = misfit(path, count, offered)
         except (ImportError, ValueError, SyntaxError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
         setting = f"learner.{name}"
@@ -211,7 +211,7 @@ def check_bridge(report: Report, config: RunConfig) -> None:
     if not path:
         return
     try:
-        reason = _misfit(path, 0, ())
+        reason = misfit_class(path)
     except (ImportError, ValueError, SyntaxError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -238,40 +238,3 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"use correction: {algorithm.loss}, or set it"
         report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
-
-
-def _misfit(path: str, count: int, offered: Sequence[str]) -> str:
-    """Return the defect of the function at ``module:function``; empty if its source shows none."""
-    module, _, name = path.partition(":")
-    spec = importlib.util.find_spec(module)
-    if spec is None:
-        return f"no module {module}"
-    if not spec.origin or not spec.origin.endswith(".py"):
-        return ""
-    tree = ast.parse(Path(spec.origin).read_bytes())
-    found = [node for node in tree.body if name in _names(node)]
-    if not found:
-        known = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in tree.body)
-        return "" if known else f"{module} has no {name!r}"
-    return _unlike(found[-1].args, count, offered) if isinstance(found[-1], ast.FunctionDef) else ""
-
-
-def _names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a module defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name for alias in node.names)
-    else:
-        yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
-
-
-def _unlike(arguments: ast.arguments, count: int, offered: Sequence[str]) -> str:
-    """Return how a signature differs from the call; empty if it fits."""
-    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    takes = ", ".join([*positional, *(one.arg for one in arguments.kwonlyargs)]) or "nothing"
-    named = [one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
-    needed = [*positional[count : len(positional) - len(arguments.defaults)], *named]
-    called = f"it is called with {count} arguments" + (f", and may ask for {', '.join(offered)}" if offered else "")
-    short = len(positional) < count and arguments.vararg is None
-    return f"it takes {takes}; {called}" if short or not set(needed) <= set(offered) else ""

@@ -14,6 +14,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.model_values import ROPE_KEYS, as_older
 from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
+from launch.checks.megatron_checkpoint import check_megatron
 from launch.checks.tuning import check_tuning
 from launch.devices.memory_table import valued
 from launch.devices.trained import Shapes, trained_tensors
@@ -105,6 +106,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, tensors)
     check_tuning(report, config, tensors)
+    check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(

@@ -1,9 +1,10 @@
 """Checks of ``prepare``: the files it makes must be used, and agree with files made before."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.checks.findings import Report
-from launch.settings.prepare import PreparedOtherwise, refuse_other
+from launch.settings.prepare import Prepared, PreparedOtherwise, refuse_other
 from launch.settings.run_config import RunConfig
 
 
@@ -13,6 +14,22 @@ class PreparedPaths:
 
     model: bool = False
     prompts: bool = False
+
+
+def made_before(config: RunConfig) -> Path | None:
+    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same settings.
+
+    So it is with the configuration that a run keeps in its directory, when a new run begins with it (``--from-checkpoint``).
+    """
+    directory = Path(config.model.path).parent
+    if config.prepare is None or directory == config.root / "prepared" or Path(config.data.path).parent != directory:
+        return None
+    files = Prepared.in_(directory)
+    try:
+        complete = refuse_other(config.prepare, directory)
+    except PreparedOtherwise:
+        return None
+    return directory if complete and (files.model, files.prompts) == (Path(config.model.path), Path(config.data.path)) else None
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
@@ -25,6 +42,9 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
     directory = f"{config.directory}/prepared"
     used = PreparedPaths(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
     where = "prepare.kind" if "prepare.kind" in report.origins else "prepare"
+    if (before := made_before(config)) is not None:
+        report.good("prepare", f"{before}: made by an earlier run, with the same settings")
+        return PreparedPaths()
     if not used.model and not used.prompts:
         want, cure = "either this and data.path, or prepare, which makes both", "remove prepare (--set prepare=null), or the two paths"
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)

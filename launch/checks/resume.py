@@ -13,11 +13,11 @@ from bus.wire.json_object import JsonMapping
 from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.checkpoints import disk
+from learner.checkpoints import disk, torch_dist
 from learner.data.formats import data_files
 from learner.data.prompts import prompts_digest
 from learner.data.snapshot import read_state
-from learner.errors import PromptError, ReplayMismatch
+from learner.errors import ConfigRefused, PromptError, ReplayMismatch
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +69,16 @@ def identity(config: RunConfig) -> dict[str, object]:
     found["lora"] = (
         {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)} if lora.rank else "none"
     )
-    if model := model_identity(Path(config.model.path)):
+    if model := model_identity(Path(config.model.path), config.model.megatron_checkpoint):
         found["model"] = model
     return found
 
 
-def model_identity(model: Path) -> str:
-    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be read."""
+def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
+    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be read.
+
+    With a checkpoint of Megatron, its iteration and fingerprint follow.
+    """
     try:
         values = json.loads((model / "config.json").read_text(encoding="utf-8"))
         family, layers, hidden = (values[name] for name in ("model_type", "num_hidden_layers", "hidden_size"))
@@ -84,7 +87,17 @@ def model_identity(model: Path) -> str:
         return ""
     tokenizer = model / "tokenizer.json"
     words = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8] if tokenizer.is_file() else "none"
-    return f"{family} of {layers} layers of {hidden} (sizes {sizes}, tokenizer {words})"
+    found = f"{family} of {layers} layers of {hidden} (sizes {sizes}, tokenizer {words})"
+    return found if not megatron_checkpoint else f"{found}, weights of {_weights(Path(megatron_checkpoint))}"
+
+
+def _weights(checkpoint: Path) -> str:
+    """Return the iteration and the fingerprint of a checkpoint of Megatron."""
+    try:
+        iteration = torch_dist.find(checkpoint)
+        return torch_dist.described(iteration)
+    except (ConfigRefused, OSError) as error:  # the check of the model names it
+        return f"{checkpoint}: {error}"
 
 
 def _sizes(values: JsonMapping, where: str) -> str:

@@ -6,6 +6,7 @@ from launch.checks.findings import Report
 from launch.devices.trained import Shapes, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.checkpoints.manifest import MANIFEST
+from learner.checkpoints.torch_dist import TRACKER
 from learner.settings.lora import adapter_refusals
 from learner.settings.schedule import unmatched
 
@@ -53,7 +54,7 @@ def _check_beginning(report: Report, directory: Path) -> None:
         got = f"{directory}: no such directory"
     elif (directory / "config.json").is_file():
         got, cure = f"{directory}: a model directory", "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
-    elif (directory / "common.pt").is_file():
+    elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
         got += ", as in checkpoints of Megatron itself"
-        cure = "convert it to a model directory (tidemill convert CHECKPOINT OUT --model DIR), and make that model.path"
+        cure = "make it model.megatron_checkpoint"
     report.error("model", report.at(BEGINS), want="a checkpoint of Tidemill", got=got, cure=cure)

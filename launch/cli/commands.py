@@ -21,6 +21,7 @@ from launch.cli.inputs import (
     reached_at,
     unprinted_config,
     user_name,
+    with_iteration,
 )
 from launch.run.access import LEARNER, allowed
 from launch.settings.config_loader import changes, render
@@ -91,6 +92,7 @@ def up(args: argparse.Namespace) -> int:
         return 0
     require("engine", "learner")
     check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
+    loaded = with_iteration(args, loaded)
     from launch.run.up import run_up
 
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
@@ -403,6 +405,7 @@ def learner(args: argparse.Namespace) -> int:
         wanted = loaded_config(args).config
     if not args.checked:
         check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
+    wanted = with_iteration(args, loaded_config(args)).config
     from launch.run import learner_roles, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))

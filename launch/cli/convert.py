@@ -11,6 +11,7 @@ from bus.server.ports import KeptPort
 from launch.checks.resume import began_with
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints.disk import TORCH_DIST, has_weights
+from learner.checkpoints.torch_dist import TRACKER, find
 from learner.errors import LearnerError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
+    if (source / TRACKER).is_file():
+        source = find(source)
     if has_weights(source):
         model_dir, own = _of_run(source, model)
         with _in_this_process() as here:

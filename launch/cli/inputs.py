@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.settings.config_loader import Loaded, load, render
@@ -54,6 +55,20 @@ def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "
     for finding in report.warnings:
         print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
     return report
+
+
+def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
+    """Return the configuration with one iteration in ``model.megatron_checkpoint``, for all processes of this start, as in ``args.set``.
+
+    The job that writes the checkpoints may finish another one at any time. Raises ConfigRefused.
+    """
+    from learner.checkpoints.torch_dist import SETTING, find
+
+    given = loaded.config.model.megatron_checkpoint
+    if given and str(found := find(Path(given))) != given:
+        args.set.append(f"{SETTING}={found}")
+        return loaded_config(args)
+    return loaded
 
 
 def given_options(words: list[str]) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """The command line. ``--help`` and errors take a fraction of a second: heavy modules are imported by the command that needs them."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -176,6 +177,16 @@ def _add_processes(commands: "Commands") -> None:
         _allowing(worker)
         if name != "actor":
             _reached_at(worker)
+        else:
+            worker.add_argument(
+                "--rollouts",
+                action="append",
+                dest="set",
+                default=[],
+                type=lambda names: f"actor.rollouts={json.dumps([name for name in names.split(',') if name])}",
+                metavar="NAME,NAME",
+                help="load these rollouts alone, and lease their tasks; single_turn = tasks without one (default: all)",
+            )
         if name == "scorer":
             worker.add_argument("--port", type=int, default=0, help="port to listen on (default 0 = any free port)")
         _configured(worker, required=False)
@@ -183,7 +194,7 @@ def _add_processes(commands: "Commands") -> None:
 
 def _add_router(commands: "Commands") -> None:
     router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
-    router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
+    router.add_argument("--bus", default="", type=samples.bus_url, metavar="URL", help="NATS URL: engines of a run are found there")
     router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     router.add_argument("--id", default="", help="its name on the bus")
     router.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = that of the interface that leads to the bus")
@@ -341,7 +352,7 @@ def _looking(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the run to read."""
     parser.set_defaults(ended=False)  # set when the run is found
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
-    parser.add_argument("--bus", default="", help="NATS URL")
+    parser.add_argument("--bus", default="", type=samples.bus_url, metavar="URL", help="NATS URL, nats://host:port")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
 
 
@@ -361,4 +372,4 @@ def _reached_at(parser: argparse.ArgumentParser) -> None:
 
 
 def _on_bus(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bus", required=True, metavar="URL", help="NATS URL, nats://host:port")
+    parser.add_argument("--bus", required=True, type=samples.bus_url, metavar="URL", help="NATS URL, nats://host:port")

@@ -15,6 +15,7 @@ from rich.text import Text
 from actors.engines.witness import CURE, unreachable, verified
 from bus.client.jetstream import StreamState
 from bus.client.rows import Value
+from bus.config import SINGLE_TURN
 from bus.errors import NotFound
 from bus.liveness.heartbeats import processes
 from bus.streams.bus import Bus
@@ -47,6 +48,8 @@ class TaskCounts(TypedDict):
     last_id: int
     given_up: dict[str, int]
     """Number of tasks by reason."""
+    unserved: dict[str, int]
+    """Number of tasks that wait, by rollout, ``single_turn`` for those without one, of those that no live actor serves."""
 
 
 class SampleCounts(TypedDict):
@@ -169,6 +172,7 @@ async def read_status(bus: Bus) -> RunStatus:
             "leased": backlog[1],
             "last_id": await bus.tasks.last_id(),
             "given_up": dict(sorted(plans.given_up.items())),
+            "unserved": unserved(await bus.tasks.waiting(), alive),
         },
         "samples": _samples(state, plans, feeder),
         "cursors": {
@@ -179,6 +183,15 @@ async def read_status(bus: Bus) -> RunStatus:
         "processes": [_process(row, age, alive) for row, age in rows],
         "unreadable": str(bus.refusals),
     }
+
+
+def unserved(waiting: Mapping[str, int], alive: Sequence[LiveRow]) -> dict[str, int]:
+    """Return the numbers of tasks that wait and that no live actor leases, by rollout; none where the run has ended."""
+    if not any(row.role in ("actor", "feeder") for row in alive):
+        return {}
+    actors = [row for row in alive if row.role == "actor"]
+    named = {rollout or SINGLE_TURN: count for rollout, count in sorted(waiting.items())}
+    return {name: count for name, count in named.items() if not any(name in row.rollouts or not row.rollouts for row in actors)}
 
 
 def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> SampleCounts:
@@ -336,6 +349,9 @@ def print_status(console: Console, status: RunStatus) -> None:
         f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
         f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
     )
+    for rollout, count in tasks["unserved"].items():
+        cure = f"start an actor that does: tidemill actor --rollouts {rollout}"
+        console.print(f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False)
     failed = {"failed": samples["failed"]} if samples["failed"] else {}
     dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"

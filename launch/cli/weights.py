@@ -39,8 +39,10 @@ class EngineChecksums:
 async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
     """Print every engine's version and comparison; return 1 if engines of one version differ, else 0."""
     if args.ended:
-        head = await bus.rows("weights").get("head")
-        newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
+        head, revision = await bus.rows("weights").read("head")
+        newest = "its head cannot be read" if head is None and revision else "it has published no version"
+        if head is not None and "version" in head:
+            newest = f"its newest version is {head['version']} (step {head['step']})"
         Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not running; {newest}", markup=False)
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]

@@ -38,6 +38,12 @@ def write_keys(directory: Path, keys: "Keys") -> None:
         write_whole(directory / name, key + "\n", private=True)
 
 
+def last_key(directory: Path) -> str:
+    """Return the admin key in the run's files; empty when there is none."""
+    file = directory / ADMIN_KEY_FILE
+    return file.read_text().strip() if file.exists() else ""
+
+
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
     """Return the address with user, password and certificates, as ``bus.client.address`` reads it; not to be shown.
 

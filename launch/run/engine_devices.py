@@ -56,12 +56,12 @@ class EngineDevices:
 
     async def _config_of_run(self) -> RunConfig | None:
         """Return the run's configuration with the changes made here; its ``engine.devices`` are those of another machine."""
-        row = await self._bus.rows("run").get(CONFIG_KEY)
+        row, _ = await self._bus.rows("run").read(CONFIG_KEY)
         if row is None:
             return None
         changed = changes((), os.environ)
         try:
-            config = from_map(row[0], f"run {self._bus.run}, row run/{CONFIG_KEY}", changed)
+            config = from_map(row, f"run {self._bus.run}, row run/{CONFIG_KEY}", changed)
         except SettingsError as error:  # the engines refuse it, too, and have a log
             log.warning("devices are not placed, the run's configuration cannot be read error=%s", error)
             return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from actors.engines.witness import Witness
 from bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
 from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import make_keys
+from bus.liveness.keys import keep_keys, make_keys
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.system.files import write_whole
@@ -29,7 +29,7 @@ from launch.devices.placement import place
 from launch.devices.shapes import Device, Node, RankPlace
 from launch.devices.visible import this_node
 from launch.devices.wanted import rank_variables, want_of
-from launch.run.access import auth_dir, write_keys
+from launch.run.access import auth_dir, last_key, write_keys
 from launch.run.interfaces import interface_of
 from launch.run.learner_row import LearnerRow
 from launch.run.node_rank import NodePlace
@@ -89,7 +89,9 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         await bus.create_layout()
         if row.node == 0:
             await bus.rows("run").put("config", to_map(config))
-            write_keys(auth_dir(config), await make_keys(bus))
+            keys = await make_keys(bus, last=last_key(auth_dir(config)))
+            write_keys(auth_dir(config), keys)
+            await stack.enter_async_context(beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))))
         used = own[: _ranks(config) // row.nodes]
         live = LiveRow(
             role="learner",

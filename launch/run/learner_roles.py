@@ -35,10 +35,10 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     """
     from actors.engines.witness import Witness
     from bus.liveness.heartbeats import HeartbeatPublisher
-    from bus.liveness.keys import make_keys
+    from bus.liveness.keys import keep_keys, make_keys
     from bus.streams.bus import connect
     from bus.wire.messages import Capabilities, LiveRow
-    from launch.run.access import write_keys
+    from launch.run.access import last_key, write_keys
     from launch.run.learner_row import LearnerRow
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
@@ -47,7 +47,8 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
-        write_keys(auth_dir(config), await make_keys(bus))
+        keys = await make_keys(bus, last=last_key(auth_dir(config)))
+        write_keys(auth_dir(config), keys)
         row = LiveRow(
             role="learner",
             id=id or "learner",
@@ -59,6 +60,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         async with (
             HeartbeatPublisher(bus, row) as heartbeat,
             beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
+            beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
         ):
             await run_learner(
                 arguments,
@@ -116,7 +118,7 @@ async def run_feeder(
             places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model), routed=routed_of(model)
         )
         return
-    facts = {"identity": model_identity(model), "directory": str(await asyncio.to_thread(model.resolve))}
+    facts = {"identity": model_identity(model, config.model.megatron_checkpoint), "directory": str(await asyncio.to_thread(model.resolve))}
     # Without training there is one rank, and its batches are one part.
     learner = config.learner.alone() if debug.rollout_only else config.learner
     await feeder.run_feeder(
@@ -252,6 +254,7 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
         progress=progress,
         model_dir=Path(config.model.path),
+        megatron_checkpoint=Path(config.model.megatron_checkpoint) if config.model.megatron_checkpoint else None,
         checkpoints=config.checkpoints,
         node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
         snapshots=config.root / "snapshots",

@@ -15,8 +15,8 @@ from launch.run.host import ROLE
 
 async def _asks_scorers(bus: Bus) -> bool:
     """Return whether the actors of a run send samples to scorers, by its configuration on the bus."""
-    row = await bus.rows("run").get(CONFIG_KEY)
-    found: object = {} if row is None else row[0]
+    row, _ = await bus.rows("run").read(CONFIG_KEY)
+    found: object = row or {}
     for name in ("actor", "scorers", "enabled"):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found is True

@@ -31,6 +31,7 @@ from bus.system.files import write_whole
 from bus.wire.messages import Done, VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
+from launch.checks.prepared import made_before
 from launch.checks.run import Purpose, check
 from launch.run import audit_progress, desired, evaluated, learner_roles, process, roles, summary, teacher, view
 from launch.run.audit import audit, read_cursor
@@ -232,7 +233,7 @@ class Up:
 
     async def _prepare(self) -> None:
         """Run ``prepare`` in a process of its own: it loads torch, this one never does. Raises GaveUp."""
-        if self._config.prepare is None:
+        if self._config.prepare is None or made_before(self._config) is not None:
             return
         child = process.launched("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
         await child.start()
@@ -319,10 +320,10 @@ class Up:
         if self._config.debug.trains_only:  # it makes no checkpoint
             return any([isinstance(one, Done) and one.step >= self._config.learner.steps async for _, one in bus.plans.scan()])
         rows = bus.rows("run")
-        checkpoint, end = await rows.get(CHECKPOINT_KEY), await rows.get(END_KEY)
+        checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
-        if end is not None and end[0]["step"] == step:
-            self._ended_by = end[0]["reason"]
+        if end is not None and end["step"] == step:
+            self._ended_by = end["reason"]
             return True
         return step >= self._config.learner.steps
 

@@ -173,7 +173,7 @@ def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
         ("lag", lag),
         ("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}"),
         ("entropy", f"{watch.newest('train/entropy'):.3f} nats"),
-        ("tokens/s", f"{watch.rate_generated:.0f} made, {watch.rate_trained:.0f} trained"),
+        ("tokens/s", f"{watch.rate_generated:.0f} generated, {watch.rate_trained:.0f} trained"),
         ("waiting", f"learner {watch.newest('train/wait_share'):.0%}" + (f", actors {actors:.0%}" if actors is not None else "")),
         ("tasks", f"{waiting} waiting, {leased} leased"),
         ("buffer", f"{feeder.get('buffered', 0):.0f} samples of {feeder.get('open_tasks', 0):.0f} tasks"),

@@ -2,8 +2,20 @@
 
 import argparse
 
+from bus.client.address import parse
+
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"
+
+
+def bus_url(text: str) -> str:
+    """Return the argument ``--bus`` as it was given. Raises ArgumentTypeError for what is no address of a bus."""
+    try:
+        if text:
+            parse(text)
+    except ValueError as bad:
+        raise argparse.ArgumentTypeError(str(bad)) from None
+    return text
 
 
 def add_tail(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +80,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(ended=False)  # known when the run is found
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
-    parser.add_argument("--bus", default="", help="NATS URL")
+    parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
 
 

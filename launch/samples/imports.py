@@ -17,7 +17,7 @@ from bus.wire.codec import check_sample, decode_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Kind, Sample, Status
 from launch.samples.recording import Recording
-from learner.data.formats import read_values, where_of
+from learner.data.formats import read_values
 from learner.data.prompts import row_of
 from learner.data.responses import KNOWN, listed, responses_in
 from learner.errors import PromptError
@@ -53,7 +53,7 @@ class Rows:
         """Add a line from outside. Raises PromptError."""
         if unknown := sorted(set(values) - {*_OF_ROW, *KNOWN}):
             raise PromptError(where, f"only {', '.join((*_OF_ROW, *KNOWN))} in a line", unknown[0])
-        found = row_of(Path(file), number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
+        found = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
         own = {name: values[name] for name in KNOWN if name in values}
         if sum(map(bool, (own and "response" not in values, "response" in values, "responses" in values))) != 1:
             raise PromptError(where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values)))
@@ -120,10 +120,10 @@ def _read_recording(path: Path, rows: Rows) -> None:
 
 
 def _read_lines(path: Path, rows: Rows) -> None:
-    for number, values in enumerate(read_values(path)):
+    for number, (where, values) in enumerate(read_values(path)):
         if isinstance(values, PromptError):
             raise values
-        rows.add_line(where_of(path, number), str(path), number, dict(values))
+        rows.add_line(where, str(path), number, dict(values))
 
 
 def _unfit(sample: Sample) -> str:

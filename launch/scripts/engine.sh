@@ -5,6 +5,6 @@ set -euo pipefail
 PATH="$PATH:$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin"  # the environment that make has made, where no other is active
 CONFIG=${CONFIG:-launch/configs/digits.yaml}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
-HOST=${HOST:-127.0.0.1}      # address at which actors and the learner reach this engine
+HOST=${HOST:-auto}   # that of the route to the bus, or the address at which actors and the learner reach this engine
 tidemill prepare "$CONFIG"   # makes the small model, if the configuration asks for it and it is not there; the same seed, the same weights
 exec tidemill engine --config "$CONFIG" --bus "$BUS" --id "${ID:-$(hostname)-$$}" --set engine.host="$HOST" ${DEVICES:+--set engine.devices="[$DEVICES]"}

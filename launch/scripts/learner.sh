@@ -5,6 +5,6 @@ set -euo pipefail
 PATH="$PATH:$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin"  # the environment that make has made, where no other is active
 CONFIG=${CONFIG:-launch/configs/digits.yaml}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
-HOST=${HOST:-127.0.0.1}      # address at which engines reach this machine for weights and snapshots
+HOST=${HOST:-auto}   # that of the route to the bus, or the address at which engines reach this machine for weights and snapshots
 tidemill prepare "$CONFIG"   # makes the small model and the prompts, if the configuration asks for it and they are not there
 exec tidemill learner --config "$CONFIG" --bus "$BUS" --set weights.host="$HOST" ${DEVICES:+--set learner.devices="[$DEVICES]"}

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.config import ActorConfig, EngineConfig
-from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in
+from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
 from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
-from learner.data.config import DataConfig
+from learner.data.config import MOST_LETTERS, MOST_STOPS, DataConfig
 from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
@@ -40,6 +40,8 @@ class ModelConfig:
 
     path: str = ""
     """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
+    megatron_checkpoint: str = ""
+    """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in ``path``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens <= 0:
             raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
+        if len(self.stop) > MOST_STOPS or not all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in self.stop):
+            raise ValueError(f"stop: want at most {MOST_STOPS} strings of 1 to {MOST_LETTERS} letters, got {list(self.stop)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,9 @@ class UpConfig:
     def __post_init__(self) -> None:
         if self.engines < 0 or self.actors < 0 or self.scorers < 0 or self.restarts < 0:
             raise ValueError("engines, actors, scorers, restarts: want >= 0")
+        for name in ("restart_window_s", "drain_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.view not in ("live", "plain", "auto"):
             raise ValueError(f"view: want live, plain or auto, got {self.view!r}")
 
@@ -268,6 +275,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     _refuse_columns(config)
     _refuse_debug(config)
     _refuse_recorded(config)
+    _refuse_megatron(config)
     try:
         refuse_unknown(config.learner.algorithm.alarms)
     except ValueError as bad:
@@ -369,6 +377,7 @@ def _refuse_rollouts(config: RunConfig) -> None:
     rollouts = parse_rollouts(config.rollouts)
     if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
         raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
+    served(rollouts, config.actor.rollouts)
     for place, data in _places(config).items():
         named = data.rollouts(rollouts)
         if unknown := sorted(named - set(rollouts)):
@@ -378,6 +387,15 @@ def _refuse_rollouts(config: RunConfig) -> None:
             raise ValueError(
                 f"{place}.sampling_key: want none with {place}.rollout: the limits of a program are its own and rollouts.NAME.budget"
             )
+
+
+def _refuse_megatron(config: RunConfig) -> None:
+    """Raise ValueError for a checkpoint of Megatron where the weights of ``model.path`` are used."""
+    lora, generates = config.learner.lora.rank > 0, config.debug.rollout_only
+    if config.model.megatron_checkpoint and (lora or generates):
+        why = "debug.rollout_only, whose engines load model.path" if generates else "learner.lora, whose adapters belong to model.path"
+        cure = "convert it (tidemill convert), and make the result model.path"
+        raise ValueError(f"model.megatron_checkpoint: want none with {why}, got {config.model.megatron_checkpoint!r}; {cure}")
 
 
 def _refuse_debug(config: RunConfig) -> None:

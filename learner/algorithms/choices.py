@@ -5,11 +5,17 @@ OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline"
 ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
 BY_CRITIC = ("gae", "vtrace")
 """Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
+DISCOUNTED = ("reinforce", "reinforce_pp")
+"""Estimators without a baseline of rewards, whose return may be discounted by token (``learner/algorithms/token_returns.py``)."""
 OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
 """Arguments that an estimator by import path may ask for, by the names of its parameters."""
+RUNNING = ("rae",)
+"""Estimators with a baseline that is carried from step to step (``learner/algorithms/running_baseline.py``)."""
 CREDITS = ("episode", "turn")
 OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that know turns (``learner/algorithms/credit.py``)."""
+IN_REWARD = (*OF_TURNS, *RUNNING)
+"""Estimators without a critic whose advantages are in units of the reward."""
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 """Losses that treat tokens of large covariance (advantage, log-prob) apart."""
 BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, ANCHORED, BOUNDED, BY_COVARIANCE, BY_CRITIC, LOSSES, OF_TURNS
+from learner.algorithms.choices import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ANCHORED,
+    BOUNDED,
+    BY_COVARIANCE,
+    BY_CRITIC,
+    DISCOUNTED,
+    IN_REWARD,
+    LOSSES,
+    RUNNING,
+)
 from learner.algorithms.kl_settings import KLConfig
 from learner.algorithms.presets import DEFAULTS, PRESETS
 from learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
@@ -29,9 +40,9 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
-    pass_at_k | gdpo; with a critic gae | vtrace; or module:function."""
+    pass_at_k | gdpo | rae; with a critic gae | vtrace; or module:function."""
     gamma: float = 1.0
-    """Discount from a trainable token to the next (gae, vtrace)."""
+    """Discount from a trainable token to the next (gae, vtrace, reinforce, reinforce_pp)."""
     lam: float = 1.0
     """GAE's lambda, from 0 (one step ahead) to 1 (the whole return); with vtrace a factor of its traces."""
     vtrace_rho: float = 1.0
@@ -40,6 +51,10 @@ class AlgorithmConfig:
     """vtrace: upper bound of the weight with which later differences reach earlier tokens; <= vtrace_rho."""
     pass_k: int = 2
     """k of ``pass_at_k``; at most the samples of a group."""
+    rae_decay: float = 0.95
+    """rae: share of a role's baseline that stays when one reward of the role has been added to it."""
+    rae_role: str = ""
+    """rae: key of the samples' metadata with the role, each of which has a baseline of its own; empty = one baseline for all samples."""
     gdpo_weights: dict[str, Any] = field(default_factory=dict)
     """Weight of each reward part in ``gdpo``, by name; parts without one are ignored. Empty = 1 for every part."""
     whiten: bool | None = None
@@ -184,9 +199,14 @@ class AlgorithmConfig:
         return self.aggregation == "constant" and not self.loss_constant
 
     @property
-    def own_estimator(self) -> bool:
-        """True if the advantages are those of a function by import path."""
-        return ":" in self.advantage
+    def by_role(self) -> bool:
+        """True if the baselines of the run depend on the metadata of samples."""
+        return self.advantage in RUNNING and bool(self.rae_role)
+
+    @property
+    def may_need_metadata(self) -> bool:
+        """True if the advantages depend on the metadata of samples, or might: those of a function by import path."""
+        return ":" in self.advantage or self.by_role
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:
@@ -252,6 +272,7 @@ _NOT_NEGATIVE = (
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
     "entropy_target",
     "sft_coef",
+    "rae_decay",
     *("clip_cov_low", "kl_cov_coef"),
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
@@ -268,10 +289,12 @@ _OF_LOSS: Mapping[str, tuple[str, ...]] = {
 }
 """Settings that only some of the built-in losses use. A loss by import path may use any."""
 _OF_ADVANTAGE: Mapping[str, tuple[str, ...]] = {
-    "gamma": BY_CRITIC,
+    "gamma": (*BY_CRITIC, *DISCOUNTED),
     "lam": BY_CRITIC,
     "vtrace_rho": ("vtrace",),
     "vtrace_c": ("vtrace",),
+    "rae_decay": RUNNING,
+    "rae_role": RUNNING,
 }
 """Settings that only some of the built-in estimators use."""
 MOST_LISTED = 1024
@@ -333,7 +356,7 @@ def _refuse(config: AlgorithmConfig) -> None:
         by_path = name in _BY_PATH
         if getattr(config, name) not in choices and not (by_path and ":" in getattr(config, name)):
             raise ValueError(f"{name}: want {' | '.join(choices)}{' or module:function' * by_path}, got {getattr(config, name)!r}")
-    for name, choices in (("loss", LOSSES), ("advantage", (*ADVANTAGES, *BY_CRITIC))):
+    for name, choices in (("loss", LOSSES), ("advantage", (*ADVANTAGES, *RUNNING, *BY_CRITIC))):
         value = getattr(config, name)
         if value not in choices and ":" not in value:
             raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
@@ -354,6 +377,8 @@ def _refuse(config: AlgorithmConfig) -> None:
             raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
     if config.vtrace_c > config.vtrace_rho:
         raise ValueError(f"vtrace_c: want <= vtrace_rho = {config.vtrace_rho!r} (else there is no fixed point), got {config.vtrace_c!r}")
+    if config.rae_decay >= 1:
+        raise ValueError(f"rae_decay: want < 1 (at 1 the baseline would never move), got {config.rae_decay!r}")
     if config.pass_k < 1:
         raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
     for name in ("cov_share", "top_entropy"):
@@ -507,9 +532,9 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
             "proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef, top_entropy, clip_cov, kl_cov "
             "and vtrace need; want proximal: recompute"
         )
-    if config.kl.reward_by == "token" and config.advantage not in (*OF_TURNS, *BY_CRITIC):
+    if config.kl.reward_by == "token" and config.advantage not in (*IN_REWARD, *BY_CRITIC):
         raise ValueError(
-            f"kl.reward_by: token needs an advantage in units of the reward: want advantage: {' | '.join((*OF_TURNS, *BY_CRITIC))}, "
+            f"kl.reward_by: token needs an advantage in units of the reward: want advantage: {' | '.join((*IN_REWARD, *BY_CRITIC))}, "
             f"or kl.reward_by: sample, got advantage {config.advantage}"
         )
     if config.opsm_threshold and config.loss == "sft":

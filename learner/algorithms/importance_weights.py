@@ -105,3 +105,11 @@ def self_normalised(weights: Weights, mask_T: Tensor, sums: Tensor) -> Weights:
 def effective_sample_share(total: float, squares: float, count: float) -> float:
     """Return ``(sum w)^2 / (n sum w^2)``, in 1/n .. 1: 1 iff all weights are equal, and for no weights. Source: Kish 1965."""
     return total * total / (count * squares) if count and squares else 1.0
+
+
+def rate_factor(total: float, squares: float, count: float, *, base: float) -> float:
+    """Return the factor of the learning rate, ``sqrt(min(1, share / base))``, from the sums of the sequence weights of the update.
+
+    ``base``: effective sample share, above 0, from which on the rate is whole. Source: VCPO 2602.17616.
+    """
+    return min(1.0, effective_sample_share(total, squares, count) / base) ** 0.5

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.algorithms import policy_losses, rejection, token_choice
+from learner.algorithms import policy_losses, rejection, token_choice, token_returns
 from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, Reducer, aggregate
-from learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED
+from learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
 from learner.algorithms.distillation import top_k_divergence
@@ -30,9 +30,9 @@ from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.own_functions import asked_for, imported
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
+from learner.algorithms.running_baseline import over_baselines, roles_of
 from learner.algorithms.shaping import distillation_advantages, overlong_penalty
 from learner.algorithms.supervised import sft_loss
-from learner.algorithms.token_returns import divergences_to_go, later_sums, sums_and_owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +193,11 @@ class Objective:
         self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         self.asks: frozenset[str] = frozenset()
-        """Arguments that an estimator by import path asks for, of ``OFFERED``."""
+        """Arguments of ``OFFERED`` that the estimator gets: those that one by import path asks for; the metadata, if it has rae's roles."""
         if self._estimator:
             self._advantages: AdvantageFunction = self._estimator.function
+        elif config.advantage in RUNNING:  # ``over_running_baselines`` makes the advantages
+            self.asks = frozenset({"metadata"} if config.by_role else ())
         elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
             self._advantages = imported(config.advantage, "advantage")
             given = ("rewards_N", "groups_N")
@@ -203,8 +205,8 @@ class Objective:
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
-        self.by_token = config.kl.reward_by == "token"
-        """True: the advantages of samples are completed, and whitened, by ``with_divergences``."""
+        self.by_token = config.kl.reward_by == "token" or (config.gamma < 1 and not config.by_critic)
+        """True: the advantages of samples are discounted, charged for the divergence and whitened by ``with_token_returns``."""
 
     # ---- advantages, [N]
 
@@ -260,6 +262,21 @@ class Objective:
             if not isinstance(advantages_N, Tensor) or advantages_N.shape != rewards_N.shape:
                 got = [*advantages_N.shape] if isinstance(advantages_N, Tensor) else type(advantages_N).__name__
                 raise ValueError(f"advantage {self.config.advantage}: want a tensor of shape {[*rewards_N.shape]}, got {got}")
+        return self._whitened(advantages_N, trainable_N)
+
+    def over_running_baselines(
+        self, rewards_N: Tensor, trainable_N: Tensor, metadata: Sequence[Mapping[str, object]], baselines: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return (one advantage per sample, whitened if the config whitens; the baselines after the step). For ``rae``.
+
+        Raises ValueError if no sample has the metadata that the config names as the role.
+        """
+        roles = roles_of(metadata, self.config.rae_role, num_samples=len(rewards_N))
+        advantages_N, after = over_baselines(rewards_N, roles, baselines, decay=self.config.rae_decay)
+        return self._whitened(advantages_N, trainable_N), after
+
+    def _whitened(self, advantages_N: Tensor, trainable_N: Tensor) -> Tensor:
+        """Return the advantages of samples as the loss gets them, unless ``with_token_returns`` completes them."""
         return whitened(advantages_N, trainable_N) if self._whiten and not self.by_token else advantages_N
 
     def _of_parts(self, parts: RewardParts | None, groups_N: Tensor) -> Tensor:
@@ -274,24 +291,51 @@ class Objective:
         values_NK = parts.values_NK[:, [names.index(name) for name in found]]
         return gdpo(values_NK, groups_N, torch.tensor([float(weights[name]) for name in found], dtype=values_NK.dtype))
 
-    def with_divergences(self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tokens]:
-        """Return the rows with the divergence from each token to the end of its episode taken off its advantage, then whitened.
+    def with_token_returns(self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tokens]:
+        """Return the rows with each token's own advantage: the sample's, discounted, less the divergence to the end; then whitened.
 
-        ``rows``: all rows of this rank in the step, with ``old_T``, ``reference_T`` and the advantages of the samples. Collective.
+        ``rows``: all rows of this rank in the step, with the advantages of the samples, and with ``old_T`` and ``reference_T`` where the
+        divergence is in the reward of tokens. Collective.
         """
-        gaps = [torch.where(row.mask_T, _old(row) - _reference(row), 0.0) for row in rows]
-        parts = [sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence) for gap_T, row in zip(gaps, rows, strict=True)]
-        sums_M, owners_M = summed(torch.stack(parts).sum(0)).unbind()
-        later_M = later_sums(sums_M, owners_M)
-        scale = kl_scale * self.config.kl.reward_coef
-        values = [
-            row.advantages_T.double() - scale * divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
-            for gap_T, row in zip(gaps, rows, strict=True)
-        ]
+        gaps = [self._gap(row) for row in rows]
+        returns = self._returns if self.config.gamma == 1 else self._discounted
+        values = returns(rows, gaps, scale=kl_scale * self.config.kl.reward_coef, summed=summed)
         if self._whiten:
             moments = summed(torch.stack([masked_moments(v_T, row.mask_T) for v_T, row in zip(values, rows, strict=True)]).sum(0))
             values = [whitened(value_T, row.mask_T, moments) for value_T, row in zip(values, rows, strict=True)]
         return [replace(row, advantages_T=value_T.to(row.advantages_T.dtype)) for value_T, row in zip(values, rows, strict=True)]
+
+    def _gap(self, row: Tokens) -> Tensor:
+        """Return the divergence that each token is charged for, nats; 0 where masked, and if it is not in the reward of tokens."""
+        if self.config.kl.reward_by != "token":
+            return torch.zeros_like(row.advantages_T)
+        return torch.where(row.mask_T, _old(row) - _reference(row), 0.0)
+
+    @staticmethod
+    def _returns(rows: Sequence[Tokens], gaps: Sequence[Tensor], *, scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        parts = [
+            token_returns.sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence) for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+        sums_M, owners_M = summed(torch.stack(parts).sum(0)).unbind()
+        later_M = token_returns.later_sums(sums_M, owners_M)
+        return [
+            row.advantages_T.double() - scale * token_returns.divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
+            for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+
+    def _discounted(
+        self, rows: Sequence[Tokens], gaps: Sequence[Tensor], *, scale: float, summed: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        gamma, values = self.config.gamma, []
+        parts = [
+            token_returns.discounted_sums(gap_T, row.mask_T, row.sample_T, *row.by_sequence, gamma=gamma)
+            for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+        ahead = token_returns.discounted(summed(torch.stack(parts).sum(0)), gamma=gamma)
+        for gap_T, row in zip(gaps, rows, strict=True):
+            factor_T, charge_T = token_returns.discounted_to_go(gap_T, row.mask_T, row.by_sequence[0], ahead, gamma=gamma)
+            values.append(factor_T * row.advantages_T.double() - scale * charge_T)
+        return values
 
     def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
         """Return one advantage per turn, whitened over the trainable tokens of the step if the config whitens."""

@@ -6,17 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+class FunctionRefused(ValueError):
+    """A function or class that a setting names is not there, or cannot be called as it would be."""
+
+    exit_code = 78
+    """That of wrong settings, ``bus.exit_codes.CONFIG``: no restart cures it."""
+
+
 def imported(path: str, what: str, *, form: str = "module:function") -> Callable[..., Any]:
-    """Return the function or class at ``module:name``. Raises ValueError with the missing part; ``what`` names the setting in it."""
+    """Return the function or class at ``module:name``. Raises FunctionRefused with the missing part; ``what`` names the setting in it."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ValueError(f"{what}: want {form}, got {path!r}: {error}") from None
+        raise FunctionRefused(f"{what}: want {form}, got {path!r}: {error}") from None
     except AttributeError:
-        raise ValueError(f"{what}: want {form}, got {path!r}: {module} has no {name!r}") from None
+        raise FunctionRefused(f"{what}: want {form}, got {path!r}: {module} has no {name!r}") from None
     if not callable(found):
-        raise ValueError(f"{what}: want {form}, got {path!r}: a {type(found).__name__}")
+        raise FunctionRefused(f"{what}: want {form}, got {path!r}: a {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 
@@ -24,18 +31,21 @@ def asked_for(function: Callable[..., Any], given: Sequence[str], offered: Seque
     """Return those of the ``offered`` arguments that are parameters of the function: it is called with these by name.
 
     ``given``: names of its positional arguments. A parameter with a default that is not offered keeps its default.
-    Raises ValueError for a function that cannot be called so.
+    Raises FunctionRefused for a function that cannot be called so.
     """
     form = ", ".join([*given, *(["*", *offered] if offered else [])])
     want = f"a function ({form})" + (", with any of the named ones" if offered else "")
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "a class" if inspect.isclass(function) else "an async function"
+        raise FunctionRefused(f"{what}: want {want}, got {path!r}: {kind}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: want {want}, got {path!r}: {error}") from None
+        raise FunctionRefused(f"{what}: want {want}, got {path!r}: {error}") from None
     by_name = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     asked = frozenset(by_name.intersection(offered))
     try:
         inspect.signature(function).bind(*given, **dict.fromkeys(asked))
     except TypeError as error:
-        raise ValueError(f"{what}: want {want}, got {path!r}: {error}") from None
+        raise FunctionRefused(f"{what}: want {want}, got {path!r}: {error}") from None
     return asked

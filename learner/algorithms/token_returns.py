@@ -1,13 +1,18 @@
-"""Advantages by token with the divergence in the reward: REINFORCE++ and its variant with a group baseline.
+"""Returns by token without a critic: REINFORCE++, and estimators with a group baseline whose divergence is in the reward of tokens.
 
 Pure functions; T = tokens of a packed row, N = samples (episodes) of the step, M = their token sequences. A token's reward is
-``-coef (log pi - log pi_ref)``, the outcome comes at the end of the episode, and gamma is 1: a token is charged for the divergence from it
-to the end of its episode, over the sequence's own later tokens and the later sequences. The rows of an episode may be on different ranks.
+``-coef (log pi - log pi_ref)``, and the outcome comes at the last trainable token of the episode. A token gets the outcome and is charged
+for the divergence from it to the end of its episode, over the sequence's own later tokens and the later sequences, both discounted by gamma
+per trainable token between. The rows of an episode may be on different ranks.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from learner.algorithms.advantages import returns_to_go
+from learner.algorithms.gae_vtrace import recurrence
 from learner.algorithms.ratios import prefix_sums, running_sums, sequence_sums
 
 
@@ -38,3 +43,59 @@ def divergences_to_go(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sums_M:
     gap_T = torch.where(mask_T, gap_T.double(), 0.0)
     before_T = prefix_sums(gap_T, mask_T, sequence_T, len(sums_M)) - gap_T
     return torch.where(mask_T, (sums_M + later_M)[sequence_T.clamp(min=0)] - before_T, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Tokens of each sequence, and tokens and gaps of the later ones in its episode; float64 [M] each."""
+
+    tokens_M: Tensor
+    """Trainable tokens of the sequence."""
+    later_tokens_M: Tensor
+    """Trainable tokens of the later sequences of the same sample."""
+    later_M: Tensor
+    """Discounted sum of the gaps of the later sequences, at the first trainable token of the first of them."""
+
+
+def discounted_sums(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int, *, gamma: float) -> Tensor:
+    """Return (sum of gamma^j gap_j, sample, trainable tokens) of each sequence in this row, 0 for the others, float64 [3, M].
+
+    j counts the trainable tokens of the sequence from 0. Add them over rows and ranks, then call ``discounted``.
+    """
+    before_T = _counts(mask_T, sequence_T, num_sequences) - 1
+    sums_2M = sums_and_owners(gamma**before_T * gap_T.double(), mask_T, sample_T, sequence_T, num_sequences)
+    return torch.cat([sums_2M, sequence_sums(torch.ones_like(before_T), mask_T, sequence_T, num_sequences)[None]])
+
+
+def discounted(sums_3M: Tensor, *, gamma: float) -> Ahead:
+    """Return the tokens and gaps ahead of each sequence, from the ``discounted_sums`` of all rows and ranks."""
+    sums_M, owners_M, tokens_M = sums_3M.unbind()
+    last_M = torch.ones_like(owners_M, dtype=torch.bool)
+    last_M[:-1] = owners_M[1:] != owners_M[:-1]
+    from_here_M = recurrence(sums_M, torch.where(last_M, 0.0, gamma**tokens_M))
+    return Ahead(
+        tokens_M=tokens_M,
+        later_tokens_M=later_sums(tokens_M, owners_M),
+        later_M=torch.where(last_M, 0.0, from_here_M.roll(-1)),
+    )
+
+
+def discounted_to_go(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor, ahead: Ahead, *, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return (the factor of the outcome, the discounted sum of the gaps from each token on, itself included), float64 [T]; 0 where masked.
+
+    The factor is gamma to the number of trainable tokens after this one in the episode. Masked tokens (of tools, of environments, or older
+    than the gate allows) are skipped without discount, as in ``gae``; at gamma 1 the pair is (1, ``divergences_to_go``).
+    Source: REINFORCE++, Hu et al. 2025 (2501.03262), with the discount of OpenRLHF's and verl's implementations of it.
+    """
+    place_T = sequence_T.clamp(min=0)
+    counts_T = _counts(mask_T, sequence_T, len(ahead.tokens_M))
+    left_T = ahead.tokens_M[place_T] - counts_T
+    own_T = returns_to_go(gap_T.double(), sequence_T, gamma=gamma, mask_T=mask_T)
+    factor_T = torch.where(mask_T, gamma ** (left_T + ahead.later_tokens_M[place_T]), 0.0)
+    return factor_T, torch.where(mask_T, own_T + gamma ** (left_T + 1) * ahead.later_M[place_T], 0.0)
+
+
+def _counts(mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Return the number of trainable tokens of a sequence up to and including each one, float64 [T]; 0 where masked."""
+    ones_T = torch.ones(mask_T.shape, dtype=torch.float64, device=mask_T.device)
+    return prefix_sums(ones_T, mask_T, sequence_T, num_sequences)

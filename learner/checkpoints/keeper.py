@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bus.client.reach import HERE, Reach
 from bus.client.waiter import Waiter
-from bus.errors import BusUnavailable
+from bus.errors import BusError
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
@@ -110,12 +110,12 @@ class Keeper:
             while True:
                 try:
                     await self.look()
-                except BusUnavailable as error:
-                    log.info("checkpoints of others are not copied while the bus is away error=%s", error)
+                except BusError as error:  # it is away, or the row of the latest checkpoint or of the key cannot be read
+                    log.info("checkpoints of others are not copied now error=%s", error)
                 await changed.wait(INTERVAL_S)  # the ranks of this node wake no keeper, and a wake-up may be lost
 
     async def look(self) -> None:
-        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises BusUnavailable."""
+        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises BusError."""
         others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
         keys = await self._keys.known()
         peers = tuple(Peer(node=one.node, url=one.url, key=keys.bearer) for one in others.values() if one.url)

@@ -8,6 +8,7 @@ from typing import Any
 from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
+from learner.data.config import MOST_LETTERS, MOST_STOPS
 from learner.data.formats import kind_of, refuse_unsendable, value_at
 from learner.data.source import rollout_named
 from learner.errors import PromptError
@@ -17,10 +18,6 @@ REWARD = "reward"
 TOOLS = "tools"
 """Key in a task's metadata with the tools of its row, as the chat template has rendered them."""
 MOST_TOOLS = 128
-MOST_STOPS = 16
-"""Most strings, and most tokens, at which a response to one row ends."""
-MOST_LETTERS = 200
-"""Longest name of a reward, and longest of these strings."""
 ONE_DISTRIBUTION = ("temperature", "top_p", "top_k", "seed")
 
 

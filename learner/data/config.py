@@ -7,6 +7,11 @@ from bus.wire.json_object import JsonObject
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
+MOST_STOPS = 16
+"""Most strings, and most tokens, at which a response ends."""
+MOST_LETTERS = 200
+"""Longest name of a reward, and longest of these strings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -75,6 +80,8 @@ class DataConfig:
             raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
         for source in self.chosen:
             Source.at(source.path)
+        if self.max_prompt_tokens < 0:
+            raise ValueError(f"max_prompt_tokens: want > 0, or 0 for what the model leaves, got {self.max_prompt_tokens}")
         if not 0 <= self.skip_easy <= 1:
             raise ValueError(f"skip_easy: want 0..1, got {self.skip_easy!r}")
         if not self.skip_hard < 1 or (self.skip_easy and self.skip_hard >= self.skip_easy):

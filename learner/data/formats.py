@@ -9,11 +9,19 @@ from typing import Any, NoReturn
 
 from bus.wire.json_object import JsonMapping
 from learner.data.row_functions import is_function, rows_of
+from learner.data.shards import SUFFIXES, is_pattern, matching, shards_in
 from learner.errors import PromptError
 
 LINE_BYTES = 64 << 20
 """Longest line of a JSONL file."""
-KINDS = "a .jsonl or .parquet file, a directory saved by datasets (save_to_disk), or python:module:function"
+KINDS = (
+    "a .jsonl or .parquet file, a directory of such shards or a pattern for their names, a directory saved by datasets (save_to_disk), "
+    "or python:module:function"
+)
+
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files of a directory that ``Dataset.save_to_disk`` wrote, and of one by ``DatasetDict.save_to_disk``."""
 
 
 def where_of(path: Path, number: int) -> str:
@@ -29,28 +37,29 @@ def data_files(path: Path) -> list[Path]:
     if is_function(path):
         return [path]
     if path.is_dir():
-        return _arrow_files(path)
+        return _arrow_files(path) if (path / STATE).is_file() or (path / SPLITS).is_file() else shards_in(path, kinds=KINDS)
+    if not path.is_file() and is_pattern(path):
+        return matching(path)
     if not path.is_file():
         raise PromptError(str(path), "a file of prompts", "no such file")
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix not in SUFFIXES:
         raise PromptError(str(path), KINDS if path.suffix == ".arrow" else "a .jsonl or .parquet file", f"suffix {path.suffix!r}")
     return [path]
 
 
-def read_values(path: Path) -> Iterator[JsonMapping | PromptError]:
-    """Yield the values of each row in the file's order; for a line that is not a JSON map, the error in its place.
+def read_values(path: Path) -> Iterator[tuple[str, JsonMapping | PromptError]]:
+    """Yield the place of each row, as in messages, and its values, in the order of the files; for a line that is no JSON map, the error.
 
-    Raises PromptError when the rest of the file cannot be read.
+    The place names the shard of a source that has several. Raises PromptError when the rest of a file cannot be read.
     """
     files = data_files(path)
-    if is_function(path):
-        yield from rows_of(path)
-    elif path.is_dir():
-        yield from _read_arrow(files)
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
-    else:
-        yield from _read_parquet(path)
+    if is_function(path) or files[0].suffix == ".arrow":
+        rows = rows_of(path) if is_function(path) else _read_arrow(files)
+        yield from ((where_of(path, number), values) for number, values in enumerate(rows))
+        return
+    for file in files:
+        read = _read_jsonl if file.suffix == ".jsonl" else _read_parquet
+        yield from ((where_of(file, number), values) for number, values in enumerate(read(file)))
 
 
 def _read_jsonl(path: Path) -> Iterator[JsonMapping | PromptError]:
@@ -93,12 +102,10 @@ def _read_parquet(path: Path) -> Iterator[JsonMapping]:
 
 def _arrow_files(path: Path) -> list[Path]:
     """Return the files of a directory of ``Dataset.save_to_disk``: ``state.json`` lists them (datasets 2 to 5)."""
-    state, splits = path / "state.json", path / "dataset_dict.json"
-    if splits.is_file():
-        found = ", ".join(sorted(str(one.parent) for one in path.glob("*/state.json"))) or "none"
+    state = path / STATE
+    if (path / SPLITS).is_file():
+        found = ", ".join(sorted(str(one.parent) for one in path.glob(f"*/{STATE}"))) or "none"
         raise PromptError(str(path), "the directory of one split", f"one of several splits; name one of them: {found}")
-    if not state.is_file():
-        raise PromptError(str(path), KINDS, "a directory without state.json")
     try:
         said = json.loads(state.read_bytes())
         names = [one["filename"] for one in said["_data_files"]]

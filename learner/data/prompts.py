@@ -218,7 +218,7 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
     That of one whole file is as in the releases that had nothing else: checkpoints have it.
     """
     files = [data_files(source.path) for source in sources]
-    if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir():
+    if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir() and len(files[0]) == 1:
         digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
         _add_content(digest, files[0][0])
         return digest.hexdigest()[:16]
@@ -263,23 +263,26 @@ def scan_rows(source: Source) -> Iterator[Row | PromptError]:
     """
     found = enumerate(read_values(source.path))
     if (source.start or 0) < 0 or (source.stop or 0) < 0:  # from the end, which is not known before
-        chosen: Iterator[tuple[int, object]] = iter(list(found)[source.start : source.stop])
+        chosen: Iterator[tuple[int, tuple[str, JsonMapping | PromptError]]] = iter(list(found)[source.start : source.stop])
     else:
         chosen = islice(found, source.start, source.stop)
-    for number, values in chosen:
-        yield values if isinstance(values, PromptError) else _scanned(source, number, values)
+    for number, (where, values) in chosen:
+        yield values if isinstance(values, PromptError) else _scanned(source, number, values, where)
 
 
-def _scanned(source: Source, number: int, values: Any) -> Row | PromptError:
+def _scanned(source: Source, number: int, values: JsonMapping, where: str) -> Row | PromptError:
     try:
-        return row_in(source, number, values)
+        return row_in(source, number, values, where=where)
     except PromptError as error:
         return error
 
 
-def row_in(source: Source, number: int, values: Mapping[str, object]) -> Row:
-    """Return the row of a source for one line's values, as it is used. Raises PromptError."""
-    row = row_of(source.path, number, values, source.keys)
+def row_in(source: Source, number: int, values: Mapping[str, object], *, where: str = "") -> Row:
+    """Return the row of a source for one line's values, as it is used. Raises PromptError.
+
+    ``where``: its place in messages; empty = that in a source of one file.
+    """
+    row = row_of(where or where_of(source.path, number), number, values, source.keys)
     reward = reward_in(values, source.reward_key, where=row.where) or source.reward
     tools = tools_in(values, source.tools_key, where=row.where)
     own: JsonObject = ({REWARD: reward} if reward else {}) | ({TOOLS: tools} if tools else {})
@@ -344,9 +347,8 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
     return tokenize
 
 
-def row_of(path: Path, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
+def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
     """Return the row for one line's values. Raises PromptError."""
-    where = where_of(path, number)
     prompt, label, metadata = (
         value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None
         for name, key in zip(("prompt", "label", "metadata"), keys, strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from bus.wire.json_object import JsonObject
 from learner.data.batch import MicroBatch, StepBatch
 from learner.debug import train_file
-from learner.debug.fields import Fields
+from learner.debug.fields import Fields, with_old
 from learner.layout.parallel import Parallel
 from learner.layout.stages import is_last, of_all
 
@@ -94,7 +94,10 @@ class Collector:
             self._record.micro_batches = batch.micro_batches
             size = len(batch.micro_batches) // len(self._updates)
             for number, update in enumerate(self._updates):
-                update.micro_batches = batch.micro_batches[number * size : (number + 1) * size]
+                part = slice(number * size, (number + 1) * size)
+                update.micro_batches = batch.micro_batches[part]
+                if self._role == ACTOR and self.writes:
+                    update.rows = _with_old(update, self._record.rows[part])
             layers = self._with_routing()
             if self.writes:
                 self._write(batch, metrics, layers)
@@ -146,6 +149,12 @@ class Collector:
             tensors = {f"steps.{number}.{name}": value for number, fields in enumerate(columns) for name, value in fields.items()}
             train_file.write(train_file.record_path(path) if is_record else path, header, tensors)
         log.info("training data saved step=%d role=%s path=%s", batch.step, self._role, path)
+
+
+def _with_old(update: _Pass, first_pass: Sequence[Fields]) -> list[dict[str, Tensor]]:
+    """Return the rows of an optimizer step with old log-probs, from the first pass where the algorithm has computed none."""
+    rows = zip(update.rows, first_pass, update.micro_batches, strict=True)
+    return [dict(with_old(fields, first, torch.from_numpy(row.loss_mask_T))) for fields, first, row in rows]
 
 
 def _routing(passes: Sequence[_Pass]) -> Iterator[tuple[str, Tensor]]:

@@ -16,16 +16,16 @@ Fields = Mapping[str, Tensor]
 
 
 def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
-    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in ``AlgorithmConfig.anchor``."""
-    anchor_T = seen.old_T if seen.old_T is not None else log_probs_T
-    if anchor == "rollout":
-        anchor_T = seen.rollout_T
-    ratio_T = (log_probs_T.detach() - anchor_T.detach()).exp()
+    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in ``AlgorithmConfig.anchor``.
+
+    Where these are the old ones, and the algorithm does not need them, both are left out: ``with_old`` adds them.
+    """
+    anchor_T = seen.rollout_T if anchor == "rollout" else seen.old_T
     found = {
         "advantages": seen.advantages_T,
         "current_log_probs": log_probs_T,
         "current_entropy": entropy_T,
-        "policy_importance_ratio": torch.where(seen.mask_T, ratio_T, 1.0),
+        "policy_importance_ratio": None if anchor_T is None else _ratio(log_probs_T, anchor_T, seen.mask_T),
         "old_log_probs": seen.old_T,
         "ref_log_probs": seen.reference_T,
         "teacher_log_probs": seen.teacher_T,
@@ -34,6 +34,19 @@ def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenL
         "tis_importance_weights": None if loss.weights is None else loss.weights.weight_T,
     }
     return _present(found)
+
+
+def with_old(fields: Fields, first_pass: Fields, mask_T: Tensor) -> Fields:
+    """Return the fields with old log-probs, of the policy that the step starts from, and with the ratio against them, if they have neither.
+
+    ``first_pass``: fields of the record. ``mask_T``: trainable tokens.
+    """
+    old_T = fields.get("old_log_probs", first_pass["log_probs"])
+    return {"old_log_probs": old_T, "policy_importance_ratio": _ratio(fields["current_log_probs"], old_T, mask_T), **fields}
+
+
+def _ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor) -> Tensor:
+    return torch.where(mask_T, (log_probs_T.detach() - anchor_T.detach()).exp(), 1.0)
 
 
 def of_critic(seen: Tokens, values_T: Tensor) -> Fields:

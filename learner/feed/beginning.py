@@ -71,11 +71,12 @@ async def verified(checkpoint: Path | None) -> str | None:
 
 
 async def first_head(registry: VersionRegistry, rules: FeederRules, epoch: int) -> VersionRow | None:
-    """Return the head. Where no rank publishes any, version 0 is published first: engines load it from the model directory.
+    """Return the head, restored if it cannot be read. Where no rank publishes any, version 0 is published first: engines load it from
+    the model directory.
 
     Raises Fenced.
     """
     if rules.initial_model:
         await registry.fence(epoch)
         await registry.publish_initial(rules.initial_model, epoch)
-    return await registry.head()
+    return await registry.repaired_head(epoch)

@@ -138,6 +138,6 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         eos_ids=model.eos_ids,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
         epoch=places.epoch,
-        metadata=learner.algorithm.own_estimator,
+        metadata=learner.algorithm.may_need_metadata,
         alarms=learner.algorithm.alarms,
     )

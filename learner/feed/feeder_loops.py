@@ -282,11 +282,11 @@ class Feeder:
             self._refuse_newer(0 if row is None else int(row[0]["epoch"]))
 
     async def _follow_head(self) -> None:
-        """Produce published(); restore the registry's rows when its head is older than the newest published version."""
+        """Produce published(); restore the registry's rows when its head is unreadable, or older than the newest published version."""
         registry = VersionRegistry(self._bus)
-        async for _ in self._bus.rows("weights").watch(HEAD):
+        async for _ in self._bus.rows("weights").watch(HEAD, unreadable=True):
             known = -1 if self._source.head is None else self._source.head[0]
-            head = await self._bus.retry(registry.head)
+            head = await self._bus.retry(partial(registry.repaired_head, self._epoch))
             if head is not None and head.version >= known:
                 self._published(head.version, head.step)
             elif known >= 0:

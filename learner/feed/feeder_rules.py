@@ -46,7 +46,7 @@ class FeederRules:
     epoch: int = 0
     """Epoch that was raised for this start, and for no other; 0 = the feeder raises it."""
     metadata: bool = False
-    """True if the estimator is a function by import path, which may ask for the metadata of samples."""
+    """True if the advantages may depend on the metadata of samples: with a function by import path, and with roles."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     """Action on alarms, of which the feeder raises ``long_episodes``."""
     save_rollout: str = ""

@@ -42,6 +42,8 @@ class RankPlaces:
     """Inherited descriptor of a pipe that gets a byte for every step; -1 = none."""
     model_dir: Path
     """Initial weights, configuration and tokenizer, in Hugging Face format."""
+    megatron_checkpoint: Path | None = None
+    """Checkpoint of Megatron's own training, whose weights replace those in ``model_dir``; None = there is none."""
     checkpoints: Path
     """Root of the checkpoints, as the feeder's; with ``learner.checkpoint.store: local`` that of this rank's node."""
     node: int = 0

@@ -100,7 +100,7 @@ async def run_recorded_feeder(
         eos_ids=eos_ids,
         routed=routed if learner.routing_replay == ROLLOUT else None,
         from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
-        metadata=learner.algorithm.own_estimator,
+        metadata=learner.algorithm.may_need_metadata,
     )
     async with opened_ends(places, learner) as (server, bus):
         await cancellable(RecordedFeeder(bus, steps, server, ahead=int(learner.prefetch)).run(draining, epoch=places.epoch))
@@ -124,7 +124,7 @@ class RecordedFeeder:
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="working", epoch=self._epoch)
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 await self._bus.plans.fence(self._epoch)
-                head = await VersionRegistry(self._bus).head()
+                head = await VersionRegistry(self._bus).repaired_head(self._epoch)
                 version, step = (-1, -1) if head is None else (head.version, head.step)
                 start = Start(
                     epoch=self._epoch,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from bus.wire.json_object import JsonObject
+from learner.errors import ConfigRefused
 from learner.settings.config import LearnerConfig
 
 
@@ -110,7 +111,12 @@ def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs."""
+    """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs.
+
+    Raises ConfigRefused for ``cuda`` where torch has none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigRefused("learner.device", "auto or cpu where torch finds no GPU", wanted)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -150,8 +150,8 @@ class Critic:
 def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path, collector: Collector | None = None) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
-    It starts from ``learner.critic.path``, or from ``model_dir``, with a value head of zeros. Its routers, if it has any, choose anew in
-    every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
+    It starts from ``learner.critic.path``, or from the policy's initial weights, with a value head of zeros. Its routers, if it has any,
+    choose anew in every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
     """
     if not learner.algorithm.by_critic:
         return None
@@ -164,6 +164,7 @@ def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path, collect
         memory=policy.memory,
         value_head=True,
         bridge_class=learner.bridge,
+        megatron_checkpoint=None if learner.critic.path else policy.megatron_checkpoint,
     )
     optimizer = PolicyOptimizer(model, learner.critic.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
     return Critic(model, optimizer, learner.critic, collector)

@@ -20,6 +20,7 @@ from learner.layout import stages
 from learner.layout.parallel import Parallel, Replicas
 from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.initial_weights import load_initial
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.layers.lora import Adapters
 from learner.megatron.layers.mixture import Mixture
@@ -52,6 +53,8 @@ class Policy:
     """The experts of the tokens, to be recorded and replayed."""
     adapters: Adapters | None = None
     """The only parameters that are trained; None = those of the model itself."""
+    megatron_checkpoint: Path | None = None
+    """Checkpoint of Megatron's own training with the initial weights; None = those of the model directory."""
 
     @property
     def module(self) -> GPTModel:
@@ -91,7 +94,7 @@ class Policy:
     @property
     def begins_apart(self) -> bool:
         """True if the weights of a new run differ from those of the model directory."""
-        return self.adapters is not None and self.adapters.loaded
+        return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
         """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over the replicas.
@@ -157,8 +160,11 @@ def build_policy(
     tuning: Tuning | None = None,
     value_head: bool = False,
     bridge_class: str = "",
+    megatron_checkpoint: Path | None = None,
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
+
+    ``megatron_checkpoint``: a checkpoint of Megatron's own training with the weights, of any layout; loading it is collective.
 
     ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per token in place of the
     logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty = that of the model type.
@@ -170,7 +176,7 @@ def build_policy(
         with memory.region():
             chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
-                bridge.load(chunks, model_dir)
+                load_initial(bridge, chunks, model_dir, megatron_checkpoint)
             if value_head:
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
@@ -186,6 +192,7 @@ def build_policy(
         mixture=mixture,
         routing=Routing(chunks, given=mixture.given),
         adapters=adapters,
+        megatron_checkpoint=megatron_checkpoint,
     )
 
 
@@ -251,14 +258,14 @@ def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
     """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None = the policy's).
 
-    They pass through the policy, which is loaded from ``model_dir`` again afterwards.
+    They pass through the policy, whose initial weights (of ``model_dir``, unless it has a checkpoint of Megatron) are loaded again.
     """
     with megatron_device(), torch.no_grad():
         policy.bridge.load(policy.chunks, reference_dir)
         backup = WeightBackup(policy, dtype=dtype, whole=True)
         if policy.adapters is not None:
             backup.restore({name: torch.zeros_like(backup.tensors[name]) for name in policy.adapters.names("B")})
-        policy.bridge.load(policy.chunks, model_dir)
+        load_initial(policy.bridge, policy.chunks, model_dir, policy.megatron_checkpoint)
     return backup
 
 

@@ -7,7 +7,7 @@ collective over all ranks.
 
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.critic import Critic
+from learner.megatron.initial_weights import load_megatron, refuse_another_model
 from learner.megatron.layers.lora import is_adapter
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
@@ -36,13 +37,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the content of a checkpoint."""
-OTHER_NAMES = {
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
-"""Ends of the keys of a mixture's and of latent attention's norms: in Megatron's own layers, and in those of Transformer Engine, with which
-Megatron trains on CUDA. Those of other layers are the same. Source: ``gpt_layer_specs.py`` of megatron-core 0.16.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +123,10 @@ def load(
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
         for key in _keys(policy, "model"):
-            _refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
+            refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
         if beside.critic is not None:
             for key in _keys(beside.critic.model, "model"):
-                _refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
+                refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -171,29 +165,18 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
     """
     common = load_common_state_dict(str(directory))
-    ours = "facts" in common
-    facts = common["facts"] if ours else {"step": common.get("iteration", 0)}
+    facts = common.get("facts", {})  # Megatron's have none, and no adapters
     _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
     with megatron_device(), policy.memory.region():
+        if not facts:
+            return load_megatron(directory, policy.chunks, setting=setting)
         model = _model(policy)
-        there = dist_checkpointing.load_tensors_metadata(str(directory)).keys()
         for part in model.values():
-            _take_other_names(part, there)
-            # Megatron pads the vocabulary to a multiple of a number that its command line chooses.
-            _refuse_another_model(directory, part, setting, "a checkpoint of the model in model.path", exactly=ours)
+            refuse_another_model(directory, part, setting, "a checkpoint of the model in model.path", exactly=True)
         with plain_torch():
             loaded = dist_checkpointing.load(model, str(directory))
         _load_chunks(policy, loaded)
     return int(facts["step"])
-
-
-def _take_other_names(part: JsonMapping, there: Collection[str]) -> None:
-    """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine have for them."""
-    for tensor in part.values():
-        for ours, theirs in OTHER_NAMES.items():
-            if isinstance(tensor, ShardedTensor) and tensor.key not in there and tensor.key.endswith(ours):
-                other = tensor.key.removesuffix(ours) + theirs
-                tensor.key = other if other in there else tensor.key
 
 
 def save_model(directory: Path, *, policy: Policy) -> None:
@@ -204,20 +187,6 @@ def save_model(directory: Path, *, policy: Policy) -> None:
         dist_checkpointing.save({**_model(policy), "facts": facts}, str(directory), strategy)
     assert strategy.staged is not None
     _write_all(strategy.staged)
-
-
-def _refuse_another_model(directory: Path, model: JsonMapping, setting: str, want: str, *, exactly: bool = False) -> None:
-    """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there.
-
-    Padding of the vocabulary may differ, as between layouts, unless ``exactly``.
-    """
-    there = {name: tuple(part.global_shape) for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()}
-    for part in model.values():
-        if not isinstance(part, ShardedTensor) or (part.allow_shape_mismatch and part.key in there and not exactly):
-            continue
-        if there.get(part.key) != (shape := tuple(part.global_shape)):
-            found = f"has the shape {there[part.key]}" if part.key in there else "is missing"
-            raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
 
 
 def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None) -> None:

@@ -6,6 +6,7 @@ Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples 
 """
 
 import itertools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from learner.algorithms import diagnostics
 from learner.algorithms.aggregation import Denominators
+from learner.algorithms.choices import RUNNING
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
 from learner.algorithms.entropy_bonus import EntropyBonus
-from learner.algorithms.importance_weights import effective_sample_share
+from learner.algorithms.importance_weights import rate_factor
 from learner.algorithms.kl import counted_samples, next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import log_ratio, sequence_sums
@@ -48,6 +50,8 @@ from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from learner.megatron.schedule import run_rows
 from learner.settings.hooks import HooksConfig
 
+_BASELINE = "baseline/"
+"""Prefix of the running baselines among the numbers of a checkpoint."""
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
 
@@ -126,6 +130,8 @@ class Trainer:
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
         """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
+        self.baselines: dict[str, float] = {}
+        """Running baseline of each role, in units of the reward, with ``advantage: rae``; part of the checkpoint then."""
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         _prepare(policy, optimizer)
@@ -136,13 +142,17 @@ class Trainer:
     def numbers(self) -> dict[str, float]:
         """State beside weights and optimizers, equal on all ranks: part of the checkpoint."""
         adaptive = {"entropy_coef": self.entropy_bonus.coef, "entropy_low": float(self.entropy_bonus.low)}
-        return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **(adaptive if self._algorithm.entropy_target else {})}
+        running = {_BASELINE + role: baseline for role, baseline in self.baselines.items()}
+        adaptive = adaptive if self._algorithm.entropy_target else {}
+        return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a schedule needs."""
         self.kl_scale = numbers["kl_scale"]
         if self._algorithm.entropy_target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
+        if self._algorithm.advantage in RUNNING:
+            self.baselines = {name.removeprefix(_BASELINE): one for name, one in numbers.items() if name.startswith(_BASELINE)}
         if "trained_tokens" not in numbers and any(optimizer.by_tokens for optimizer in self._optimizers):
             raise ConfigRefused(
                 "learner.optimizer.warmup_tokens, lr_decay_tokens", "0: the checkpoint has no count of trained tokens", "> 0"
@@ -247,7 +257,7 @@ class Trainer:
 
     def _with_advantages(self, rows: list[Row], step: Step) -> list[Row]:
         algorithm, objective = self._algorithm, self._objective
-        by_sample = algorithm.kl.reward_coef and not objective.by_token
+        by_sample = algorithm.kl.reward_coef and algorithm.kl.reward_by == "sample"
         kl_N = self._divergences(rows, len(step.rewards_N)) if by_sample else None
         rewards_N = objective.shaped_rewards(
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
@@ -265,7 +275,7 @@ class Trainer:
         rows = [replace(row, seen=self._advised(row.seen, advantages, place_T)) for row, place_T in zip(rows, places, strict=True)]
         if not objective.by_token:
             return rows
-        seen = objective.with_divergences([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
+        seen = objective.with_token_returns([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
         return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
 
     def _of_samples(self, rewards_N: Tensor, step: Step) -> Tensor:
@@ -277,6 +287,10 @@ class Trainer:
         parts = replace(step.parts, values_NK=step.parts.values_NK[kept_N])
         columns = (rewards_N, step.groups_N, step.lengths_N, step.trainable_N)
         metadata = list(itertools.compress(step.metadata, kept_N.tolist()))
+        if self._algorithm.advantage in RUNNING:
+            place = (rewards_N[kept_N], step.trainable_N[kept_N], metadata)
+            advantages_N[kept_N], self.baselines = self._objective.over_running_baselines(*place, self.baselines)
+            return advantages_N
         advantages_N[kept_N] = self._objective.advantages(
             *(column_N[kept_N] for column_N in columns), parts=parts, truncated_N=step.truncated_N[kept_N], metadata=metadata
         )
@@ -322,8 +336,7 @@ class Trainer:
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
-            weights, squares, count = self._summed(sums.totals["ess"]).tolist()
-            scale = min(1.0, effective_sample_share(weights, squares, count) / self._algorithm.ess_lr_base) ** 0.5
+            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr_base)
         norm, rate = self._optimizer.step(batch.step, loss=float(sums.totals["loss"]), scale=scale)
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
@@ -371,12 +384,17 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic alone is trained."""
+        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic alone is trained.
+
+        Adds them, and the mean of the running baselines, to the metrics.
+        """
         kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
             counted = counted_samples(num_samples, kl.horizon)
             divergence = metrics["train/kl_reference"]
             self.kl_scale = next_coefficient(self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted)
+        if self.baselines:
+            metrics["train/baseline_mean"] = math.fsum(self.baselines.values()) / len(self.baselines)
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
         algorithm = self._algorithm

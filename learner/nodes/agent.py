@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from bus import exit_codes
 from bus.client.ids import nonce
 from bus.client.waiter import Waiter
-from bus.errors import BusError, RowConflict
+from bus.errors import BusError, RowConflict, UnreadableRow
 from bus.streams.bus import Bus
 from learner.feed.feed_keys import FeedKeys
 from learner.nodes.attempts import Attempts
@@ -177,6 +177,8 @@ class Agent:
                     return
         except RowConflict:
             log.info("another agent has written the attempt; it is read again")
+        except UnreadableRow as error:
+            await self._give_up(str(error), error.exit_code)
         except (BusError, TimeoutError) as error:
             log.warning("the bus did not answer action=%s error=%s", type(action).__name__, str(error) or "no answer")
 

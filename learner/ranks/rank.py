@@ -99,7 +99,7 @@ def _take_steps(
                 stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
             feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
             start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
-            policy = _policy(places.model_dir, learner, here)
+            policy = _policy(places, learner, here)
             tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
             stack.callback(tools.close)
             rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
@@ -170,11 +170,11 @@ def _feed_client(places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig,
     )
 
 
-def _policy(model_dir: Path, learner: LearnerConfig, here: Parallel) -> Policy:
-    """Build this rank's part of the model, with the weights of its directory."""
+def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Policy:
+    """Build this rank's part of the model, with the weights of its directory, or of a checkpoint of Megatron."""
     memory = open_memory(colocated=learner.colocated, device=here.device)
     return build_policy(
-        model_dir,
+        places.model_dir,
         dtype=_chosen_dtype(learner, here),
         parallel=here,
         kernels=Wanted.of(learner),
@@ -183,6 +183,7 @@ def _policy(model_dir: Path, learner: LearnerConfig, here: Parallel) -> Policy:
         tuning=Tuning.of(learner),
         mixture=Mixture.of(learner),
         bridge_class=learner.bridge,
+        megatron_checkpoint=places.megatron_checkpoint,
     )
 
 
@@ -304,7 +305,7 @@ class Rank:
         self.checkpoints.collect()
 
     def _begin_with(self, directory: Path) -> None:
-        """Load the weights of another run's checkpoint. A reference model keeps those of the model directory."""
+        """Load the weights of another run's checkpoint. A reference model keeps the initial weights of the model."""
         step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
         if self._proximal is not None:
             self._proximal.refresh()

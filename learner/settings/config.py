@@ -348,6 +348,8 @@ class LearnerConfig:
             raise ValueError(
                 "credit: want episode with algorithm.kl.reward_by: token, which gives each token its own advantage, got 'turn'"
             )
+        if self.algorithm.gamma != 1.0:
+            raise ValueError(f"algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got {self.algorithm.gamma!r}")
         if self.algorithm.advantage not in OF_TURNS:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
 

@@ -42,7 +42,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay of matrices; norms and biases have none."""
     clip_grad: float = 1.0
-    """Largest norm of the gradient; a larger one is scaled down to it."""
+    """Largest norm of the gradient; a larger one is scaled down to it. 0 = any."""
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: weights that are not trained (docs/lora.md)."""
     reset_at: tuple[int, ...] = ()
@@ -59,7 +59,18 @@ class OptimizerConfig:
         for name, choices in (("name", OPTIMIZERS), ("lr_decay", DECAYS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: want {', '.join(choices[:-1])} or {choices[-1]}, got {getattr(self, name)!r}")
-        for name in ("warmup_steps", "lr_decay_steps", "warmup_tokens", "lr_decay_tokens", "momentum"):
+        for name in ("beta1", "beta2"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name}: want < 1, got {getattr(self, name)!r}")
+        if not self.eps > 0:
+            raise ValueError(f"eps: want > 0, got {self.eps!r}")
+        if self.min_lr < 0:
+            raise ValueError(f"min_lr: want >= 0, got {self.min_lr!r}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: want <= lr = {self.lr:g}, got {self.min_lr!r}")
+        for name in ("warmup_steps", "lr_decay_steps", "warmup_tokens", "lr_decay_tokens", "momentum", "weight_decay", "clip_grad"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:

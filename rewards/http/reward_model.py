@@ -71,9 +71,13 @@ class RewardModel:
             output = answer["embedding"][self.index]
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"want 'embedding' with more than {self.index} numbers, got {answer!r}"[:300]) from None
-        if isinstance(output, bool) or not isinstance(output, int | float) or not math.isfinite(output):
+        try:
+            number = float(output) if isinstance(output, int | float) and not isinstance(output, bool) else math.nan
+        except OverflowError:  # a whole number beyond floats
+            number = math.inf
+        if not math.isfinite(number):
             raise ValueError(f"want a finite number, got {output!r}"[:300])
-        return float(output)
+        return number
 
 
 def _tokenizer(model_dir: Path) -> Tokenize:

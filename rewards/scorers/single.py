@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from rewards.children.limits import Limits
 from rewards.children.pool import Children
 from rewards.port import RewardRequest, Scorer
-from rewards.registry import IN_THREAD, REWARD, TABLE, UNBOUNDED, load
+from rewards.registry import IN_THREAD, REWARD, TABLE, is_unbounded, load
 
 
 @asynccontextmanager
@@ -18,7 +18,7 @@ async def opened(name: str, options: Mapping[str, object] | None = None, limits:
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
     """
     limits = limits or Limits()
-    if (name in TABLE and name not in UNBOUNDED) or IN_THREAD in (options or {}):
+    if (name in TABLE and not is_unbounded(name, options)) or IN_THREAD in (options or {}):
         yield _within(load(name, options), limits.timeout_s)
         return
     if ":" not in name and name not in TABLE:

@@ -23,7 +23,7 @@ NAMES = {
     "checkpoint": "how long a step waits for a checkpoint in the background, against one that is written at once",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
-    "rewards": "samples/s per core of each reward that ships, and of a call in child processes",
+    "rewards": "samples/s per core of each reward that ships, against a library or its definition, and of a call in child processes",
     "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",

@@ -28,6 +28,8 @@ TESTS = {
     "policy_losses": ("policy_losses", "correction"),
     "objective": ("policy_losses",),
     "advantages": ("advantages",),
+    "running_baseline": ("running_baseline",),
+    "token_returns": ("token_returns",),
     "values": ("values",),
     "shaping": ("shaping",),
     "kl": ("kl",),

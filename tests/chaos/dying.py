@@ -32,7 +32,9 @@ INSTANTS = {
     "reported": ("feeder", "learner.feed.outcomes:Outcomes._step_done", 4),
     "pushed": ("rank", "weightstore.store.registry:VersionRegistry.publish", 3),
     "due": ("rank", "learner.ranks.checkpoints:Checkpoints.begin", 2),
+    "writing": ("rank", "torch.distributed.checkpoint.filesystem:_write_item", 12),
     "written": ("rank", "learner.ranks.checkpoints:Checkpoints._concluded", 1),
+    "indexed": ("rank", "learner.checkpoints.disk:write_manifest", 1),
     "listed": ("rank", "learner.checkpoints.disk:publish", 1),
     "named": ("rank", "learner.feed.feed_client:FeedClient.checkpointed", 1),
     "committed": ("feeder", "learner.feed.outcomes:Outcomes._trim", 1),
@@ -47,7 +49,9 @@ stepped      the weights are the new ones, which is not reported yet
 reported     the feeder has the report, the log does not
 pushed       engines have the version, the registry's head is the one before
 due          the step of a checkpoint is done
+writing      a rank's file has some of its tensors
 written      the ranks' files are there, no index, no state and no manifest
+indexed      index and state are there, too, no manifest
 listed       the manifest is there, the directory has no name
 named        the directory has its name, which no row has
 committed    the row names it, nothing is pruned or trimmed
@@ -81,7 +85,7 @@ SGLANG_PHASES = {
 def engine(phase: str, how: str, arguments: list[str]) -> int:
     where, nth = (PHASES | SGLANG_PHASES)[phase]
     name = arguments[arguments.index("--id") + 1]
-    _die_at(where, nth, how, _mark(arguments, name))
+    die_at(where, nth, how, _mark(arguments, name))
     return main(["engine", *arguments])
 
 
@@ -114,7 +118,7 @@ def _children(instant: str, how: str, tail: list[str], part: Part) -> int:
 def child(role: str, instant: str, how: str, arguments: list[str]) -> int:
     whose, where, nth = INSTANTS[instant]
     if whose == role:
-        _die_at(where, nth, how, _mark(arguments, instant))
+        die_at(where, nth, how, _mark(arguments, instant))
     return main([role, *arguments])
 
 
@@ -123,7 +127,8 @@ def _mark(arguments: list[str], instant: str) -> Path:
     return Path(directory).with_name(f"{instant}.died")
 
 
-def _die_at(where: str, nth: int, how: str, mark: Path) -> None:
+def die_at(where: str, nth: int, how: str, mark: Path) -> None:
+    """Wrap a function (``module:name`` or ``module:Class.name``): at its n-th call this process gets the signal, and ``mark`` is made."""
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")

@@ -21,13 +21,16 @@ class SglangServers:
     def __init__(self, python: str, logs: Path) -> None:
         self._python, self._logs = python, logs
         self._open, self._key, self._url = ExitStack(), ("", ""), ""
+        self.slowed = logs / "slowed"
+        """The servers decode slowly while there is this file."""
 
     def url(self, dtype: str, first_model: Path) -> str:
         """Return the URL of a server; it is started unless the one that runs is of this kind."""
         key = (dtype, (first_model / "config.json").read_text())
         if key != self._key:
             self.close()
-            self._url = self._open.enter_context(sglang_server(self._python, first_model, self._logs / f"sglang-{dtype}.log", dtype=dtype))
+            log = self._logs / f"sglang-{dtype}.log"
+            self._url = self._open.enter_context(sglang_server(self._python, first_model, log, dtype=dtype, slowed=self.slowed))
             self._key = key
         return self._url
 
@@ -49,4 +52,4 @@ def kind(request: pytest.FixtureRequest, dtype: str, first_model: Path, sglang_s
     if request.param == "builtin":
         return Builtin(dtype)
     python = str(request.config.getoption("--sglang-python"))
-    return Sglang(python, sglang_servers.url(dtype, first_model), dtype)
+    return Sglang(python, sglang_servers.url(dtype, first_model), dtype, sglang_servers.slowed)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from nats.aio.msg import Msg
 from bus.errors import WireError
 from bus.liveness.heartbeats import LiveView
 from bus.wire.budget import Budget
-from bus.wire.codec import check_sample, decode_sample
-from bus.wire.episodes import Turns
+from bus.wire.codec import check_sample, decode_sample, encode_sample
+from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import (
     Capabilities,
     Dead,
@@ -199,28 +200,77 @@ def test_a_foreign_episode_is_read() -> None:
     assert decode_sample(msgpack.packb(foreign_sample("r", 41, **{**EPISODE, **one}))).sizes == ((16, 8),)
 
 
-async def test_our_episode_has_the_documented_form(open_bus: BusOpener) -> None:
+def episode_of(run: str, sequences: int, **changes: Any) -> tuple[Sample, list[list[int]]]:
+    """Return an episode of several sequences of different sizes, and the ids that were sampled in each: from 50, tool results are 9."""
+    tokens, mask, log_probs, spans, at, sizes, sampled = [], [], [], [], [], [], []
+    for number in range(sequences):
+        ids = [50 + 10 * number + place for place in range(1 + number % 3)]
+        region = [*ids, *([9] * number), ids[0]] if number else ids
+        trained = [1] * len(ids) + ([0] * number + [1] if number else [])
+        at += [len(mask), *([len(mask) + len(region) - 1] if number else [])]
+        tokens += [1, 2, *range(3, 3 + number), *region]
+        mask += trained
+        log_probs += [-0.25 * one for one in trained]
+        spans.append(Span(version=5 + number // 2, num_tokens=len(region)))
+        sizes.append(SequenceSize(2 + number + len(region), len(region)))
+        sampled.append([id for id, one in zip(region, trained, strict=True) if one])
+    turns = [len(ids) - 1 if number else len(ids) for number, ids in enumerate(sampled)]
+    lengths = [length for number, first in enumerate(turns) for length in ((first, 1) if number else (first,))]
+    fields: dict[str, Any] = {
+        "tokens": np.array(tokens, np.int32),
+        "response_length": len(mask),
+        "sequences": tuple(sizes) if sequences > 1 else (),
+        "loss_mask": np.array(mask, np.uint8),
+        "rollout_log_probs": np.array(log_probs, np.float32),
+        "spans": tuple(spans),
+        "turns": Turns(at=np.array(at, np.int32), tokens=np.array(lengths, np.int32)),
+    }
+    return make_episode(run, **{**fields, **changes}), sampled
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7])
+async def test_our_episode_has_the_documented_form(open_bus: BusOpener, sequences: int) -> None:
     """Every sequence is found from the pairs alone, in one message and in parts."""
     async with open_bus() as bus:
-        for seq, filler in ((1, ""), (None, "x" * 2_000_000)):
-            stored = await bus.samples.publish(make_episode(bus.run, task=seq or 2, response=filler))
+        for task, filler in ((1, ""), (2, "x" * 9_000_000)):
+            sample, sampled = episode_of(bus.run, sequences, task=task, response=filler)
+            stored = await bus.samples.publish(sample)
             message = await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", stored)
-            assert message.headers is not None and message.headers["Tm-Sample"].endswith("tokens=8 turns=3 sequences=2 sampled=6")
+            turns, trained = 2 * sequences - 1, sum(map(len, sampled))
+            more = f" sequences={sequences} sampled={trained}" if sequences > 1 else ""
+            wanted = f"tokens={sample.response_length} turns={turns}{more}"
+            assert message.headers is not None and message.headers["Tm-Sample"].endswith(wanted), message.headers["Tm-Sample"]
+            assert ("Tm-Parts" in message.headers) is bool(filler)
             data = message.data or b""
-            if "Tm-Parts" in message.headers:
+            if filler:
                 parts = [await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", part) for part in msgpack.unpackb(data)["seqs"]]
                 data = b"".join(part.data or b"" for part in parts)
             fields = msgpack.unpackb(data)
-            assert (fields["schema"], fields["rollout"], fields["response"]) == (2, "calc", filler)
-            ids = struct.unpack("<16i", fields["tokens"])
-            found, left, right = [], 0, 0
-            for length, response in fields["sequences"]:
-                region = ids[left + length - response : left + length]
-                mask = fields["loss_mask"][right : right + response]
-                found.append([id for id, trained in zip(region, mask, strict=True) if trained])
-                left, right = left + length, right + response
-            assert found == [[50, 51, 52, 53], [54, 55]]
-            assert struct.unpack("<3i", fields["turns"]["at"]) == (0, 4, 6)
+            assert (fields["schema"], fields["rollout"], fields["response"]) == (2 if sequences > 1 else 1, "calc", filler)
+            assert sampled_in(fields) == sampled
+            assert struct.unpack(f"<{turns}i", fields["turns"]["at"]) == tuple(sample.turns.at.tolist() if sample.turns else ())
+
+
+def sampled_in(fields: Mapping[str, Any]) -> list[list[int]]:
+    """Return the trained ids of each sequence, by the rules of docs/wire.md alone."""
+    ids = struct.unpack(f"<{len(fields['tokens']) // 4}i", fields["tokens"])
+    found, left, right = [], 0, 0
+    for length, response in fields.get("sequences", [[len(ids), fields["response_length"]]]):
+        region = ids[left + length - response : left + length]
+        mask = fields["loss_mask"][right : right + response]
+        found.append([id for id, trained in zip(region, mask, strict=True) if trained])
+        left, right = left + length, right + response
+    assert (left, right) == (len(ids), len(fields["loss_mask"]))
+    return found
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7])
+def test_an_episode_that_we_wrote_is_read_again(sequences: int) -> None:
+    sample, sampled = episode_of("r", sequences)
+    again = decode_sample(encode_sample(sample))
+    check_sample(again)
+    assert [size.response_length for size in again.sizes] == [size.response_length for size in sample.sizes]
+    assert len(again.sizes) == sequences == len(sampled)
 
 
 async def test_a_task_of_a_rollout_is_on_its_own_subject(open_bus: BusOpener) -> None:

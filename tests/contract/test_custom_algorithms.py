@@ -32,7 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "objective" in metafunc.fixturenames:
         metafunc.parametrize("objective", [*LOSSES, *metafunc.config.getoption("--loss")], indirect=True)
     if "estimator" in metafunc.fixturenames:
-        metafunc.parametrize("estimator", [*ADVANTAGES, EXAMPLES + "by_level", *metafunc.config.getoption("--advantage")], indirect=True)
+        metafunc.parametrize(
+            "estimator",
+            [*ADVANTAGES, EXAMPLES + "by_level", EXAMPLES + "over_the_step", *metafunc.config.getoption("--advantage")],
+            indirect=True,
+        )
     if "level" in metafunc.fixturenames:
         metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
     if "rule" in metafunc.fixturenames:

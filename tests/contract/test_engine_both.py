@@ -16,7 +16,7 @@ from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
-from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
+from tests.engine_serving import LIMIT_S, Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
@@ -33,7 +33,8 @@ TOLERANCE = 1e-3
 PROMPT = [5, 6, 7, 8]
 LONG = 1200
 GROUP_S = 60
-AT_ONCE_S = 20
+AT_ONCE_S = 45
+"""Seconds, fewer than those of a group that waits for a message."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,16 @@ def models() -> list[Any]:
     return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
-def asked(served: Served) -> AbstractAsyncContextManager[Watched]:
-    return watching(served, PROMPT, max_new_tokens=LONG, ignore_eos=True)
+def asked(kind: Kind, served: Served, *, after: int = 30) -> AbstractAsyncContextManager[Watched]:
+    """Ask for a response that is held after ``after`` steps, until its gate is opened."""
+    return watching(served, PROMPT, gate=kind.hold(served, after=after), max_new_tokens=LONG, ignore_eos=True)
+
+
+async def until_unfinished(served: Served, count: int) -> None:
+    """Wait until the engine has so many requests."""
+    async with asyncio.timeout(LIMIT_S):
+        while served.engine.unfinished != count:  # noqa: ASYNC110 - counted by the engine
+            await asyncio.sleep(0.01)
 
 
 async def assert_made_by(model: Any, version: int, answer: Any) -> None:
@@ -87,10 +96,12 @@ async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directorie
 
 async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
     """Four sets of weights generate one response; each span has the log-probs of its weights, on keys and values that are kept."""
-    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(served) as one:
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(kind, served, after=0) as one:
         for version in (1, 2, 3):
+            one.gate.let(30)
             await one.beyond(one.tokens + 20)
             await push.whole(models[version], version)
+        one.gate.open()
         made = await one.task
         assert served.engine.stats()["requests_aborted_by_pushes"] == 0
     spans = made["meta_info"]["weight_versions"]
@@ -101,7 +112,7 @@ async def test_one_request_lives_through_three_pushes(kind: Kind, directories: l
 
 
 async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path]) -> None:
-    async with kind.serving(directories[0]) as served, asked(served) as one:
+    async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "watched-2"}
         other = asyncio.create_task(served.post("/generate", body))
         await one.beyond(10)
@@ -113,28 +124,34 @@ async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path
         stats = served.engine.stats()
         assert (stats["requests_aborted"], stats["requests_aborted_by_pushes"]) == (1, 0)
         assert 10 < len(told_log_probs(made)) < LONG
+        one.gate.open()
         status, answer = await other
         assert (status, len(answer["output_ids"]), answer["meta_info"]["id"]) == (200, LONG, "watched-2")
 
 
 async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directories: list[Path]) -> None:
-    async with kind.serving(directories[0]) as served, asked(served) as one:
+    async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         sampling = {"max_new_tokens": LONG, "ignore_eos": True}
         body = {"input_ids": [PROMPT, PROMPT[:2]], "sampling_params": sampling, "rid": "both"}
         both = asyncio.create_task(served.post("/generate", body))
         await one.beyond(10)
+        await until_unfinished(served, 3)
         await served.client.abort("both")
         status, answers = await both
         assert (status, [made["meta_info"]["finish_reason"]["type"] for made in answers]) == (200, ["abort", "abort"])
         assert [made["meta_info"]["id"] for made in answers] == ["both_0", "both_1"]
+        one.gate.open()
         assert len((await one.task)["output_ids"]) == LONG
 
 
 async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directories: list[Path]) -> None:
     """A pushing method that this system does not use: pause (abort), update, continue. Streamed or not."""
-    async with kind.serving(directories[0]) as served, asked(served) as one:
+    async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
         await one.beyond(10)
+        async with asyncio.timeout(LIMIT_S):
+            while (await served.get("/v1/loads?include=core"))[1]["loads"][0]["num_running_reqs"] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert (await served.post("/pause_generation", {"mode": "abort"}))[0] == 200
         ended = [await one.task, await other]
         assert (await served.post("/continue_generation", {}))[0] == 200
@@ -143,9 +160,10 @@ async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directori
 
 
 async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    async with kind.serving(directories[0]) as served, asked(served) as one:
+    async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         await one.beyond(10)
         await served.client.pause()
+        one.gate.open()
         later = asyncio.create_task(served.generate(PROMPT, max_new_tokens=4, ignore_eos=True))
         seen = -1
         while seen != one.tokens:  # until the tokens under way have arrived
@@ -161,13 +179,13 @@ async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list
 
 async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: Kind, directories: list[Path]) -> None:
     """One request is being decoded, and one arrives during the pause: SGLang's scheduler does not have it yet."""
-    async with kind.serving(directories[0]) as served, asked(served) as one:
+    async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         await one.beyond(10)
         await served.client.pause()
+        one.gate.open()
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "later"}
         later = asyncio.create_task(served.post("/generate", body))
-        while sum(served.engine.stats().get(gauge, 0) for gauge in ("running", "waiting")) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until_unfinished(served, 2)
         await asyncio.sleep(0.3)
         for name in ("later", "watched"):
             await served.client.abort(name)
@@ -208,7 +226,7 @@ async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, direct
         if kind.in_standby:
             assert (await served.generate(PROMPT, max_new_tokens=2))["meta_info"]["weight_version"] == "0"
         else:
-            async with asyncio.timeout(HOLD_S / 2):  # the engine does not wait for the end of the open push
+            async with asyncio.timeout(HOLD_S - 1):  # the engine does not wait for the end of the open push
                 status, _ = await served.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
             assert status == 503
         await push.whole(models[2], 2)

@@ -11,7 +11,7 @@ import pytest
 from actors.errors import EngineUnavailable
 from bus.wire.messages import Sampling
 from tests.engine_kinds import Kind
-from tests.engine_serving import Served, greedy, told_log_probs
+from tests.engine_serving import LIMIT_S, Served, greedy, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.tiny_models import tiny_model, write_tiny_model
 
@@ -37,8 +37,9 @@ def first_model(directories: list[Path]) -> Path:
     return directories[0]
 
 
-def running(served: Served) -> AbstractAsyncContextManager[Watched]:
-    return watching(served, PROMPT, max_new_tokens=LONG, ignore_eos=True)
+def running(kind: Kind, served: Served) -> AbstractAsyncContextManager[Watched]:
+    """Ask for a response that is held after some steps, until its gate is opened."""
+    return watching(served, PROMPT, gate=kind.hold(served, after=20), max_new_tokens=LONG, ignore_eos=True)
 
 
 async def test_an_answer_has_what_sglangs_has(kind: Kind, first_model: Path) -> None:
@@ -96,11 +97,12 @@ async def test_an_id_that_ends_a_response_is_in_it_and_its_log_prob_too(kind: Ki
 
 
 async def test_a_pause_aborts_unless_it_has_another_mode_and_unknown_modes_are_refused(kind: Kind, first_model: Path) -> None:
-    async with kind.serving(first_model) as served, running(served) as one:
+    async with kind.serving(first_model) as served, running(kind, served) as one:
         await one.beyond(5)
         assert (await served.post("/pause_generation", {"mode": "gently"}))[0] == 400
         assert (await served.post("/pause_generation", {}))[0] == 200
         assert (await one.task)["meta_info"]["finish_reason"]["type"] == "abort"
+        one.gate.open()
         await served.client.resume()
         await served.generate(PROMPT, **SHORT)
         assert (await served.post("/flush_cache?timeout=30"))[0] == 200
@@ -132,12 +134,14 @@ async def test_only_a_serving_engine_answers(kind: Kind, first_model: Path) -> N
 
 
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(kind: Kind, first_model: Path) -> None:
-    async with kind.serving(first_model) as served, running(served) as one:
+    async with kind.serving(first_model) as served, running(kind, served) as one:
         await one.beyond(5)
-        drained = asyncio.create_task(served.engine.drain(30))
+        drained = asyncio.create_task(served.engine.drain(LIMIT_S))
         while served.engine.phase != "draining":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert (await served.post("/generate", {"input_ids": PROMPT}))[0] == 503
+        assert not drained.done()
+        one.gate.open()
         assert await drained
         assert len((await one.task)["output_ids"]) == LONG
 

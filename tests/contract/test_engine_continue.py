@@ -94,17 +94,18 @@ async def test_a_stop_string_may_cross_the_seam(directories: list[Path]) -> None
             assert_same(await one.client.generate(PROMPT, sampling, begun=cut(whole, length)), whole)
 
 
-async def test_an_aborted_request_gives_what_the_next_one_goes_on_from(directories: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aborted_request_gives_what_the_next_one_goes_on_from(directories: list[Path]) -> None:
     long = replace(SEEDED, max_new_tokens=200, stop_token_ids=())
     async with served(directories) as one:
         whole = await one.client.generate(PROMPT, long)
-        one.slow(monkeypatch, after=60)
+        gate = one.hold(after=0)
         pieces = 0
         begun = None
         while begun is None or begun.finish == "abort":
             asking = asyncio.create_task(one.client.generate(PROMPT, long, id=f"piece-{pieces}", begun=begun))
             have = 0 if begun is None else len(begun.tokens)
             enough = one.engine.scheduler.counters.tokens_generated + min(11, len(whole.tokens) - have)
+            gate.let(10)
             await one.until(lambda enough=enough: one.engine.scheduler.counters.tokens_generated >= enough)
             await one.client.abort(f"piece-{pieces}")
             begun = await asking

@@ -62,9 +62,11 @@ async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: A
     prompt = prompts(1, low=20)[0]
     roomy = write_tiny_model(tmp_path, family, tied=family == "qwen2", max_position_embeddings=8192)  # the same weights
     async with serving(roomy) as served:
+        gate = served.hold(after=10)
         first = served.client.stream(prompt, _sampling(max_new_tokens=4000), id="first")
         await anext(first)
         await served.client.pause()  # it is running now, and stays so
+        gate.open()
         answer_task = served.together([(prompt, {"temperature": 0, "max_new_tokens": 8})])
         (answer,) = await answer_task
         await first.aclose()

@@ -11,15 +11,17 @@ import pytest
 from actors.engines.engine_client import HttpEngine
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
 from bus.wire.messages import Sampling, Span
-from tests.engine_serving import Served, greedy, prompts, serving
+from tests.engine_serving import LIMIT_S, Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+HELD = 20
+"""Decoding steps of an engine that is held afterwards, so that no response ends by itself."""
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with room for responses that do not end within a test."""
+    """Return a model with room for long responses."""
     return write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
 
 
@@ -120,6 +122,7 @@ async def test_bad_requests_say_why_and_the_engine_lives_on(model_dir: Path) -> 
 
 async def test_abort_answers_with_what_there_is(model_dir: Path) -> None:
     async with serving(model_dir, max_running=2) as served:
+        served.hold(after=HELD)
         first = await start(served, [5, 6], "first")
         second = await start(served, [5, 6], "second")
         waiting = asyncio.create_task(served.post("/generate", {"input_ids": [9], "sampling_params": LONG, "rid": "waiting"}))
@@ -139,6 +142,7 @@ async def test_abort_answers_with_what_there_is(model_dir: Path) -> None:
 
 async def test_a_client_that_goes_away_frees_its_row(tmp_path: Path) -> None:
     async with serving(write_tiny_model(tmp_path, eos_token_id=None, max_position_embeddings=4096)) as served:
+        served.hold(after=HELD)
         task = await start(served, [5, 6], "gone")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -155,8 +159,10 @@ async def test_a_pause_holds_everything_and_loses_nothing(model_dir: Path, mode:
     params = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
     async with serving(model_dir) as served:
         want = (await served.generate([5, 6], **params))["output_ids"]
+        gate = served.hold(after=HELD)
         running = await start(served, [5, 6], "running", **params)
         await served.client.pause(mode)
+        gate.open()
         steps = served.engine.scheduler.counters.steps
         late = asyncio.create_task(served.generate([7], max_new_tokens=3, ignore_eos=True))
         await served.until(lambda: any(len(each.prompt) == 1 for each in served.engine.scheduler.waiting))
@@ -186,20 +192,24 @@ async def test_a_full_queue_is_a_503_and_nothing_is_lost(model_dir: Path) -> Non
 
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(model_dir: Path) -> None:
     async with serving(model_dir) as served:
+        gate = served.hold(after=HELD)
         running = await start(served, [5, 6], "running", max_new_tokens=500, ignore_eos=True)
         # This request waits for a version; the engine is draining when the version arrives.
-        body = {"input_ids": [5], "min_version": 1, "min_version_timeout_s": 30}
+        body = {"input_ids": [5], "min_version": 1, "min_version_timeout_s": LIMIT_S}
         waiting = asyncio.create_task(served.post("/generate", body))
         await served.until(lambda: served.engine.stats()["waiting"] == 1)
-        drained = asyncio.create_task(served.engine.drain(30))
+        drained = asyncio.create_task(served.engine.drain(LIMIT_S))
         await served.until(lambda: served.engine.phase == "draining")
         assert (await served.post("/generate", {"input_ids": [5]}))[0] == 503
+        assert not drained.done()
+        gate.open()
         assert await drained
         await served.engine.load_snapshot(model_dir, 1)
         status, answer = await waiting
         assert (status, "draining" in answer["error"]["message"]) == (503, True)
         assert len((await running)[1]["output_ids"]) == 500
     async with serving(model_dir) as served:
+        served.hold(after=HELD)
         running = await start(served, [5, 6], "running")
         assert not await served.engine.drain(0.01)
         await served.engine.close()
@@ -216,6 +226,7 @@ async def test_what_it_says_of_itself(model_dir: Path) -> None:
             _, server = await served.get(path)
             assert (server["tp_size"], server["context_length"], server["phase"]) == (1, 8192, "serving")
             assert (server["device"], server["dtype"]) == ("cpu", "float32")
+        served.hold(after=HELD)
         task = await start(served, [5, 6], "running")
         _, loads = await served.get("/v1/loads?include=core")
         assert (loads["loads"][0]["num_running_reqs"], loads["loads"][0]["max_running_requests"]) == (1, 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine_push import DEADLINE_S, flat, joined
-from tests.engine_serving import Served, greedy, prompts, serving
+from tests.engine_serving import Gate, Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
 
 CONTEXT, LONG = 4096, 1000
@@ -54,11 +54,12 @@ async def ask(served: Served, path: str, *tags: str) -> int:
     return (await served.post(path, {"tags": list(tags) or None}))[0]
 
 
-async def running(served: Served, count: int, params: dict[str, Any]) -> list["asyncio.Task[Any]"]:
-    """Start requests and return them while they are being decoded, some tokens in."""
+async def running(served: Served, count: int, params: dict[str, Any]) -> tuple[Gate, list["asyncio.Task[Any]"]]:
+    """Start requests and return them while they are being decoded, held some tokens in, and the gate that holds them."""
+    gate = served.hold(after=10)
     tasks = [asyncio.create_task(served.generate(prompt, **params)) for prompt in prompts(count)]
     await served.until(lambda: len(served.engine.scheduler.running) == count)
-    return tasks
+    return gate, tasks
 
 
 async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(directory: Path, models: list[Any]) -> None:
@@ -66,10 +67,11 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
     async with serving(directory) as served, joined(served, epoch=1) as push:
         before = storages(served)
         assert before["weights"] == await alive(before["weights"]) and before["weights"]
-        tasks = await running(served, 4, params)
+        gate, tasks = await running(served, 4, params)
         assert await ask(served, RELEASE) == 400, "while requests are decoded, without a pause"
         assert served.engine.scheduler.running, "a refusal changes nothing"
         await served.client.pause("in_place")
+        gate.open()
         before["kv_cache"] = storages(served)["kv_cache"]
         assert before["kv_cache"] == await alive(before["kv_cache"]) and before["kv_cache"]
         await served.client.pause("retract")
@@ -143,8 +145,9 @@ async def test_keys_and_values_alone_can_go_while_the_weights_stay(directory: Pa
     params = {"max_new_tokens": LONG, "ignore_eos": True, "temperature": 0}
     async with serving(directory) as served:
         wanted = [(await served.generate(prompt, **params))["output_ids"] for prompt in prompts(2)]
-        tasks = await running(served, 2, params)
+        gate, tasks = await running(served, 2, params)
         await served.client.pause("in_place")
+        gate.open()
         before = storages(served)
         assert await ask(served, RELEASE, "kv_cache") == 200
         assert not await alive(before["kv_cache"]) and before["weights"] == await alive(before["weights"]) and served.engine.whole

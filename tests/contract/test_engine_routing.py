@@ -132,17 +132,17 @@ async def test_the_sequences_of_an_episode_have_them(directory: Path, models: li
         left += length
 
 
-async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any]) -> None:
     """The push comes in the middle: the keys and values before it stay, and the last token before it is an input of the new weights."""
     async with served(directory) as (one, client), joined(one) as push:
-        fast = one.slow(monkeypatch, after=10)
+        gate = one.hold(after=10)
         sampling = Sampling(max_new_tokens=1500, seed=9, temperature=2.0)
         stream, states = client.stream(PROMPT, sampling), []
         async for state in stream:
             states.append(state)
             if len(states) == 1:
                 pushed = asyncio.create_task(push.whole(models[1], 1))
-                pushed.add_done_callback(lambda _: fast.set())
+                pushed.add_done_callback(lambda _: gate.open())
         await pushed
     made = states[-1]
     assert [span.version for span in made.spans] == [0, 1], "the push came too late"
@@ -156,16 +156,14 @@ async def test_each_span_has_the_experts_of_its_weights(directory: Path, models:
     assert_chosen(made, PROMPT, np.concatenate([by_first, by_second]), ties=2)
 
 
-async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(
-    directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(directory: Path, models: list[Any]) -> None:
     async with served(directory) as (one, client):
-        fast = one.slow(monkeypatch, after=10)
+        gate = one.hold(after=10)
         sampling = Sampling(max_new_tokens=600, seed=9, temperature=2.0)
         stream = client.stream(PROMPT, sampling)
         await anext(stream)
         await client.pause("retract")
-        fast.set()
+        gate.open()
         await client.resume()
         *_, made = [state async for state in stream]
     assert made.retractions == 1
@@ -192,11 +190,9 @@ async def test_a_continued_response_has_its_first_experts_or_none(directory: Pat
         assert unknown_rows(again.routed_experts[:seam]).all()
 
 
-async def test_an_aborted_response_has_the_experts_of_its_tokens(
-    directory: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_aborted_response_has_the_experts_of_its_tokens(directory: Path, models: list[Any]) -> None:
     async with served(directory) as (one, client):
-        one.slow(monkeypatch, after=10)
+        one.hold(after=10)
         stream = client.stream(PROMPT, Sampling(max_new_tokens=1500, seed=9, temperature=2.0), id="one")
         await anext(stream)
         await client.abort("one")

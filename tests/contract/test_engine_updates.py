@@ -138,24 +138,21 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
 
 
 @over_both
-async def test_a_flip_in_the_middle_of_responses_keeps_them_going(
-    directories: list[Path], models: list[Any], joined: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
     """Three flips during a batch: every log-prob is that of the version its span names, on keys and values that are kept."""
     given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
-        fast = served.slow(monkeypatch, after=50)
+        gate = served.hold(after=0)
         await served.client.pause()
         tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
         await served.until(lambda: len(served.engine.scheduler.waiting) == 4)
+        await served.client.resume()
         for version in (1, 2, 3):
             goal = served.engine.scheduler.counters.steps + 20
-            await served.client.resume()
+            gate.let(20)
             await served.until(lambda goal=goal: served.engine.scheduler.counters.steps >= goal)
-            await served.client.pause()  # only so that the responses cannot end before the push does
             await push.whole(models[version], version)
-        fast.set()
-        await served.client.resume()
+        gate.open()
         for prompt, answer in zip(given, await asyncio.gather(*tasks), strict=True):
             spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]
             assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
@@ -171,6 +168,7 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(
 @over_both
 async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories: list[Path], models: list[Any], joined: Any) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
+        gate = served.hold(after=10)
         states = served.client.stream([5, 6, 7], Sampling(max_new_tokens=4000, stop_token_ids=(), seed=1, temperature=0.0))
         task = asyncio.create_task(served.generate([5, 6], max_new_tokens=4000, ignore_eos=True))
         await anext(states)
@@ -179,11 +177,13 @@ async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories
         await push.begin(1)
         await push.bucket(tensors[:3])
         steps = served.engine.scheduler.counters.steps
+        gate.let(20)
         await served.until(lambda: served.engine.scheduler.counters.steps > steps + 3)  # the standby copy is half full, and it decodes
         assert served.engine.version == 0
         await push.bucket(tensors[3:])
         await push.end(1)
         steps = served.engine.scheduler.counters.steps
+        gate.let(20)
         await served.until(lambda: served.engine.scheduler.counters.steps > steps + 3)
         assert not task.done()
         await served.client.abort()
@@ -194,9 +194,11 @@ async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories
 async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(directories: list[Path], models: list[Any]) -> None:
     prompt = prompts(1, low=20)[0]
     async with serving(directories[0]) as served:
+        gate = served.hold(after=10)
         task = asyncio.create_task(served.generate(prompt, max_new_tokens=3000, ignore_eos=True))
         await served.until(lambda: len(served.engine.scheduler.running) == 1)
         await served.engine.load_snapshot(directories[1], 1)
+        gate.let(20)
         answer = await served.generate(prompt, temperature=0, max_new_tokens=8)
         assert answer["meta_info"]["cached_tokens"] == 0
         assert answer["output_ids"] == await greedy(models[1], prompt, 8)

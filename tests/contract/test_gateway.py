@@ -309,10 +309,22 @@ async def test_an_episode_that_takes_too_long_fails(model_dir: Path) -> None:
 
 
 async def test_the_clock_stands_still_while_an_engine_is_waited_for(model_dir: Path) -> None:
-    """No engine serves the version within a second: the episode, of at most 0.2 s, is handed back and has not failed."""
+    """No engine serves the version within a second: the episode is handed back, and none of that second is of its budget."""
     async with stage(model_dir, two_turns, timeout_s=1.0) as scene:
+        running = asyncio.create_task(scene.rollout.sample(replace(task(budget=Budget(seconds=60.0)), min_version=1), 0, "n"))
+        while not scene.gateway._open:
+            await asyncio.sleep(0)
+        (open,) = scene.gateway._open.values()
+        clock = open.episode.clock
+        while not clock._stops:
+            assert not running.done(), "it has not stopped"
+            await asyncio.sleep(0)
+        stopped_at_s = clock.seconds
+        while not running.done() and clock._stops:
+            assert clock.seconds == stopped_at_s
+            await asyncio.sleep(0.01)
         with pytest.raises(Unfinished, match="version 1"):
-            await scene.rollout.sample(replace(task(budget=Budget(seconds=0.2)), min_version=1), 0, "n")
+            await running
 
 
 async def test_a_drain_hands_back_an_episode_wherever_it_is(model_dir: Path) -> None:

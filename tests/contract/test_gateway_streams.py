@@ -17,8 +17,8 @@ from bus.wire.messages import Sample, Status
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
 
-LONG = 900
-"""Tokens of a response that has not ended when its first token is read."""
+LONG, HELD = 900, 20
+"""Tokens of a response, and decoding steps until it is held: it has not ended when its first token is read."""
 ASKED = chat(("user", "What is three plus four?"), stream=True, return_token_ids=True)
 
 
@@ -54,7 +54,7 @@ async def test_tokens_are_sent_before_the_response_has_ended(model_dir: Path) ->
     async def program(client: Client) -> float:
         async with stream_of(client, no_such_field=1) as refused:
             assert refused.status == 400, "an error has a status, also of a stream"
-        usage = None
+        usage, gate = None, scene.served.hold(after=HELD)
         async with stream_of(client, stream_options={"include_usage": True}) as answer:
             assert answer.headers["Content-Type"] == "text/event-stream"
             async for each in events(answer):
@@ -63,6 +63,7 @@ async def test_tokens_are_sent_before_the_response_has_ended(model_dir: Path) ->
                 if first and received:
                     (open,) = scene.gateway._open.values()
                     assert not len(open.episode.recorder), "sent before the turn is whole"
+                    gate.open()
         assert usage is not None and usage["completion_tokens"] == len(received)
         return 1.0
 
@@ -76,6 +77,7 @@ async def test_a_stream_that_its_client_cuts_is_a_turn_up_to_the_last_token_sent
     received: list[int] = []
 
     async def program(client: Client) -> float:
+        scene.served.hold(after=HELD)
         async with stream_of(client) as answer:
             async for each in events(answer):
                 received.extend(ids(each))
@@ -90,8 +92,7 @@ async def test_a_stream_that_its_client_cuts_is_a_turn_up_to_the_last_token_sent
         assert sample.status is Status.COMPLETED and [each["role"] for each in sample.transcript] == ["user", "assistant"]
         response = sample.tokens.tolist()[-sample.response_length :]
         assert response[: len(received)] == received and len(response) < LONG
-        await scene.served.post("/pause_generation", {"mode": "in_place"})  # answered between two tokens
-        assert not scene.served.engine.scheduler.running, "the engine makes no more of it"
+        await scene.served.until(lambda: not scene.served.engine.scheduler.running)  # the engine makes no more of it
 
 
 async def test_a_program_that_ends_beside_its_open_stream_is_trained_on_what_it_was_sent(model_dir: Path) -> None:
@@ -99,6 +100,7 @@ async def test_a_program_that_ends_beside_its_open_stream_is_trained_on_what_it_
     held: list[Any] = []
 
     async def program(client: Client) -> float:
+        scene.served.hold(after=HELD)
         held.append(await stream_of(client))
         async for each in events(held[0]):
             received.extend(ids(each))

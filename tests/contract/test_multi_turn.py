@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from actors.episodes.children import Children
-from actors.episodes.port import ProgramFailed
+from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.sum_game import SumGame
 from actors.rollout_settings import parse_rollouts
@@ -116,6 +117,45 @@ async def test_it_goes_on_behind_every_state(model_dir: Path, protocol: str) -> 
             del asked[place:]
             assert await rollout.resume({"prompt": "hello"}, state, url + "/v1", "key") == whole
             assert asked == requests
+
+
+async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_replaced() -> None:
+    """Until then they delay no other call: more hang than asyncio's pool has threads."""
+    asked: list[str] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        prompt = str((await http.json())["prompt"])
+        asked.append(prompt)
+        said = "no call" if "[" in prompt else "<call>calculator:6*7</call>" if prompt == "calculate" else "<call>hangs:x</call>"
+        return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"text": said}]})
+
+    hung: list[str] = []
+    count = min(32, (os.cpu_count() or 1) + 4) + 1
+    options = {
+        "tools": ["calculator", f"{GAMES}:hangs"],
+        "protocol": "text",
+        "call": "<call>(?P<tool>[a-z]+):(?P<argument>.*?)</call>",
+        "result": "[{result}]",
+        "tool_seconds": 4.0,
+        "max_hung_calls": count,
+    }
+    program = "actors.episodes.programs.multi_turn:MultiTurn"
+    pool = Children(program, options=options, processes=1, episodes_per_child=count + 2, note_hung=hung.append)
+    async with listening({"/v1/completions": answer}) as url, pool:
+
+        async def play(prompt: str, number: int) -> EpisodeResult:
+            return await pool.run(f"{number}.0.a", base_url=f"{url}/v1", api_key="k", task={"prompt": prompt})
+
+        await asyncio.gather(*(play("hang", number) for number in range(count)))
+        assert len(hung) == pool.counters.hung == count, "shown to the model, and reported"
+        assert hung[-1] == f"tool 'hangs': no result within 4 s; calls that hang in this process: {count}"
+        await play("calculate", count)
+        assert any("[42]" in prompt for prompt in asked), asked
+        with pytest.raises(ProgramFailed, match=f"want at most {count} calls of tools that hang") as found:
+            await play("hang", count + 1)
+        assert not found.value.ended, "its own answers may be the cause"
+        await play("calculate", count + 2)
+        assert (pool.counters.started, pool.counters.killed) == (2, 1)
 
 
 async def test_only_what_has_a_state_can_resume() -> None:

@@ -134,6 +134,31 @@ async def test_an_episode_that_needs_more_memory_than_its_child_may_have_fails_w
         assert (pool.counters.started, pool.counters.killed) == (2, 1)
 
 
+async def test_files_and_processor_time_have_limits_where_they_are_set(tmp_path: Path) -> None:
+    async with children(processes=1, limits={"cpu_s": 8, "open_files": 60, "file_mb": 1}) as pool:
+        assert (await run(pool, "opens", count=10)).value == 1.0
+        assert "Too many open files" in await refusal(pool, "opens", count=60)
+        assert (await run(pool, "writes", file=str(tmp_path / "small"), mb=1)).value == 1.0
+        assert "File too large" in await refusal(pool, "writes", file=str(tmp_path / "large"), mb=2)
+        assert pool.counters.started == 1
+        assert "killed by SIGXCPU (its processor time, rollouts.NAME.cpu_s)" in await refusal(pool, "spins")
+        assert (await run(pool, "give", value="2")).value == 2.0
+        assert pool.counters.started == 2
+    async with children() as pool:
+        assert (await run(pool, "opens", count=60)).value == 1.0
+        assert (await run(pool, "writes", file=str(tmp_path / "large"), mb=2)).value == 1.0
+
+
+async def test_a_limit_of_files_that_is_refused_names_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import resource\nresource.setrlimit = lambda kind, limits: resource.RLIM_NONE\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:. exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    async with children(python=str(python), limits={"open_files": 60}) as pool:
+        with pytest.raises(ProgramFailed, match=r"rollouts.NAME.open_files: want 0 .* which refuses the limit 60"):
+            await pool.load()
+
+
 async def test_without_a_limit_memory_is_that_of_the_machine() -> None:
     async with children() as pool:
         assert (await run(pool, "hoards", mb=300)).value == 1.0
@@ -267,10 +292,14 @@ async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: 
 
 
 async def test_an_interpreter_that_is_not_there() -> None:
-    async with children(python="/nowhere/python3") as pool:
-        assert "/nowhere/python3" in await refusal(pool, "give", value="1")
-    async with children(python="/bin/false") as pool:
-        assert "exit code 1" in await refusal(pool, "give", value="1")
+    """The turns of the episodes stay, also of those that fail at once after another one's child was not started: no program has run."""
+    for python, reason in (("/nowhere/python3", "/nowhere/python3"), ("/bin/false", "exit code 1")):
+        async with children(python=python) as pool:
+            for _ in range(2):
+                with pytest.raises(ProgramFailed, match=reason) as found:
+                    await run(pool, "give", value="1")
+                assert found.value.ended
+            assert pool.counters.started <= 1, "not tried again at once"
 
 
 async def test_an_interpreter_without_any_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

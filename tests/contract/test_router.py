@@ -107,7 +107,7 @@ def test_sessions_are_forgotten_when_there_are_too_many() -> None:
 
 
 async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_back(model_dir: Path) -> None:
-    async with engine_process(model_dir) as dying, serving(model_dir) as other, routing(dying.url, other.engine.url) as door:
+    async with engine_process(model_dir, held_after=20) as dying, serving(model_dir) as other, routing(dying.url, other.engine.url) as door:
         body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
         other.engine.phase = "stale"
         await door.serving(dying.url)
@@ -269,11 +269,11 @@ async def test_events_are_forwarded_at_once_and_a_client_that_disconnects_frees_
         assert events[-2:] == [b"data: [DONE]", b""]
         assert json.loads(events[-3][6:])["output_ids"] == whole["output_ids"]
 
+        gate = served.hold(after=20)
         body["sampling_params"] = {**params, "max_new_tokens": LONG}
         async with door.session.post(door.url + "/generate", json=body) as response:
             first = await response.content.readuntil(b"\n\n")
             assert len(json.loads(first[6:])["output_ids"]) < LONG
-            await served.client.pause()  # otherwise it would end by itself
             await unfinished(served.engine, 1)
         await unfinished(served.engine, 0)
         assert served.engine.stats()["requests_aborted"] == 1
@@ -282,6 +282,7 @@ async def test_events_are_forwarded_at_once_and_a_client_that_disconnects_frees_
         await unfinished(served.engine, 1)
         waiting.cancel()
         await unfinished(served.engine, 0)
+        gate.open()
         assert served.engine.stats()["requests_aborted"] == 2
         await door.until(lambda workers: workers[served.engine.url]["in_flight"] == 0)
 

@@ -18,6 +18,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.ranks.checkpoints import Checkpoints
 from learner.settings.config import CheckpointConfig, OptimizerConfig
+from tests.chaos.dying import die_at
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
@@ -84,6 +85,34 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
     grad_norm = train(trainer, here, STEP + 1)  # beside the writing: the weights of before are saved
     saved.collect(wait=True)
     return {"digest": policy.digest(), "grad_norm": grad_norm, "reported": reports.checkpoints}
+
+
+INSTANTS = {
+    "in its file": ("torch.distributed.checkpoint.filesystem:_write_item", 12),
+    "behind its file": ("learner.checkpoints.disk:digest", 1),
+    "before the index": ("learner.megatron.checkpoint_writer:Staged.finish", 1),
+    "before the manifest": ("learner.checkpoints.disk:write_manifest", 1),
+    "before the name": ("learner.checkpoints.disk:publish", 1),
+}
+"""Instants of the writing of a checkpoint: the function, and the number of its call on which the rank is killed."""
+
+
+def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> None:
+    """Save the state after a step, and take the next one; then ``rank`` is killed -9 at an instant of the writing of its state."""
+    with joined(tensor_parallel_size=2) as here:
+        policy, optimizer, trainer = built(model_dir, here)
+        reports, config = Reports(), CheckpointConfig()
+        saved = Checkpoints(places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=20)
+        train(trainer, here, STEP)
+        saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
+        saved.collect(wait=True)
+        grad_norm = train(trainer, here, STEP + 1)
+        (out / f"rank-{here.rank}.json").write_text(json.dumps({"grad_norm": grad_norm, "reported": reports.checkpoints}))
+        if here.rank == rank:
+            where, nth = INSTANTS[instant]
+            die_at(where, nth, "KILL", out / "died")
+        saved.begin(STEP + 1, 1, b"later data state", numbers={"kl_scale": 3.5})
+        saved.collect(wait=True)
 
 
 def load(model_dir: Path, roots: list[Path], urls: list[str], layouts: list[int], out: Path) -> None:

@@ -37,7 +37,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 in sequence, recompute": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
+    "pp2 vpp2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
 }
+DEEP = "pp2 vpp2"
+"""The layout of a model of four layers."""
+VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace_c": 0.9, "minibatches": 2}
 SHARES = Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000)
 
 
@@ -110,7 +114,7 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
     return {"metrics": metrics, "digest": built.policy.digest()}
 
 
-def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> None:
+def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> None:
     with joined() as here:
         results = {
             "dp2": trained(model_dir, here),
@@ -121,6 +125,12 @@ def main(model_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> Non
     for name, sizes in LAYOUTS.items():
         with joined(**sizes) as here:
             saves = f"{out}/{name}_{{step}}_{{rank}}.safetensors"
+            directory, kind = (deep_dir, " deep") if name == DEEP else (model_dir, "")
+            if "sequence" in name or not name.startswith("tp2"):
+                results[f"{name} vtrace{kind}"] = trained(directory, here, **VTRACE)
+            if name == DEEP:
+                results[f"{name}{kind}"] = trained(directory, here)
+                continue
             results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none", saves=saves)
             results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
     for name, sizes in {

@@ -22,6 +22,8 @@ from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
+from tests.integration.gradients import PLAIN, save, taken
+from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
@@ -45,6 +47,8 @@ class Way:
     lr: float = 1e-3
     own_rows: bool = False
     """An odd number of sequences, each in a row of its own for every layout: a balancing loss is one of rows."""
+    groups: int = 5
+    """Groups of those, an odd number."""
 
 
 REPLAYED = Mixture(replay=True)
@@ -60,6 +64,13 @@ WAYS = {
     "balanced": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1)),
     "balanced, full": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1), recompute="full"),
     "biased": Way(own_rows=True, mixture=Mixture(bias_update_rate=0.01)),
+    "few rows": Way(own_rows=True, groups=3),
+    "few rows, balanced": Way(own_rows=True, groups=3, mixture=Mixture(aux_loss_coef=0.1)),
+    "replayed and balanced": Way(own_rows=True, groups=3, mixture=Mixture(replay=True, aux_loss_coef=0.1), minibatches=3, lr=1e-2),
+    "replayed and biased": Way(own_rows=True, groups=3, mixture=Mixture(replay=True, bias_update_rate=0.01), minibatches=3, lr=1e-2),
+    "all of it": Way(
+        own_rows=True, groups=3, mixture=Mixture(replay=True, aux_loss_coef=0.1, bias_update_rate=0.01), minibatches=3, lr=1e-2
+    ),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel_size": 2},
@@ -94,7 +105,7 @@ ONE = [
     *(("qwen3_moe", way) for way in ("moved", "replayed", "own rows", "balanced")),
     (DEEP, "balanced"),
     (DEEP_BIASED, "biased"),
-    *(("glm4_moe", way) for way in ("own rows", "biased", "moved", "replayed")),
+    *(("glm4_moe", way) for way in ("own rows", "biased", "moved", "replayed", "all of it")),
 ]
 """Runs of one process."""
 RUNS = [
@@ -112,7 +123,8 @@ RUNS = [
     *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "CP2")),
     (DEEP, "PP2 VP2", "balanced"),
     (DEEP_BIASED, "PP2 VP2", "biased"),
-    *(("glm4_moe", layout, "biased") for layout in ("EP2", "TP2")),
+    ("glm4_moe", "TP2", "biased"),
+    *(("glm4_moe", layout, "all of it") for layout in ("EP2", "CP2", "PP2")),
 ]
 """(model, layout, way): every family, layout, kind of optimizer and setting, and the pairs that meet in the code."""
 RARE_RUNS = [
@@ -121,13 +133,28 @@ RARE_RUNS = [
     *(("qwen3_moe", layout, way) for layout, way in (("TP2", "replayed, full"), ("EP2", "replayed, selective"))),
     ("qwen3_moe", "PP2", "balanced"),
     ("qwen3_moe", "TP2", "balanced, full"),
-    *(("glm4_moe", layout, "biased") for layout in ("PP2", "CP2")),
+    *(("glm4_moe", layout, "biased") for layout in ("EP2", "PP2", "CP2")),
+    *(("glm4_moe", layout, "replayed and biased") for layout in ("EP2", "CP2", "PP2")),
+    *(("qwen3_moe", layout, "replayed and balanced") for layout in ("EP2", "CP2", "PP2")),
 ]
 """The other pairs."""
+RARE_ONE = [("glm4_moe", "replayed and biased"), ("qwen3_moe", "replayed and balanced")]
+"""Runs of one process for them alone."""
 RUNS_OF_FOUR = [
     *(("qwen3_moe", layout, way) for layout in OF_FOUR if layout != "PP2 TP2" for way in ("plain", "distributed")),
     *(("qwen3_moe", layout, "balanced") for layout in ("DP2 TP2 EP4", "CP2 TP2 EP4", "PP2 TP2")),
 ]
+
+
+GRADIENTS = [
+    *(("qwen3_moe", layout, "few rows, balanced") for layout in LAYOUTS if layout != "PP2 VP2"),
+    (DEEP, "PP2 VP2", "few rows, balanced"),
+    ("deepseek_v3", "TP2", "few rows"),
+]
+"""Steps of which the gradient of each weight is compared."""
+GRADIENTS_OF_FOUR = [("qwen3_moe", layout, "few rows, balanced") for layout in OF_FOUR]
+SKIPPING = "EP2"
+"""Layout in which one rank has a loss or a gradient that is not finite: there are two optimizers, and experts that one rank alone has."""
 
 
 def same_run(way: str) -> str:
@@ -155,10 +182,11 @@ class Learner:
     proximal: WeightBackup
 
 
-def learner(model_dir: Path, here: parallel.Parallel, way: Way) -> Learner:
+def learner(model_dir: Path, here: parallel.Parallel, way: Way, config: OptimizerConfig | None = None) -> Learner:
+    """``config``: of the optimizer; None = that of the way."""
     kernels = Wanted(recompute=way.recompute)
     policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas, kernels=kernels, mixture=way.mixture)
-    optimizer = PolicyOptimizer(policy, replace(OPTIMIZER, lr=way.lr), steps=10)
+    optimizer = PolicyOptimizer(policy, config or replace(OPTIMIZER, lr=way.lr), steps=10)
     proximal = WeightBackup(policy)
     return Learner(
         policy,
@@ -172,7 +200,7 @@ def take(made: Learner, steps: tuple[int, ...], here: parallel.Parallel, way: Wa
     """Train these steps. Returns their metrics."""
     found = []
     # Two replicas, and the interleaved schedule of two stages, want an even number of rows: both add a row of padding.
-    samples_of = partial(make_samples, groups=7, group_size=3) if way.own_rows else partial(make_samples, groups=6)
+    samples_of = partial(make_samples, groups=way.groups, group_size=3) if way.own_rows else partial(make_samples, groups=6)
     for step in steps:
         batches = make_batches(
             samples_of(vocab=VOCAB, step=step),
@@ -206,10 +234,20 @@ def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str)
     return {"metrics": take(made, tuple(each for each in STEPS if each > step), here, WAYS[way])}
 
 
-def main(
-    model_dirs: dict[str, Path], of_one: Path, runs: list[tuple[str, str, str]], resumes: list[tuple[str, str, str]], out: Path
-) -> None:
-    """Train ``runs`` of the layouts of this number of ranks, then go on from checkpoints of them or of one process."""
+def gradients(model_dir: Path, here: parallel.Parallel, way: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the gradient of each weight of the whole model in one step, and the step's metrics."""
+    made = learner(model_dir, here, WAYS[way], PLAIN)
+    return taken(made.policy, lambda: take(made, STEPS[:1], here, WAYS[way])[0])
+
+
+Runs = list[tuple[str, str, str]]
+
+
+def main(model_dirs: dict[str, Path], of_one: Path, runs: Runs, resumes: Runs, steps: Runs, out: Path) -> None:
+    """Train ``runs`` of the layouts of this number of ranks, then go on from checkpoints of them or of one process.
+
+    ``steps``: those whose gradients are saved.
+    """
     results: dict[str, Any] = {}
     for layout, sizes in (LAYOUTS if os.environ["WORLD_SIZE"] == "2" else OF_FOUR).items():
         with joined(**sizes) as here:
@@ -217,6 +255,11 @@ def main(
                 if of == layout:
                     directory = out / f"{family} {layout} {way}"
                     results[directory.name] = unbroken(model_dirs[family], here, directory, way)
+            for family, of, way in steps:
+                if of == layout:
+                    save(out, f"{family} {layout} {way}", *gradients(model_dirs[family], here, way))
+            if layout == SKIPPING and steps:
+                results["skips"] = skips(model_dirs["qwen3_moe"], here)
             for source, of, way in resumes:
                 if of == layout:
                     directory = of_one if source == "1 plain" else out / f"qwen3_moe {source}"

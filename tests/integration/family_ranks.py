@@ -12,31 +12,44 @@ from learner.layout.parallel import Parallel
 from learner.megatron import state
 from learner.megatron.model import build_policy
 from tests.integration.expert_ranks import LAYOUTS as OF_EXPERTS
-from tests.integration.expert_ranks import VOCAB, WAYS, learner, take
+from tests.integration.expert_ranks import VOCAB, WAYS, Way, learner, take
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import DENSE, EXPERTS
 
 STEPS = (3, 4)
-WAY = WAYS["plain"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": OF_EXPERTS["TP2"],
     "TP2, no SP": {"tensor_parallel_size": 2},
-    **{name: OF_EXPERTS[name] for name in ("PP2", "CP2", "EP2")},
+    **{name: OF_EXPERTS[name] for name in ("PP2", "PP2 VP2", "CP2", "EP2")},
+    "DP2, distributed": {},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in DENSE | EXPERTS},
     **{f"{family}, tied": (family, {"tied": True}) for family in ("llama", "glm4")},
+    **{f"{family}, deep": (family, {"num_hidden_layers": 4}) for family in DENSE | EXPERTS},
+    "llama, tied, deep": ("llama", {"tied": True, "num_hidden_layers": 4}),
 }
-RUNS = [("qwen2", "TP2"), ("glm4", "TP2"), ("llama", "PP2"), ("mistral", "CP2")]
-"""(model, layout): pairs that meet different code. A bias that is split; norms behind sublayers, one tensor for gate and up; stages."""
+RUNS = [
+    *(("qwen2", "TP2"), ("glm4", "TP2"), ("llama", "PP2"), ("mistral", "CP2")),
+    *(("glm4_moe, deep", "PP2 VP2"), ("qwen2", "DP2, distributed")),
+]
+"""(model, layout): pairs that meet different code. A bias that is split; norms behind sublayers, one tensor for gate and up; stages, and
+chunks of them, of a model with a dense layer before those with experts; shares of the optimizer's state.
+"""
 RARE_RUNS = [
     (name, layout)
     for layout in LAYOUTS
     for name, (family, _) in MODELS.items()
-    if (name, layout) not in RUNS and (layout != "EP2" if family in DENSE else layout != "TP2, no SP")
+    if (name, layout) not in RUNS
+    and (layout != "EP2" if family in DENSE else layout != "TP2, no SP")
+    and name.endswith(", deep") is (layout == "PP2 VP2")
 ]
 """The other pairs."""
+
+
+def way_of(layout: str) -> Way:
+    return WAYS["distributed" if "distributed" in layout else "plain"]
 
 
 def scores(made: Any, here: Parallel) -> list[list[float]]:
@@ -56,20 +69,20 @@ def differing(found: dict[str, torch.Tensor], model_dir: Path) -> list[str]:
     return sorted(name for name in found.keys() | there.keys() if name not in found or not torch.equal(found[name], there.get(name)))
 
 
-def used(model_dir: Path, here: Parallel, of_one: Path, out: Path) -> dict[str, Any]:
+def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> dict[str, Any]:
     """Score, export and train a model, and save it; begin another from the checkpoint that one process has made of the files."""
-    made = learner(model_dir, here, WAY)
+    made = learner(model_dir, here, way)
     found: dict[str, Any] = {"log_probs": scores(made, here), "exported": differing(exported(made.policy), model_dir)}
-    found["metrics"] = take(made, STEPS, here, WAY)
+    found["metrics"] = take(made, STEPS, here, way)
     weights = exported(made.policy)
     if here.rank == 0:
         (out / "saved").mkdir(parents=True)
         save_file(weights, out / "weights.safetensors")
     torch.distributed.barrier()
     state.save(out / "saved", step=STEPS[-1], policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
-    other = build_policy(model_dir, dtype="float32", parallel=here)
-    for parameter in other.module.parameters():
-        torch.nn.init.zeros_(parameter)
+    other = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas)
+    for _, weight in other.named_weights():
+        torch.nn.init.zeros_(weight)
     state.load_model(of_one, policy=other, setting="test")
     return found | {"loaded": differing(exported(other), model_dir)}
 
@@ -82,5 +95,5 @@ def main(model_dirs: dict[str, Path], checkpoints: dict[str, Path], runs: list[t
         if names:
             with joined(**sizes) as here:
                 for name in names:
-                    results[f"{name} {layout}"] = used(model_dirs[name], here, checkpoints[name], out / f"{name} {layout}")
+                    results[f"{name} {layout}"] = used(model_dirs[name], here, way_of(layout), checkpoints[name], out / f"{name} {layout}")
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

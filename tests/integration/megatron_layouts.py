@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from bus.wire.messages import Sample, Span, Status
+from learner.algorithms.config import AlgorithmConfig
 from learner.layout import parallel
 from learner.megatron import logprobs
 from learner.megatron.layers.kernels import Wanted
@@ -16,14 +19,19 @@ from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
-from tests.algorithm_cases import CASES, EVERYWHERE, algorithm
+from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, SHOWN_GROUPS, algorithm
 from tests.cuda_kernels import RaisingOnCuda
+from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 
 VOCAB = 300
 STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4)
+ROWS = {"as the layout packs them": 0, "unpacked": 1}
+"""Rows of the steps with gradients: tokens of a micro-batch at most; 0 = those of the layout."""
+WITH_GRADIENTS = AlgorithmConfig(sft_coef=0.5, entropy_coef=0.01)
+"""The algorithm of those steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,11 @@ class Layout:
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def with_gradients(self) -> bool:
+        """True for the layouts with steps of which the gradients are compared, and those of one row."""
+        return self.dtype == "float32" and self.recompute == "none" and (self.world > 1 or self.max_tokens > 1000)
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """Arguments of ``parallel.join``."""
         return {
@@ -101,9 +114,8 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0
     for step in STEPS:
-        samples = make_samples(vocab=VOCAB, step=step, groups=6, top_k=config.distill_top_k if config.needs_teacher else None)
         batches = make_batches(
-            samples,
+            samples_of(case, step),
             step=step,
             data_parallel=here.dp_size,
             max_tokens=layout.max_tokens,
@@ -117,6 +129,45 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     weights = dict(exported)
     assert len(weights) == len(exported), "a weight is exported twice"
     return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
+
+
+def samples_of(case: str, step: int) -> list[Sample]:
+    """Return six groups: with the scores of a teacher, demonstrations and fresh samples where the case has them."""
+    config, shown = algorithm(case), SHOWN_GROUPS.get(case, 0)
+    samples = make_samples(vocab=VOCAB, step=step, groups=6, top_k=config.distill_top_k if config.needs_teacher else None)
+    if case in FRESH:
+        versions = {0: step - 1, 1: 0}
+        samples = [_by_one_version(sample, versions[sample.index]) if sample.index in versions else sample for sample in samples]
+        samples = [replace(sample, reward=1.0, status=Status.TRUNCATED) if sample.task == 6 else sample for sample in samples]
+    return [_demonstration(sample) if sample.task <= shown else sample for sample in samples]
+
+
+def _by_one_version(sample: Sample, version: int) -> Sample:
+    return replace(sample, spans=(Span(version=version, num_tokens=sample.response_length),))
+
+
+def _demonstration(sample: Sample) -> Sample:
+    """Return a demonstration of the same tokens, of which every third is not trained."""
+    mask = (np.arange(sample.response_length) % 3 != 1).astype(np.uint8)
+    nothing = np.zeros(sample.response_length, np.float32)
+    taught = {"teacher_log_probs": None, "teacher_top_ids": None, "teacher_top_log_probs": None}
+    return replace(sample, loss_mask=mask, rollout_log_probs=nothing, reward=0.0, demonstration=True, **taught)
+
+
+def gradients(
+    model_dir: Path, here: parallel.Parallel, layout: Layout, max_tokens: int
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the gradient of each weight of the whole model in one step, and the step's metrics."""
+    replicas = parallel.Replicas(
+        distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
+    )
+    policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=Wanted(recompute=layout.recompute))
+    trainer = Trainer(policy, PolicyOptimizer(policy, PLAIN, steps=10), WITH_GRADIENTS, max_lag=2)
+    samples = [sample for sample in samples_of(EVERY_TERM, STEPS[0]) if sample.task in (2, 3)]  # demonstrations, and a group of a policy
+    batches = make_batches(
+        samples, step=STEPS[0], data_parallel=here.dp_size, max_tokens=max_tokens or layout.max_tokens, pad_to=here.tp_size * here.cp_size
+    )
+    return taken(policy, lambda: trainer.train(batches[here.dp_rank]))
 
 
 @torch.no_grad()
@@ -137,4 +188,7 @@ def main(model_dir: Path, layout: Layout, out: Path) -> None:
     logprobs.CHUNK_ELEMENTS = layout.chunk
     with joined(**layout.sizes) as here:
         results = {case: train(model_dir, here, case, layout) for case in layout.cases}
+        for rows, max_tokens in ROWS.items() if layout.with_gradients else ():
+            tensors, metrics = gradients(model_dir, here, layout, max_tokens)
+            save(out, rows, tensors, metrics)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -18,6 +18,7 @@ from learner.megatron import state
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.optimizer_pieces import buffers_of
 from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
@@ -55,7 +56,10 @@ def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algori
 
 
 def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas | None = None) -> dict[str, object]:
-    """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with a NaN gradient there."""
+    """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with an infinite gradient there.
+
+    That one is in the last buffer of the last chunk, that of its experts where it has some: no other rank has their gradients.
+    """
     algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
     batches = []
     for step in (3, 4, 5):
@@ -74,11 +78,15 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
 
     skipped, digests, optimizer, policy = trained(batches)
     undisturbed = trained([batches[0], batches[2]])[1][-1]
-    for buffer in policy.ddp.buffers:
-        buffer.grad_data.fill_(math.inf if here.rank == 1 else 1.0)
+    buffers = [buffer for ddp in policy.ddps for buffer in buffers_of(ddp)]
+    for buffer in buffers:
+        buffer.grad_data.fill_(1.0)
+    if here.rank == 1:
+        buffers[-1].grad_data.fill_(math.inf)
     with megatron_device():
         norm, _ = optimizer.step(6, loss=0.0)
-    return {"skipped": skipped, "digests": digests, "undisturbed": undisturbed, "norm_of_spoilt_gradient": norm}
+    moved = policy.digest() != digests[-1]
+    return {"skipped": skipped, "digests": digests, "undisturbed": undisturbed, "norm_of_spoilt_gradient": norm, "moved_by_it": moved}
 
 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:

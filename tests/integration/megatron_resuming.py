@@ -36,7 +36,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp2 vpp2, offload": Layout(pipeline_parallel=2, virtual_pipeline=2, offload=True),
 }
 """Layouts of two ranks."""
-SKIPPING = ("pp2", "cp2")
+SKIPPING = ("pp2", "pp2 vpp2", "cp2")
 """Layouts in which one rank has a loss or a gradient that is not finite."""
 
 

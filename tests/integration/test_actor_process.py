@@ -39,14 +39,14 @@ def _model() -> None:
 async def test_an_actor_killed_within_a_group_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """Two of four samples are stored when it dies; after the lease another actor makes all four, and the stored two count once."""
     half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
-    async with open_bus(lease_s=5.0) as bus, engine(bus):
+    async with open_bus(lease_s=6.5) as bus, engine(bus):  # the actors renew their leases much earlier
         tasks = await issue(bus, await take_over(bus))
-        async with actor_process(nats_server.url, bus.run, half, id="first", lease_s=5.0) as first:
+        async with actor_process(nats_server.url, bus.run, half, id="first", lease_s=1.5) as first:
             await samples_until(bus, lambda found: len(found) == 2)
             first.kill()
             await first.exit_code()
         assert await bus.tasks.backlog() == (0, 1), "still leased by the dead"
-        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="second", lease_s=5.0):
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="second", lease_s=4.0):
             found = await samples_until(bus, complete(tasks))
             await settled(bus)
         found = await all_samples(bus)

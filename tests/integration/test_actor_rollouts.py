@@ -15,9 +15,12 @@ from actors.config import ActorConfig, GatewayConfig
 from actors.errors import BadRow
 from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
+from bus.system.coroutines import first_of
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Status
+from launch.cli.status import unserved
 from rewards.children.limits import children_of
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
@@ -217,6 +220,40 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open
         config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
         with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want "):
             await run_actor(nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES))
+
+
+async def test_an_actor_serves_the_rollouts_that_it_names_alone(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """It loads no other program: one that cannot be loaded ends only the actors that serve it."""
+    async with open_bus(rollouts=("broken", "tries")) as bus, engine(bus):
+        epoch = await take_over(bus)
+        (plain,) = await issue(bus, epoch)
+        (episodes,) = await issue(bus, epoch, rollout="tries", budget=Budget(turns=8))
+        (others,) = await issue(bus, epoch, rollout="broken", budget=Budget(turns=8))
+        both = programs(tries=TRIES, broken={"use": "agent:tests.nowhere:f"})
+        draining = asyncio.Event()
+
+        def actor(id: str, *names: str) -> asyncio.Task[None]:
+            config = ActorConfig(reward="digits", rollouts=names)
+            return asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, id, rollouts=both))
+
+        work = actor("a", "tries")
+        await first_of(row_until(bus.rows("live"), "actor.a", lambda row: bool(row["load"].get("tasks_done"))), asyncio.shield(work))
+        (row,) = await LiveView(bus).alive("actor")
+        assert row.rollouts == ("tries",)
+        assert await bus.tasks.waiting() == {"": 1, "broken": 1}, "left to other actors"
+        assert unserved(await bus.tasks.waiting(), [row]) == {"broken": 1, "single_turn": 1}
+        plainly = actor("b", "single_turn")
+        await samples_until(bus, complete([plain, episodes]))
+        second = await row_until(bus.rows("live"), "actor.b", lambda row: bool(row["load"].get("tasks_done")))
+        assert second["rollouts"] == ["single_turn"]
+        assert await bus.tasks.waiting() == {"broken": 1}
+        with pytest.raises(BadRow, match=r"tests\.nowhere"):
+            await actor("c", "tries", "broken")
+        with pytest.raises(BadRow, match=r"actor\.rollouts: want names .* got 'trys', did you mean 'tries'\?"):
+            await actor("d", "trys")
+        draining.set()
+        await asyncio.gather(work, plainly)
+        assert {sample.task for sample in await all_samples(bus)} == {plain, episodes} and others not in (plain, episodes)
 
 
 async def test_a_config_on_the_bus_names_the_rollouts(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.client.rows import Value
+from bus.client.rows import Row, Value
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from bus.liveness.epoch import raise_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
@@ -244,3 +245,48 @@ async def test_an_unreadable_row_is_changed_only_where_that_is_wanted(open_bus: 
         assert (await rows.read("epoch"))[0] is None
         assert (await rows.change("epoch", lambda value: {"epoch": 7}, replace_unreadable=True)) == (None, {"epoch": 7})
         assert (await rows.read("epoch"))[0] == {"epoch": 7}
+
+
+async def test_a_row_that_another_client_marked_as_deleted_is_written_again(open_bus: BusOpener) -> None:
+    """A marker is a message like any other: a compare-and-set has to name its revision, not 0."""
+    async with open_bus() as bus:
+        rows = bus.rows("run")
+        for key in ("epoch", "task_floor"):
+            await rows.put(key, {"epoch": 4, "floor": 4})
+            await bus.js.publish(f"$KV.TM_{bus.run}_run.{key}", b"", headers={"KV-Operation": "DEL"})
+            assert (await rows.get(key), await rows.read(key)) == (None, (None, 0))
+        async with asyncio.timeout(20):
+            assert (await rows.change("epoch", lambda value: {"epoch": 7})) == (None, {"epoch": 7})
+            await rows.create("task_floor", {"floor": 9})
+        assert [(await rows.read(key))[0] for key in ("epoch", "task_floor")] == [{"epoch": 7}, {"floor": 9}]
+        with pytest.raises(RowConflict):
+            await rows.create("task_floor", {"floor": 10})
+
+
+async def test_a_row_is_kept_while_its_writer_runs(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("run")
+        keeping = asyncio.create_task(rows.keep("api_key", {"key": "k" * 20}, every_s=0.1))
+        try:
+            watching = rows.watch("api_key", every_s=0.1)
+            for spoil in (b"junk", b"[]", b'{"key": ""}', b'{"key": "a\\nb"}'):
+                await take_until(watching, {"key": "k" * 20})
+                await bus.js.publish(f"$KV.TM_{bus.run}_run.api_key", spoil)
+            await take_until(watching, {"key": "k" * 20})
+            await rows.delete("api_key")
+            await take_until(watching, {"key": "k" * 20})
+            await rows.put("api_key", {"key": "another"})  # readable: a key may be replaced
+            await bus.js.publish(f"$KV.TM_{bus.run}_run.epoch", b"x")
+            await take_until(watching, {"key": "another"})
+            assert not keeping.done()
+            await watching.aclose()  # type: ignore[attr-defined]
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def take_until(watching: AsyncIterator[Row | None], value: Value) -> None:
+    async with asyncio.timeout(30):
+        async for found in watching:
+            if found is not None and found[0] == value:
+                return

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
+from bus.client import outbox
 from bus.config import BusConfig
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.server.nats_server import EmbeddedServer
@@ -59,7 +60,11 @@ async def test_one_message_id_is_stored_once(open_bus: BusOpener) -> None:
         assert bus.samples.stats.duplicates == 1
 
 
-async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(
+    nats_server: EmbeddedServer, open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lost connection triggers the retry, not the time-out of an answer."""
+    monkeypatch.setattr(outbox, "_ANSWER_S", 600.0)
     async with open_bus() as looker, Proxy(nats_server.url) as proxy:
         async with connect(proxy.url, looker.run, name="publisher") as bus:
             await publish(bus, 1)
@@ -69,7 +74,7 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(nats_server: 
             assert not publishing.done()
             await proxy.cut()
             proxy.deaf = False
-            async with asyncio.timeout(4.5):  # the lost connection triggers the retry, not the 5 s time-out of an answer
+            async with asyncio.timeout(60):
                 assert await publishing == 2
             assert bus.samples.stats.duplicates == 1
         assert (await looker.samples.info()).messages == 2

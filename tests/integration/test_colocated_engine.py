@@ -30,7 +30,7 @@ from weightstore.push.publisher import Publisher
 from weightstore.store.registry import VersionRegistry
 
 LEARNER = LiveRow(role="learner", id="learner", host="here", pid=1, phase="working")
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Died(Exception):
@@ -190,11 +190,20 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
     """A client makes it release its weights: its row names the missing memory, and it fetches the weights when no push brings any."""
-    async with open_bus() as bus, engine(bus, nats_server.url, models[0], colocated=False, grace_s=3.0):
+    may_load = asyncio.Event()
+    may_load.set()
+
+    class Held(BuiltinEngine):
+        async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
+            await may_load.wait()
+            return await super().load_snapshot(directory, version, epoch)
+
+    async with open_bus() as bus, engine(bus, nats_server.url, models[0], colocated=False, factory=Held):
         await VersionRegistry(bus).publish_initial(str(models[0]), 1)
         url = (await served(bus))["address"]
         first = await greedy(url)
         release, headers = {"tags": None}, (await make_keys(bus)).headers
+        may_load.clear()
         async with (
             aiohttp.ClientSession(headers=headers) as session,
             session.post(url + "/release_memory_occupation", json=release) as answer,
@@ -202,6 +211,7 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
             assert answer.status == 200
         waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))
         assert waiting["waits_for"] == WHOLE
+        may_load.set()
         await served(bus)
         assert await greedy(url) == first
 

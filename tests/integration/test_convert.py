@@ -27,9 +27,9 @@ from learner.layout import parallel
 from learner.megatron import state
 from learner.megatron.checkpoint_writer import StagedSave
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.initial_weights import OTHER_NAMES
 from learner.megatron.model import build_policy
 from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.state import OTHER_NAMES
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
 from tests.engine_serving import serving
@@ -146,7 +146,7 @@ async def test_an_engine_is_compared_with_a_checkpoint(
     (run / "config.yaml").write_text(f"run: {run_id}\nmodel: {{path: {model_dir}}}\nbus: {{url: '{nats_server.url}'}}\n")
     async with (
         serving(model_dir, version=3) as served,
-        connect(nats_server.url, run_id, BusConfig(), name="test", wait_s=10) as bus,
+        connect(nats_server.url, run_id, BusConfig(), name="test", wait_s=60) as bus,
     ):
         await bus.create_layout()
         row = LiveRow(role="engine", id="e0", host="test", pid=1, phase="serving", version=3, address=served.engine.url)

@@ -15,19 +15,21 @@ from learner.algorithms.kl_settings import KLConfig
 from learner.debug.collector import LOGITS_POSITIONS, Collector
 from learner.debug.comparison import compare_train
 from learner.debug.rollout_file import save_rollout
-from learner.debug.train_file import TrainDump, read, read_train, record_path
+from learner.debug.train_file import TrainDump, critic_path, read, read_train, record_path
 from learner.layout import parallel
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherModels, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
+from tests.integration.critic_ranks import build
 from tests.integration.debug_ranks import STEP_LAYOUTS, packed
 from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
 
 FILES = "t_{step}_{rank}.safetensors"
+COMPARED = ("old_log_probs", "current_log_probs", "policy_importance_ratio")
 
 
 @pytest.fixture
@@ -126,7 +128,60 @@ def test_the_ratio_is_against_the_policy_that_the_loss_compares_with(make: Any, 
     data = read_train(tmp_path / "t_3_0.safetensors").steps[0].debug_data
     for ratio, current, anchor in zip(data["policy_importance_ratio"], data["current_log_probs"], data[compared], strict=True):
         np.testing.assert_allclose(ratio, np.exp(current - anchor), rtol=1e-5)
-    assert "old_log_probs" not in data  # with one minibatch, none are computed before the step
+    record = read_train(record_path(tmp_path / "t_3_0.safetensors")).steps[0].debug_data
+    for old, first in zip(data["old_log_probs"], record["log_probs"], strict=True):  # with one minibatch, the algorithm needs none
+        np.testing.assert_array_equal(old, first)
+
+
+def test_without_a_policy_to_compare_with_the_ratio_is_against_the_old_one(make: Any, tmp_path: Path) -> None:
+    """Also in the second minibatch, where the policy has moved, and with ``loglinear``, which computes no old log-probs."""
+    for correction in ("tis", "a3po"):
+        make(correction=correction)[0].train(make_batches(make_samples(vocab=VOCAB), minibatches=2)[0])
+        file = tmp_path / "t_3_0.safetensors"
+        before = read_train(record_path(file)).steps[0].debug_data
+        by_sequence = dict(zip(before["sequence_ids"].tolist(), before["log_probs"], strict=True))
+        for number, step in enumerate(read_train(file).steps):
+            data = step.debug_data
+            for sequence, old, current, ratio in zip(
+                data["sequence_ids"].tolist(), *(of(read_train(file), name, number) for name in COMPARED), strict=True
+            ):
+                np.testing.assert_array_equal(old, by_sequence[sequence])
+                np.testing.assert_allclose(ratio, np.exp(current - old), rtol=1e-6)
+            assert (np.concatenate(data["policy_importance_ratio"]) == 1).all() == (number == 0), correction
+
+
+ASKED_FOR = {
+    *("unconcat_tokens", "response_lengths", "total_lengths", "loss_masks"),
+    *("advantages", "returns", "old_log_probs", "ref_log_probs", "values"),
+    *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "logits_sample"),
+}
+"""Fields of ``debug_data`` in slime's page on debugging."""
+MORE = {"sequence_ids", "sample_ids", "rollout_log_probs", "logits_sequences", "logits_positions"}
+"""Further ones of every dump."""
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_dump_with_reference_and_critic_has_all_fields_of_slimes(
+    here: parallel.Parallel, model_dir: Path, tmp_path: Path, minibatches: int
+) -> None:
+    built = build(model_dir, here, saves=f"{tmp_path}/{FILES}", kl=KLConfig(coef=0.1))
+    built.train(3, here, minibatches=minibatches)
+    file = tmp_path / "t_3_0.safetensors"
+    header, dump = read(file)[0], read_train(file)
+    assert {"rollout_id", "rank", "role", "num_steps", "steps", "parallel_info"} <= header.keys()
+    assert all(one.keys() == {"step_id", "loss_dict", "grad_norm"} for one in header["steps"])
+    assert dump.num_steps == minibatches
+    for step in dump.steps:
+        assert step.debug_data.keys() == ASKED_FOR | MORE
+        assert len({len(step.debug_data[name]) for name in (ASKED_FOR | {"sequence_ids"}) - {"logits_sample"}}) == 1, (
+            "one for each sequence"
+        )
+    of_critic = read_train(critic_path(file))
+    assert (of_critic.role, of_critic.num_steps) == ("critic", minibatches)
+    for step in of_critic.steps:
+        assert {"values", "returns", "advantages", "ref_log_probs", "current_values"} <= step.debug_data.keys()
+    record = read_train(record_path(file))
+    assert {"log_probs", "response_lengths", "total_lengths"} <= record.steps[0].debug_data.keys()
 
 
 def test_sequences_of_one_episode_are_apart(make: Any, tmp_path: Path) -> None:

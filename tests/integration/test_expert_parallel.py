@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 
+from learner.layout.parallel import Parallel
 from tests.integration import expert_ranks
 from tests.integration.expert_ranks import (
+    GRADIENTS,
+    GRADIENTS_OF_FOUR,
     MODELS,
     ONE,
     PAIRED,
+    RARE_ONE,
     RARE_RUNS,
     RESUMES,
     RUNS,
@@ -17,12 +21,15 @@ from tests.integration.expert_ranks import (
     STEPS,
     VOCAB,
     WAYS,
+    Runs,
+    gradients,
     learner,
     resumed,
     same_run,
     take,
     unbroken,
 )
+from tests.integration.gradients import differing, load
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
@@ -41,21 +48,29 @@ class World:
             name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes) for name, (family, changes) in MODELS.items()
         }
         with one_rank() as here:
-            self.one = {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in ONE}
-        self.ranks = self._results(2, RUNS, RESUMES)
+            self.one = self._of_one(ONE, here)
+            of_one = dict.fromkeys((family, way) for family, _, way in GRADIENTS)
+            self.gradients = {(family, way): gradients(self.model_dirs[family], here, way) for family, way in of_one}
+        self.ranks = self._results(2, RUNS, RESUMES, GRADIENTS)
 
-    def _results(self, world: int, runs: list[tuple[str, str, str]], resumes: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-        args = (self.model_dirs, self.of_one / "qwen3_moe" / "plain", runs, resumes)
+    def _of_one(self, runs: list[tuple[str, str]], here: Parallel) -> dict[tuple[str, str], Any]:
+        return {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in runs}
+
+    def _results(self, world: int, runs: Runs, resumes: Runs, steps: Runs) -> list[dict[str, Any]]:
+        args = (self.model_dirs, self.of_one / "qwen3_moe" / "plain", runs, resumes, steps)
         return run_ranks(expert_ranks.main, args, world=world, out=self.out, timeout_s=400)
 
     def rare(self) -> list[dict[str, Any]]:
         """Return the results of two ranks in the rare runs."""
-        self._rare = self._rare or self._results(2, RARE_RUNS, [])
+        if not self._rare:
+            with one_rank() as here:
+                self.one |= self._of_one(RARE_ONE, here)
+            self._rare = self._results(2, RARE_RUNS, [], [])
         return self._rare
 
     def four(self) -> list[dict[str, Any]]:
         """Return the results of the four ranks."""
-        self._four = self._four or self._results(4, RUNS_OF_FOUR, [])
+        self._four = self._four or self._results(4, RUNS_OF_FOUR, [], GRADIENTS_OF_FOUR)
         return self._four
 
     def last_of_one(self) -> dict[str, float]:
@@ -102,6 +117,37 @@ def test_every_layout_resumes_the_checkpoint_of_every_other(tmp_path: Path) -> N
             assert_same(found["metrics"][-1], wanted)
 
 
+@pytest.mark.parametrize(("family", "layout", "way"), GRADIENTS)
+def test_the_gradients_of_one_process(world: World, family: str, layout: str, way: str) -> None:
+    """The gradient of every weight, routers and each expert among them, within 1e-5 of its largest element."""
+    _compare_gradients(world, family, layout, way, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "way"), GRADIENTS_OF_FOUR)
+def test_the_gradients_of_one_process_in_four(world: World, family: str, layout: str, way: str) -> None:
+    world.four()
+    _compare_gradients(world, family, layout, way, ranks=4)
+
+
+def _compare_gradients(world: World, family: str, layout: str, way: str, *, ranks: int) -> None:
+    wanted, metrics = world.gradients[family, way]
+    for rank in range(ranks):
+        gradients, ours = load(world.out, f"{family} {layout} {way}", rank)
+        assert differing(gradients, wanted) == {}
+        assert_same(ours, metrics)
+
+
+def test_both_ranks_skip_a_step_that_is_not_finite_on_one(world: World) -> None:
+    """Also where only one of the two optimizers has such a gradient, that of experts that the other rank does not have."""
+    for rank in world.ranks:
+        skips = rank["skips"]
+        assert skips["skipped"] == [0, 1, 0]
+        assert skips["digests"][0] == skips["digests"][1] != skips["digests"][2] == skips["undisturbed"]
+        assert skips["norm_of_spoilt_gradient"] is None and not skips["moved_by_it"]
+    assert world.ranks[0]["skips"]["digests"] == world.ranks[1]["skips"]["digests"]
+
+
 def _compare(world: World, ranks: list[dict[str, Any]], family: str, layout: str, way: str) -> None:
     for rank in ranks:
         ours = rank[f"{family} {layout} {way}"]
@@ -135,6 +181,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: st
         ("glm4_moe", "moved", "replayed"),
         ("qwen3_moe", "own rows", "balanced"),
         ("glm4_moe", "own rows", "biased"),
+        ("glm4_moe", "replayed", "all of it"),
     ],
 )
 def test_the_settings_change_the_numbers(world: World, family: str, one: str, other: str) -> None:

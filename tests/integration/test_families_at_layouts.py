@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from learner.megatron import convert
 from tests.integration import family_ranks
 from tests.integration.expert_ranks import VOCAB, learner, take
-from tests.integration.family_ranks import MODELS, RARE_RUNS, RUNS, STEPS, WAY, scores
+from tests.integration.family_ranks import MODELS, RARE_RUNS, RUNS, STEPS, scores, way_of
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
@@ -32,8 +32,8 @@ class World:
                 self.model_dirs[name] = write_tiny_model(root / name, family, vocab_size=VOCAB, **changes)
                 self.checkpoints[name] = root / f"{name}, checkpoint"
                 convert.to_checkpoint(self.model_dirs[name], self.checkpoints[name], here)
-                made = learner(self.model_dirs[name], here, WAY)
-                self.one[name] = {"log_probs": scores(made, here), "metrics": take(made, STEPS, here, WAY)}
+                made = learner(self.model_dirs[name], here, way_of("1"))
+                self.one[name] = {"log_probs": scores(made, here), "metrics": take(made, STEPS, here, way_of("1"))}
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_another_family_at_a_layout(rare: World, name: str, layout: str) -> None
 
 def _check(world: World, name: str, layout: str) -> None:
     """Compare log-probs and the metrics of two steps with one process; exports, and conversions both ways, with the files."""
-    one, replicas = world.one[name], 2 if layout == "EP2" else 1
+    one, replicas = world.one[name], 2 if layout in ("EP2", "DP2, distributed") else 1
     for rank in world.ranks:
         ours = rank[f"{name} {layout}"]
         assert ours["exported"] == []

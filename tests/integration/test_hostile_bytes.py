@@ -2,19 +2,30 @@
 processed."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from actors.config import ActorConfig
+from actors.config import ActorConfig, EngineConfig
 from actors.rollout.actor_process import run_actor
+from actors.router.config import RouterConfig
+from actors.router.process import run_router
+from actors.scoring.scorer_process import run_scorer
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from bus import exit_codes
+from bus.client.retries import cancellable
 from bus.config import BusConfig
+from bus.errors import UnreadableRow
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
+from bus.streams.bus import Bus, connect
 from bus.streams.cursors import Cursors
 from bus.streams.history import History
 from bus.wire.messages import LiveRow
@@ -22,11 +33,21 @@ from launch.run import desired
 from launch.run.audit import audit
 from launch.run.watch import RunWatch
 from learner.settings.config import LearnerConfig, StalenessConfig
-from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, take_over
+from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World
 from tests.hostile import Hostile
+from tests.launched import run_tidemill
+from tests.whole.prepared import put_prepared
+from tests.whole.running import SMOKE
+from weightstore.store.registry import VersionRegistry
 
+KEY = "k" * 32
+CONFIG = {
+    "actor": {"reward": "digits", "generate_timeout_s": 60.0, "engines": [], "scorers": {"enabled": True}},
+    "bus": {"lease_s": 5.0},
+    "learner": {"steps": 3},
+}
 ROOT = Path(__file__).resolve().parents[2]
 LOOKING = (
     "status",
@@ -64,6 +85,8 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
     hostile = Hostile(nats_server.url, run_id, seed)
     async with world(nats_server, run_id, tmp_path / "checkpoints") as run, AsyncExitStack() as stack:
         await hostile.write(500, hostile.everything)  # stored before the feeder starts
+        await hostile.write(100, lambda: [row for row in hostile.rows_of_the_learner() if "checkpoint" not in row[0]], unreadable=True)
+        await stack.enter_async_context(kept_rows(run.bus))
         row = LiveRow(role="host", id="here", host="h", pid=1, phase="working")
         await stack.enter_async_context(HeartbeatPublisher(run.bus, row, 0.2))
         watching = asyncio.create_task(RunWatch(run.bus, steps=8).run())
@@ -74,6 +97,8 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
         training = asyncio.create_task(run.train(url))
         while not training.done():
             await hostile.write(40, hostile.everything)
+            await hostile.write(20, hostile.rows_of_the_learner, unreadable=True)
+            await hostile.write(5, lambda: [row for row in hostile.rows_of_others() if "host.here" not in row[0]])
             assert not feeding.done() or training.done(), feeding
             assert not watching.done(), watching
             assert [one.id for one in await LiveView(run.bus).alive("host") if one.id != "z"] == ["here"]
@@ -87,10 +112,31 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
         assert accounting.balance() and accounting.invalid > 20, accounting
         letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.decisions()
         assert all(dead.task > 0 for dead in letters) and words
-        assert {"DEAD", "PLAN", "TASKS", "live", "run", "wanted"} <= run.bus.refusals.counts.keys(), run.bus.refusals
+        assert {"DEAD", "PLAN", "TASKS", "live", "run", "wanted", "keys", "weights"} <= run.bus.refusals.counts.keys(), run.bus.refusals
+        head = await run.bus.retry(partial(VersionRegistry(run.bus).repaired_head, 1))
+        assert head is not None and head.step == 8, head
+        await row_until(run.bus.rows("keys"), "admin", lambda row: row == {"key": KEY})
+        await row_until(run.bus.rows("run"), "api_key", lambda row: row == {"key": Keys.of(KEY).api})
+        await row_until(run.bus.rows("run"), "config", lambda row: row == CONFIG)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await read_everything(run)
+
+
+@asynccontextmanager
+async def kept_rows(bus: Bus) -> AsyncIterator[None]:
+    """Make the keys and keep the rows of the learner's parent, as it does."""
+    keys = await make_keys(bus, last=KEY)
+    assert keys.admin == KEY
+    await bus.rows("run").put("config", CONFIG)
+    keeping = [asyncio.create_task(work) for work in (keep_keys(bus, keys), bus.rows("run").keep("config", CONFIG))]
+    try:
+        yield
+        assert not any(one.done() for one in keeping), keeping
+    finally:
+        for one in keeping:
+            one.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
 
 
 async def read_everything(run: World) -> None:
@@ -134,3 +180,120 @@ async def test_an_actor_works_on_among_hostile_bytes(nats_server: EmbeddedServer
             draining.set()
             await acting
         assert bus.refusals.counts
+
+
+async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    model = await asyncio.to_thread(lambda: (prompt_tokens(), model_dir())[1])
+    async with open_bus(lease_s=5.0) as bus, AsyncExitStack() as stack:
+        hostile, draining = Hostile(nats_server.url, bus.run, 4), asyncio.Event()
+
+        async def spoil(count: int) -> None:
+            await hostile.write(count, hostile.rows_of_the_learner, unreadable=True)
+
+        await spoil(200)
+        await hostile.write(50, hostile.rows_of_others)
+        places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=model, id="e1", devices=HeldDevices())
+        limits = EngineLimits(grace_s=0.1, catch_up_s=60.0)
+        works = (
+            run_engine(places, EngineConfig(max_running=32), draining, factory=BuiltinEngine, limits=limits),
+            run_router(RouterConfig(), nats_server.url, bus.run, "door", draining, drain_s=5),
+            run_scorer(nats_server.url, bus.run, None, None, draining, "s1"),
+            run_actor(nats_server.url, bus.run, None, None, draining, "a1"),
+        )
+        running = [asyncio.create_task(cancellable(work)) for work in works]
+        try:
+            epoch = await take_over(bus)
+            registry = VersionRegistry(bus)
+            await stack.enter_async_context(kept_rows(bus))
+            await registry.fence(epoch)
+            await registry.publish_initial(str(model), epoch)
+            tasks = await issue(bus, epoch, 2)
+            following = asyncio.create_task(repair_head(bus, epoch, known := {0: 0}))
+            stack.callback(following.cancel)
+            for _ in range(20):
+                await spoil(20)
+                await row_until(bus.rows("weights"), "head", lambda row: "version" in row)
+                assert not any(one.done() for one in (*running, following)), (running, following)
+            await registry.set_snapshot(0, str(model))  # as a learner does that the engine has requested it from
+            await samples_until(bus, complete(tasks))
+            version = await registry.publish(await registry.reserve(1, epoch))
+            known[version.version] = 1
+            await registry.set_snapshot(version.version, str(model))
+            await spoil(40)
+            await hostile.write(50, hostile.rows_of_others)
+            await registry.set_snapshot(version.version, str(model))
+            live = bus.rows("live")
+            for key in ("engine.e1", "router.door", "actor.a1"):  # a scorer reads hardly any row
+                while not ((await live.read(key))[0] or {}).get("unreadable"):
+                    await hostile.write(4, hostile.rows_of_others)
+                    await asyncio.sleep(0.2)  # these rows are written again every second
+            await row_until(live, "scorer.s1", lambda row: row["phase"] == "serving")
+            await row_until(live, "engine.e1", lambda row: row["phase"] == "serving" and row["version"] == version.version)
+        finally:
+            draining.set()
+            ended = await asyncio.gather(*running, return_exceptions=True)
+            gc.unfreeze()  # the engine runs in the tests' process here
+        assert ended == [None] * len(works)
+
+
+async def repair_head(bus: Bus, epoch: int, known: dict[int, int]) -> None:
+    """Repair the registry as the feeder does, which knows the steps of the versions."""
+    registry = VersionRegistry(bus)
+    async for _ in bus.rows("weights").watch("head", unreadable=True):
+        head = await registry.repaired_head(epoch)
+        if head is None or head.version < max(known):
+            await registry.restore(known, epoch)
+
+
+@pytest.mark.parametrize(
+    ("key", "want", "cure"),
+    [
+        ("epoch", "epoch: an integer >= 0", "end every learner of the run, then store"),
+        ("checkpoint", "directory: text", "store {"),
+    ],
+)
+@pytest.mark.usefixtures("fork_server")
+async def test_a_learner_that_cannot_do_without_a_row_ends_with_one_message(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path, key: str, want: str, cure: str
+) -> None:
+    """It also restores the key of its engines, from its own file, in the place of an unreadable one."""
+    directory = tmp_path / "run"
+    await asyncio.to_thread(put_prepared, SMOKE, directory)
+    (directory / "auth").mkdir()
+    (directory / "auth/admin-key").write_text(f"{KEY}\n")
+    words = ["learner", "--config", str(SMOKE), "--bus", nats_server.url, "--set", f"directory={directory}"]
+    async with open_bus(run="smoke", lease_s=10.0) as bus:
+        for place in (f"run.{key}", "keys.admin", "run.api_key", "run.config", "weights.head"):
+            await bus.js.publish(f"$KV.TM_smoke_{place}", b"{}" if place != "weights.head" else b"junk")
+        ended = await asyncio.to_thread(run_tidemill, *words)
+        assert ended.returncode == exit_codes.CONFIG, ended.output[-3000:]
+        last = ended.errors.splitlines()[-1]
+        assert last.startswith(f"error: row run.{key}, revision ") and f"want {want}, got 'nothing'; cure: {cure}" in last, last
+        assert "Traceback" not in ended.output, ended.output[-3000:]
+        assert sum(line.startswith(exit_codes.LINE) for line in ended.errors.splitlines()) == 1, ended.errors
+        assert await admin_keys(bus).known() == Keys.of(KEY)
+        assert await api_keys(bus).known() == Keys(api=Keys.of(KEY).api)
+        assert (await bus.rows("run").read("config"))[0]
+
+
+async def test_keys_that_cannot_be_read_are_made_anew_and_known_ones_stay(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+
+        async def spoil(*places: str) -> None:
+            for place in places:
+                await bus.js.publish(f"$KV.TM_{bus.run}_{place}", b'{"key": "two\\nlines"}')
+
+        await spoil("keys.admin", "run.api_key")
+        late, engine_keys = admin_keys(bus), admin_keys(bus)
+        with pytest.raises(UnreadableRow, match=r"keys\.admin.*want key: 1 to 512 visible ASCII characters, got 'another value'"):
+            await late.known()  # the engine answers that the keys are not known
+        made = await make_keys(bus)
+        assert await engine_keys.known() == made == await make_keys(bus, last="another")
+        await spoil("keys.admin", "run.api_key")
+        assert await engine_keys.known() == made
+        assert await engine_keys.headers() == made.headers
+        assert await make_keys(bus, last=made.admin) == made
+        assert bus.refusals.counts == {"keys": 2, "run": 2}, "once each"
+        assert "lines" not in bus.refusals.newest
+        await bus.js.publish(f"$KV.TM_{bus.run}_keys.admin", b"", headers={"KV-Operation": "DEL"})
+        assert await make_keys(bus, last=made.admin) == made

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from actors.engines.engine_client import HttpEngine
+from actors.serving.builtin.engine import BuiltinEngine
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer
@@ -71,7 +72,7 @@ async def dead_until(bus: Bus, count: int) -> list[Dead]:
 
 async def test_tasks_that_cannot_be_done_are_dead_and_the_others_are_done(open_bus: BusOpener, js: Path) -> None:
     """A prompt that the engine refuses gets three failure reports, an invalid task none; neither keeps the actor from the next one."""
-    async with open_bus(lease_s=2.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
+    async with open_bus(lease_s=60.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         junk = await bus.js.publish(f"tm.{bus.run}.task.train", b"\x80", headers={"Tm-Epoch": str(epoch)})
@@ -92,6 +93,29 @@ async def test_tasks_that_cannot_be_done_are_dead_and_the_others_are_done(open_b
         reports = await bus.jet.subjects(f"TM_{bus.run}_DEAD", f"tm.{bus.run}.dead.report.*")
         assert reports == {f"tm.{bus.run}.dead.report.{too_long.seq}": 3}
         assert {sample.task for sample in await all_samples(bus)} == {good}
+
+
+async def test_of_a_run_with_rollouts_it_takes_the_single_turns_alone(open_bus: BusOpener, js: Path) -> None:
+    """Tasks of rollouts wait for an actor that has them, and none is dead; one that is on the wrong subject is refused by its schema."""
+    async with (
+        open_bus(lease_s=60.0, rollouts=("calc", "game")) as bus,
+        engine(bus),
+        js_actor(js, url_of(bus), bus.run, "js-plain") as actor,
+    ):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        [calc], [game] = [await issue(bus, epoch, rollout=name) for name in ("calc", "game")]
+        headers = {"Tm-Epoch": str(epoch)}
+        misled = (await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch, rollout="calc"), headers=headers)).seq
+        plain = [await _issue_behind(bus, epoch) for _ in range(3)]
+        await actor.meanwhile(samples_until(bus, complete(plain)))
+        [dead] = await dead_until(bus, 1)
+        assert (dead.task, dead.attempts) == (misled, 1) and "want schema 1 and type task, got 2" in dead.reason
+        assert {sample.task for sample in await all_samples(bus)} == set(plain)
+        for id, name in ((calc, "calc"), (game, "game")):
+            lease = await bus.tasks.lease(30, rollout=name)
+            assert lease is not None and (lease.task.id, lease.deliveries) == (id, 1), "it was delivered to no other actor"
+            await lease.ack()
 
 
 async def test_settled_and_void_tasks_are_passed_over(open_bus: BusOpener, js: Path) -> None:
@@ -142,8 +166,8 @@ async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
 
 
 async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
-    """The actor's config has a lease of 2 s, so it renews every 0.67 s; the queue grants 6 s, and the task is kept for 12 renewals."""
-    async with open_bus(lease_s=6.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
+    """The actor's config has a lease of 2 s, so it renews every 0.67 s; the queue grants 7 s, and the task is kept for 12 renewals."""
+    async with open_bus(lease_s=7.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         words = await bus.nc.subscribe(f"$JS.ACK.TM_{bus.run}_TASKS.rollout.>")
@@ -182,7 +206,7 @@ async def test_requests_broken_off_by_engines_are_repeated(open_bus: BusOpener, 
                 tasks = await issue(bus, epoch)
                 await actor.meanwhile(at_work(built, 4))
                 await client.abort()
-                await actor.meanwhile(at_work(built, 0))
+                await actor.meanwhile(aborted(built, 4))
                 await actor.meanwhile(at_work(built, 4))
                 await client.resume()
             await actor.meanwhile(samples_until(bus, complete(tasks)))
@@ -209,9 +233,9 @@ async def test_a_server_killed_meanwhile_costs_nothing(nats_server: EmbeddedServ
 
 
 async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_id: str, js: Path) -> None:
-    config = BusConfig(port=-1, max_payload_bytes=4096, lease_s=2.0)
+    config = BusConfig(port=-1, max_payload_bytes=4096, lease_s=60.0)
     with EmbeddedServer(tmp_path / "small", config) as server:
-        async with connect(server.url, run_id, config, name="test", wait_s=10) as bus:
+        async with connect(server.url, run_id, config, name="test", wait_s=60) as bus:
             await bus.create_layout()
             async with engine(bus), js_actor(js, server.url, run_id, "js-parts") as actor:
                 epoch = await take_over(bus)
@@ -224,16 +248,31 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
             assert all(sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus))
 
 
+async def aborted(built: BuiltinEngine, requests: int) -> None:
+    """Return when the engine has aborted this many requests."""
+    while built.stats()["requests_aborted"] != requests:  # noqa: ASYNC110 - the engine sends no event
+        await asyncio.sleep(0.005)
+
+
 async def _issue_behind(bus: Bus, epoch: int) -> int:
     """Publish a task behind messages that the writer of this epoch did not write."""
     return int((await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch), headers={"Tm-Epoch": str(epoch)})).seq)
 
 
-def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0) -> bytes:
+def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0, rollout: str = "") -> bytes:
     ids = np.array(prompt_tokens(), np.int32) if not tokens else np.ones(tokens, np.int32)
     sampling = Sampling(max_new_tokens=8, seed=100)
     task = Task(
-        run=bus.run, epoch=epoch, prompt=prompt, prompt_tokens=ids, prompt_epoch=0, offset=0, group_size=4, sampling=sampling, label=LABEL
+        run=bus.run,
+        epoch=epoch,
+        prompt=prompt,
+        prompt_tokens=ids,
+        prompt_epoch=0,
+        offset=0,
+        group_size=4,
+        sampling=sampling,
+        label=LABEL,
+        rollout=rollout,
     )
     return encode_task(task)
 

@@ -112,7 +112,7 @@ async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run
     assert found is not None
     with ended.started(found) as line:
         assert parse(line).servers[0].rpartition(":")[2] != port, "an actor that waits for the run's bus would go to work"
-        async with connect(line, found.run, name="look", wait_s=10) as bus:
+        async with connect(line, found.run, name="look", wait_s=60) as bus:
             assert (await bus.samples.info()).messages == 7
             with pytest.raises(BusError):
                 await bus.rows("run").put("config", {})

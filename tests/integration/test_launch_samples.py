@@ -391,7 +391,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
             assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
-            assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
+            assert await discovery.find_run(scene.url, name="look", wait_s=60) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
+from bus.wire.budget import Budget
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.find_run import find_run
-from launch.cli.status import print_status, read_status
+from launch.cli.status import print_status, read_status, unserved
 from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from tests import data_kit
@@ -82,7 +83,7 @@ async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
     assert trimmed["tasks"]["issued"] == 3, "settled tasks that are gone from the stream count"
     status = json.loads(line)
     counts = {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
-    assert status["tasks"] | {"last_id": 0} == counts | {"given_up": {"stale": 1}}
+    assert status["tasks"] | {"last_id": 0} == counts | {"given_up": {"stale": 1}, "unserved": {}}
     assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (2, {"stale": 2}, None)
 
 
@@ -111,6 +112,26 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
         assert wanted in " ".join(text.split()), text
     assert reason in tail, "not only that it failed"
     assert status["tasks"]["given_up"] == {"dead": 1, "stale": 1}
+
+
+async def test_status_names_rollouts_that_no_actor_serves(open_bus: BusOpener) -> None:
+    """An actor with a row that does not tell is taken for one that serves all of them."""
+    async with open_bus(rollouts=("calc", "walk")) as bus:
+        await bus.tasks.fence(1)
+        for rollout in ("calc", "walk", "walk"):
+            await bus.tasks.issue(replace(data_kit.task(0), run=bus.run, rollout=rollout, budget=Budget(turns=1)))
+        serves = LiveRow(role="actor", id="a", host="h", pid=1, phase="working", rollouts=("single_turn", "calc"))
+        for row, want in ((serves, {"walk": 2}), (replace(serves, rollouts=()), {})):
+            async with HeartbeatPublisher(bus, row) as heartbeat:
+                await heartbeat.stored()
+                status = await read_status(bus)
+            assert status["tasks"]["unserved"] == want
+        out = io.StringIO()
+        status["tasks"]["unserved"] = {"walk": 2}
+        print_status(Console(file=out, width=200), status)
+        assert "2 tasks of rollout walk wait, and no actor serves it; start an actor that does: " in out.getvalue()
+        assert unserved({"": 3}, []) == {}, "the run has ended"
+        assert unserved({"": 3}, [replace(serves, role="feeder")]) == {"single_turn": 3}
 
 
 async def test_status_shows_invalid_samples_and_refused_actors(open_bus: BusOpener) -> None:

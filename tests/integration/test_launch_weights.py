@@ -27,7 +27,7 @@ async def test_engines_that_differ_are_named(
 ) -> None:
     directory = write_tiny_model(tmp_path / "model")
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(connect(nats_server.url, run_id, BusConfig(), name="look", wait_s=10))
+        bus = await stack.enter_async_context(connect(nats_server.url, run_id, BusConfig(), name="look", wait_s=60))
         await bus.create_layout()
         engines = [await stack.enter_async_context(serving(directory, version=4)) for _ in range(count)]
         other = await stack.enter_async_context(serving(write_tiny_model(tmp_path / "other", seed=1), version=5))

@@ -24,9 +24,9 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration import critic_ranks
-from tests.integration.critic_ranks import CRITIC, GAE, MOVING, OF_RANKS, OPTIMIZER, STEPS, VOCAB, Built, build
+from tests.integration.critic_ranks import CRITIC, DEEP, GAE, MOVING, OF_RANKS, OPTIMIZER, STEPS, VOCAB, VTRACE, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tests.metric_names import undocumented
+from tests.metric_names import missing, undocumented
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 
@@ -211,9 +211,9 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Data, tensor, sequence, pipeline, context and expert parallel, and from the checkpoint of one rank: every metric to 1e-5.
+    """Data, tensor, sequence, pipeline (virtual), context and expert parallel, GAE and V-trace, and from the checkpoint of one rank.
 
-    Dumps of policy and critic have the same values by token.
+    Every metric to 1e-5. Dumps of policy and critic have the same values by token.
     """
     one = build(model_dir, here, kl=MOVING, saves=f"{tmp_path}/one_{{step}}_{{rank}}.safetensors")
     metrics = []
@@ -223,19 +223,26 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
         if step == STEPS[0]:
             one.save(tmp_path / "checkpoint", step)
     experts_dir = write_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=VOCAB)
+    deep_dir = write_tiny_model(tmp_path / "deep", vocab_size=VOCAB, num_hidden_layers=4)
     others = {
         "minibatches": critic_ranks.trained(model_dir, here, minibatches=2)["metrics"],
         "experts": critic_ranks.trained(experts_dir, here)["metrics"],
+        "vtrace": critic_ranks.trained(model_dir, here, **VTRACE)["metrics"],
+        "deep": critic_ranks.trained(deep_dir, here)["metrics"],
+        "vtrace deep": critic_ranks.trained(deep_dir, here, **VTRACE)["metrics"],
     }
-    for result in run_ranks(critic_ranks.main, (model_dir, experts_dir, tmp_path / "checkpoint"), world=2, out=tmp_path, timeout_s=400):
+    of_vtrace = {name for metrics in others["vtrace"] for name in metrics}
+    assert not missing(of_vtrace, ("critic/",)), "every metric is compared"
+    args = (model_dir, deep_dir, experts_dir, tmp_path / "checkpoint")
+    for result in run_ranks(critic_ranks.main, args, world=2, out=tmp_path, timeout_s=400):
         for name, ours in result.items():
-            wanted: Any = others.get(name.split()[-1], metrics)
+            wanted: Any = next((others[end] for end in sorted(others, key=len, reverse=True) if name.endswith(f" {end}")), metrics)
             for each, other in zip(ours["metrics"], wanted[-len(ours["metrics"]) :], strict=True):
                 try:
                     same(each, other)
                 except AssertionError as error:
                     raise AssertionError(f"{name}: {error}") from None
-    for step, name in product(OF_RANKS, critic_ranks.LAYOUTS):
+    for step, name in product(OF_RANKS, critic_ranks.LAYOUTS.keys() - {DEEP}):
         files = [tmp_path / f"{name}_{step}_{int(name == 'pp2')}.safetensors", tmp_path / f"one_{step}_0.safetensors"]
         for pair in (files, list(map(critic_path, files)), list(map(record_path, map(critic_path, files)))):
             found = compare_train(*map(read_train, pair), 1e-4)

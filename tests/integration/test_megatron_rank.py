@@ -75,7 +75,7 @@ class Learner:
         root, name = self.directory / "second", f"{self.world.run}-second"
         root.mkdir()
         settings = {**self.settings, **changes}
-        async with connect(self.world.url, name, self.world.config, name="test", wait_s=10) as bus:
+        async with connect(self.world.url, name, self.world.config, name="test", wait_s=60) as bus:
             await bus.create_layout()
             learner = LearnerConfig(**settings)
             world = replace(self.world, run=name, bus=bus, root=root, learner=learner, digests={}, batches=[])
@@ -167,7 +167,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
     ) -> AsyncIterator[Learner]:
         settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
         lag = {"max_lag": 1, **(staleness or {})}
-        async with connect(nats_server.url, run_id, BusConfig(lease_s=5.0), name="test", wait_s=10) as bus:
+        async with connect(nats_server.url, run_id, BusConfig(lease_s=5.0), name="test", wait_s=60) as bus:
             await bus.create_layout()
             world = World(
                 url=nats_server.url,
@@ -294,6 +294,33 @@ async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_take
         assert all("train/loss" not in metrics for metrics in twice)
         head = await VersionRegistry(learner.world.bus).head()
         assert head is not None and head.step == 10
+
+
+async def test_running_baselines_of_roles_outlive_a_restart(open_learner: OpenLearner) -> None:
+    """Two ranks are killed between two checkpoints: steps taken twice have the same baselines and bits, and count once."""
+
+    def respond(task: Task, index: int) -> Sample:
+        reward = float(index + task.offset % 3)
+        return sample(task, index, ((task.min_version, 2 + index),), reward=reward, metadata={"player": task.offset % 2})
+
+    algorithm = {"advantage": "rae", "rae_role": "player", "rae_decay": 0.8}
+    changes = {"steps": 9, "checkpoint_every": 3, "data_parallel": 2}
+    async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, **changes) as learner:
+        learner.respond = respond
+        async with learner.started():
+            await learner.until(5)
+            for rank in learner.ranks:
+                rank.kill()
+            await learner.ended()
+        await learner.finish()
+        done = [record for record in await learner.world.records() if isinstance(record, Done)]
+        found: dict[int, set[float]] = {}
+        for record in done:
+            found.setdefault(record.step, set()).add(record.metrics["train/baseline_mean"])
+        assert len(done) > 9, "nothing was done twice"
+        assert sorted(found) == list(range(1, 10)) and all(len(same) == 1 for same in found.values()), found
+        assert len({value for same in found.values() for value in same}) == 9, "the baselines move with every step"
+        assert all(len(set(same)) == 1 for same in (await learner.digests()).values())
 
 
 async def test_a_rank_with_a_bridge_of_ones_own_ends_by_a_hook_that_raises(open_learner: OpenLearner, tmp_path: Path) -> None:

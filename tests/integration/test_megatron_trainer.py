@@ -306,7 +306,7 @@ def _assert_skipped_together(ranks: list[dict[str, Any]]) -> None:
         assert rank["skipped"] == [0, 1, 0]
         assert rank["digests"][0] == rank["digests"][1] != rank["digests"][2]
         assert rank["digests"][2] == rank["undisturbed"]
-        assert rank["norm_of_spoilt_gradient"] is None
+        assert rank["norm_of_spoilt_gradient"] is None and not rank["moved_by_it"]
     assert ranks[0]["digests"] == ranks[1]["digests"]
 
 
@@ -571,6 +571,58 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     assert again.train(batches[0])["train/entropy_coef"] == 0
     again.restore(fixed.numbers)  # of a run that had no target: it begins with the settings'
     assert not undocumented(found[0])
+
+
+def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
+    """A restart takes steps 4 and 5 again from the checkpoint of step 3, and has the same bits. The roles are those of the samples."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    batches = []
+    for step in (3, 4, 5):
+        (batch,) = make_batches(make_samples(vocab=VOCAB, step=step), step=step)
+        batches.append(replace(batch, metadata=tuple({"player": number % 2} for number in range(len(batch.rewards_N)))))
+
+    def trainer(**settings: Any) -> tuple[Trainer, PolicyOptimizer]:
+        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10)
+        algorithm = AlgorithmConfig(**({"advantage": "rae", "rae_role": "player", "rae_decay": 0.5} | settings))
+        return Trainer(policy, optimizer, algorithm, max_lag=2), optimizer
+
+    first, optimizer = trainer()
+    first.train(batches[0])
+    rewards_N = batches[0].rewards_N.astype(float)
+    for role in (0, 1):
+        share = 1 - 0.5 ** len(rewards_N[role::2])
+        assert first.baselines[str(role)] == pytest.approx(share * rewards_N[role::2].mean(), rel=1e-12)
+    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, numbers=first.numbers)
+    wanted = [first.train(batch) for batch in batches[1:]]
+    again, optimizer = trainer()
+    again.restore(state.load(tmp_path, policy=policy, optimizer=optimizer)[1])
+    for batch, metrics in zip(batches[1:], wanted, strict=True):
+        found = again.train(batch)
+        assert {name for name, value in metrics.items() if found[name] != value} <= {"train/step_seconds", "train/tokens_per_second"}
+    assert again.baselines == first.baselines and again.numbers == first.numbers
+    assert wanted[0]["train/baseline_mean"] != wanted[1]["train/baseline_mean"]
+    plain, _ = trainer(advantage="grpo", rae_role="", rae_decay=0.95)
+    plain.restore(first.numbers)  # of a run with baselines, which this one has no use for
+    assert not plain.baselines and "train/baseline_mean" not in plain.train(batches[0])
+    with pytest.raises(ValueError, match="rae_role: want a key of the samples' metadata, got 'palyer'"):
+        trainer(rae_role="palyer")[0].train(batches[0])
+
+
+def test_a_discounted_return_trains_late_tokens_more(here: parallel.Parallel, model_dir: Path) -> None:
+    """The loss of a token is minus its advantage at a ratio of 1: at gamma 0 the last token of each response alone has one."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    (batch,) = make_batches(make_samples(vocab=VOCAB, step=3), step=3)
+
+    def loss(gamma: float) -> float:
+        algorithm = AlgorithmConfig(correction="none", advantage="reinforce", gamma=gamma)
+        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
+        return trainer.train(batch)["train/loss"]
+
+    for gamma in (0.0, 0.7, 1.0):
+        returns = [
+            reward * gamma**left for reward, tokens in zip(batch.rewards_N, batch.trainable_N, strict=True) for left in range(tokens)
+        ]
+        assert loss(gamma) == pytest.approx(-sum(returns) / batch.num_tokens, rel=1e-5)
 
 
 @settings(deadline=None)

@@ -4,16 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.errors import ConfigRefused
-from learner.megatron import convert
 from learner.megatron.layers.grouped_experts import GroupedExperts
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.model import OtherWeights, build_policy, reference_weights
@@ -22,6 +19,7 @@ from learner.megatron.trainer import Trainer
 from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
+from tests.same_model import assert_converts, assert_log_probs, assert_weights, of_transformers, scored_rows, vocabulary
 from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
 
 YARN = {
@@ -67,13 +65,6 @@ OF_TRANSFORMERS_5: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def log_probs_of(model: Any, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Return the log-prob of each token but the first, [T - 1]."""
-    with torch.no_grad():
-        logits = model(tokens[None]).logits[0] / temperature
-    return logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
-
-
 @pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
 def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """Packed rows of many lengths give the log-probs of each sequence alone; export has every tensor of the files, bit for bit."""
@@ -89,21 +80,11 @@ def test_a_model_that_transformers_5_has_written_has_its_own_positions(
 
 
 def assert_same_model(directory: Path, of_reference: Path, here: Any) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(of_reference, dtype=torch.float32).eval()
     policy = build_policy(directory, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
-    samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
-    batch = make_batches(samples, max_tokens=100)[0]
-    assert len(batch.micro_batches) > 1
-    for row, ours_T in zip(batch.micro_batches, trainer.log_probs(batch), strict=True):
-        for sample in np.unique(row.sample_T[row.sample_T >= 0]):
-            at = np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)
-            wanted = log_probs_of(reference, torch.from_numpy(samples[sample].tokens).long(), temperature=0.7)[-len(at) :]
-            torch.testing.assert_close(ours_T[at], wanted, atol=2e-5, rtol=0)
-    exported, there = dict(policy.export()), load_file(directory / "model.safetensors")
-    assert exported.keys() == there.keys()
-    for name, tensor in exported.items():
-        assert torch.equal(tensor, there[name]), name
+    samples = make_samples(vocab=vocabulary(directory), temperature=0.7)
+    assert len(make_batches(samples, max_tokens=100)[0].micro_batches) > 1
+    assert_log_probs(scored_rows(policy, samples, max_tokens=100), samples, of_transformers(of_reference))
+    assert_weights(dict(policy.export()), directory)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -170,10 +151,7 @@ def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_p
     wanted, found = as_pond(exported[0]), exported[1]
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    convert.to_checkpoint(pond, tmp_path / "checkpoint", here, bridge_class=POND)
-    convert.to_model(tmp_path / "checkpoint", tmp_path / "again", pond, here, bridge_class=POND)
-    again, there = load_file(tmp_path / "again" / "model.safetensors"), load_file(pond / "model.safetensors")
-    assert again.keys() == there.keys() and all(torch.equal(again[name], there[name]) for name in there)
+    assert_converts(pond, tmp_path, here, bridge_class=POND)
 
 
 @pytest.mark.parametrize(

@@ -198,19 +198,23 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
     """Nothing listens at the address that node 1 advertises first."""
     apart = r"node 0 \(h, 127\.0\.0\.1\) to reach node 1 \(h, 127\.0\.0\.2\): .*refused"
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader:
-        async with node(two, 1, Limits(wait_s=4.0), address="127.0.0.2") as other:
+        async with node(two, 1, address="127.0.0.2") as other:
+            async with asyncio.timeout(WITHIN_S):
+                while not all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            other.agent._limits = Limits(wait_s=0.0)  # it has waited for long enough
             with pytest.raises(LearnerEnded, match=apart):
                 await other.ended()
-        assert any(re.search(apart, row.waits_for) for row in leader.shown)
         assert leader.ranks.parts.empty() and leader.ranks.alive == 0
         async with node(two, 1, address="127.0.0.1") as other:
             assert (await leader.started()).epoch == (await other.started()).epoch == 1
 
 
 async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "CALL_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
+    with socket.create_server(("127.0.0.1", 0)) as mute, monkeypatch.context() as soon:
+        soon.setattr(probes, "CALL_S", 0.3)
         assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
+    monkeypatch.setattr(probes, "CALL_S", WITHIN_S)
     async with answering("a" * 12, "127.0.0.1") as port:
         right = replace(ROW, agent="a" * 12, probe_port=port)
         assert await call(right) == REACHED

@@ -95,7 +95,7 @@ async def test_an_engine_elsewhere_is_reached(machine: Machine, run_id: str, tmp
     models = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
     bus_config = BusConfig(host=machine.here, insecure=True)
     with EmbeddedServer(tmp_path / "nats", bus_config) as server:
-        async with connect(server.url, run_id, bus_config, name="test", wait_s=10) as bus:
+        async with connect(server.url, run_id, bus_config, name="test", wait_s=60) as bus:
             await bus.create_layout()
             of_run = RunConfig(run=run_id, model=ModelConfig(path=str(models[0])), engine=EngineConfig(host="127.0.0.1"))
             await bus.rows("run").put("config", to_map(of_run))  # an address of the learner's machine is none of this one

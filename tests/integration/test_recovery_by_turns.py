@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from actors.engines.responses import GenerationFailed
-from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed
+from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Unfinished
 from actors.episodes.rollouts import ProgramRollout
-from bus.streams.episode_turns import Superseded, TurnStream
+from bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from bus.system.coroutines import to_the_end
 from bus.wire.codec import check_sample
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_fixtures import BusOpener
-from tests.episode_kit import Client, InProcess, Stage, said, stage, task
+from tests.episode_kit import Client, InProcess, Stage, chat, said, stage, task
 from tests.tiny_models import write_tiny_model
 
 TURNS = 3
@@ -46,9 +47,9 @@ class StoppingTurns(TurnStream):
 
     instant = Instant()
 
-    async def store(self, record: TurnRecord, message_id: str, last: int) -> int | None:
+    async def store(self, record: TurnRecord, message_id: str, last: int, within_s: float) -> int:
         await self.instant(f"{record.kind} {record.number} not stored")
-        seq = await super().store(record, message_id, last)
+        seq = await super().store(record, message_id, last, within_s)
         await self.instant(f"{record.kind} {record.number} stored")
         return seq
 
@@ -211,6 +212,88 @@ async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(m
                 await frozen
             assert {turn: list(answers) for turn, answers in world.told.items()} == told
             assert bus.turns.counters.superseded + turns.counters.superseded == 1
+
+
+class BrokenTurns(TurnStream):
+    """TURNS that does not answer when a record of this kind and number is to be stored, once; it is stored all the same, or it is not."""
+
+    broken = ("", 0)
+    stores = False
+    lasting = False
+
+    async def store(self, record: TurnRecord, message_id: str, last: int, within_s: float) -> int:
+        if (str(record.kind), record.number) != self.broken:
+            return await super().store(record, message_id, last, within_s)
+        self.broken = ("", 0)
+        if self.stores:
+            await super().store(record, message_id, last, within_s)
+        raise NotStored("not stored within 2 s", lasting=self.lasting)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize(
+    ("again", "broken"), [("replay", ("turn", 1)), ("resume", ("turn", 1)), ("resume", ("state", 2)), ("replay", ("take", 0))]
+)
+async def test_an_answer_that_may_not_be_stored_is_not_delivered(
+    model: Path, open_bus: BusOpener, again: str, broken: tuple[str, int], stores: bool
+) -> None:
+    """The episode ends and is handed back; the next attempt goes on with the stored answers, and the environment has one for each turn."""
+    world = World()
+    async with open_bus(rollouts=("agent",)) as bus:
+        turns = BrokenTurns(bus.jet)
+        turns.broken, turns.stores = broken, stores
+        program = world.resumed if again == "resume" else world.replayed
+        async with stage(model, program, turns=turns, again=again, needs_log=True) as scene:
+            asked: list[str] = []
+            counted(scene, asked)
+            with pytest.raises(Unfinished, match=r"the episode's log \(TURNS\): not stored within 2 s"):
+                await attempt(scene.rollout, 1, "first")
+            delivered = {"turn": [0], "state": [0, 1], "take": []}[broken[0]]
+            assert sorted(world.told) == delivered, "no answer behind the record that is not stored"
+            made = await attempt(scene.rollout, 1, "second")
+            assert sorted(world.told) == list(range(TURNS)) and all(len(set(answers)) == 1 for answers in world.told.values())
+            assert made.sample.turns is not None and len(made.sample.turns.at) == TURNS
+            assert len(asked) == TURNS + (broken[0] == "turn" and not stores), "an answer that was stored is not generated again"
+            assert (turns.counters.ended, turns.counters.unlogged) == (1, 0)
+
+
+async def test_a_program_that_asks_on_gets_no_answer_without_a_log(model: Path, open_bus: BusOpener) -> None:
+    """It takes the error of its call for one that it may ignore."""
+    answers: list[int] = []
+
+    async def program(client: Client) -> float:
+        for turn in range(3):
+            for path, body in (("/v1/chat/completions", chat(("user", f"{turn}"), stream=turn == 2)), ("/state", {"state": turn})):
+                async with client.session.post(client.root + path, json=body) as response:
+                    answers.append(response.status)
+        return 1.0
+
+    async with open_bus(rollouts=("agent",)) as bus:
+        turns = BrokenTurns(bus.jet)
+        turns.broken = ("turn", 0)
+        async with stage(model, program, turns=turns, again="resume", needs_log=True) as scene:
+            running = scene.programs.run
+
+            async def stubborn(*args: Any, **kwargs: Any) -> EpisodeResult:
+                return await to_the_end(running(*args, **kwargs))
+
+            scene.programs.run = stubborn  # type: ignore[method-assign]
+            with pytest.raises(Unfinished):
+                await attempt(scene.rollout, 1, "first")
+    assert answers == [503] * 6, answers
+
+
+async def test_a_turn_that_can_never_be_stored_fails_the_episode(model: Path, open_bus: BusOpener) -> None:
+    """It is reported, so that it does not begin without end; the turns that are stored are kept."""
+    world = World()
+    async with open_bus(rollouts=("agent",)) as bus:
+        turns = BrokenTurns(bus.jet)
+        turns.broken, turns.lasting = ("turn", 1), True
+        async with stage(model, world.replayed, turns=turns, again="replay", needs_log=True) as scene:
+            with pytest.raises(GenerationFailed, match="not stored within 2 s"):
+                await attempt(scene.rollout, 1, "first")
+            await attempt(scene.rollout, 1, "second")
+            assert sorted(world.told) == list(range(TURNS)) and all(len(set(answers)) == 1 for answers in world.told.values())
 
 
 async def test_an_episode_that_failed_begins_anew(model: Path, open_bus: BusOpener) -> None:

@@ -113,7 +113,7 @@ def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(how: signal.Si
         sender.meet()
         os.kill(sender.pid, how)
         with pytest.raises(PeerLost, match=reason):
-            sender.send(flat, 1.0)
+            sender.send(flat, 1.0 if how == signal.SIGSTOP else LIMIT_S)
         assert ended(sender.pid)
 
 

@@ -1,5 +1,6 @@
 """The stream TURNS on a real server: one actor at a time writes an episode's log, and nothing that is wrong with it ends an episode."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from bus.errors import BusUnavailable, Refused
 from bus.streams import episode_turns
 from bus.streams.bus import Bus
-from bus.streams.episode_turns import EpisodeLog, Superseded
+from bus.streams.episode_turns import EpisodeLog, NotStored, Superseded
 from bus.wire import subjects
 from bus.wire.messages import Span
 from bus.wire.turn_records import TurnKind
@@ -205,3 +206,78 @@ async def test_rubbish_in_a_log_is_passed_over_and_others_logs_are_trimmed(open_
         await bus.turns.trim(10)
         assert [await kinds(bus, task) for task in (1, 2)] == [[], []]
         assert await kinds(bus, 10) == ["take", "turn"]
+
+
+async def test_a_log_that_is_needed_raises_where_another_goes_on_without(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for every later record but those of the end, which nothing depends on."""
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True, needed=True)
+        await log.append(TurnKind.TURN, **turn(0))
+
+        async def lost(subject: str, payload: bytes, headers: dict[str, str]) -> Any:
+            raise BusUnavailable(subject, "not connected")
+
+        monkeypatch.setattr(bus.jet.outbox, "attempt", lost)
+        monkeypatch.setattr(episode_turns, "NEEDED_S", 0.3)
+        for kind in (TurnKind.TURN, TurnKind.STATE):
+            with pytest.raises(NotStored, match=r"not stored within 0.3 s") as found:
+                await log.append(kind, **(turn(1) if kind is TurnKind.TURN else {"number": 1}))
+            assert not found.value.lasting and log.kept
+        with pytest.raises(NotStored):
+            await bus.turns.take(1, 1, "a", first=True, needed=True)
+        for kind in (TurnKind.FAILED, TurnKind.END):
+            await log.append(kind)
+        monkeypatch.undo()
+        with pytest.raises(NotStored):
+            await log.append(TurnKind.TURN, **turn(1))
+        assert (bus.turns.counters.ended, bus.turns.counters.unlogged) == (2, 0)
+        assert await kinds(bus) == ["take", "turn"]
+
+
+@pytest.mark.parametrize("length", [3000, 1_200_000])
+async def test_a_record_that_will_never_be_stored_is_a_lasting_reason(open_bus: BusOpener, length: int) -> None:
+    """The record cannot be written, or is larger than a message may be."""
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True, needed=True)
+        wrong = {"text": "\ud800"} if length == 3000 else {}
+        with pytest.raises(NotStored) as found:
+            await log.append(TurnKind.TURN, **turn(0, length, **wrong))
+        assert found.value.lasting
+
+
+async def test_a_cancelled_record_may_be_stored_or_not(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True, needed=True)
+        sending = asyncio.Event()
+
+        async def hangs(subject: str, payload: bytes, headers: dict[str, str]) -> Any:
+            sending.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(bus.jet.outbox, "attempt", hangs)
+        storing = asyncio.create_task(log.append(TurnKind.TURN, **turn(0)))
+        await sending.wait()
+        storing.cancel()
+        await asyncio.gather(storing, return_exceptions=True)
+        monkeypatch.undo()
+        with pytest.raises(NotStored, match="it is not known whether a record is stored"):
+            await log.append(TurnKind.TURN, **turn(1))
+
+
+async def test_what_is_not_read_ends_an_episode_that_needs_its_log(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_bus(**WITH) as bus:
+        _, log = await bus.turns.take(1, 0, "a", first=True)
+        await log.append(TurnKind.TURN, **turn(0))
+
+        async def fails(stream: str, seq: int, subject: str) -> Any:
+            raise BusUnavailable(subject, "no answer")
+
+        monkeypatch.setattr(bus.jet, "next", fails)
+        with pytest.raises(NotStored, match="were not read") as found:
+            await bus.turns.take(1, 0, "b", first=False, needed=True)
+        assert not found.value.lasting
+        monkeypatch.undo()
+        await bus.js.publish(subjects.turn(bus.run, 1, 0), b"\x80")
+        with pytest.raises(NotStored, match="1 records of earlier actors cannot be read") as found:
+            await bus.turns.take(1, 0, "b", first=False, needed=True)
+        assert found.value.lasting and bus.turns.counters.ended == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, bus_url, publishing, state
+from tests.integration.test_weightstore_publisher import GOOD, SOME_HUNG_S, bus_url, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
@@ -22,14 +22,14 @@ DEADLINES = 12
 
 def push(publisher: Publisher, step: int) -> PushReport:
     report = publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0)
-    assert report.seconds < DEADLINES * DEADLINE_S, report
+    assert report.seconds < DEADLINES * publisher.config.phase_deadline_s, report
     return report
 
 
 def test_engines_are_grouped_by_the_setting(bus_url: str, run_id: str, tmp_path: Path) -> None:
     """This includes engines of several ranks; a later engine fills a gap, and one that leaves makes one."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(ranks=2), "c": GOOD, "d": GOOD}) as engines:
-        with publishing(bus_url, run_id, tmp_path, group="3") as publisher:
+        with publishing(bus_url, run_id, tmp_path, group="3", phase_deadline_s=SOME_HUNG_S) as publisher:
             assert push(publisher, 1).engines == ("a", "b", "c", "d")
             assert [state(engines[id][0])["sizes"] for id in "abcd"] == [[5], [5], [5], [2]]
             with receivers(bus_url, run_id, {"e": Behaviour(ranks=2)}) as late:
@@ -83,7 +83,8 @@ def test_the_other_members_get_the_version_whichever_member_is_lost(
 ) -> None:
     """Rank 1 of a broadcast hands on to rank 3, so an engine can wait for a dead one without being at fault."""
     good = {id: Behaviour(at_once=at_once) for id in "abc"}
-    with receivers(bus_url, run_id, good) as engines, publishing(bus_url, run_id, tmp_path, group="all", verify="always") as publisher:
+    settings = {"group": "all", "verify": "always", "phase_deadline_s": SOME_HUNG_S}
+    with receivers(bus_url, run_id, good) as engines, publishing(bus_url, run_id, tmp_path, **settings) as publisher:
         versions = []
         for number, at in enumerate(PHASES):
             victim = f"{place}-{at}"
@@ -109,7 +110,7 @@ def test_several_lost_in_several_phases_of_one_push(bus_url: str, run_id: str, t
     }
     good = Behaviour(at_once=at_once)
     with receivers(bus_url, run_id, {"a": good, "m": good, "z": good, **bad}) as engines:
-        with publishing(bus_url, run_id, tmp_path, group="all") as publisher:
+        with publishing(bus_url, run_id, tmp_path, group="all", phase_deadline_s=SOME_HUNG_S) as publisher:
             assert push(publisher, 1).evicted == {}
             report = push(publisher, 2)
             assert report.engines == ("a", "m", "z") and set(report.evicted) == set(bad)

@@ -38,7 +38,7 @@ LIMIT_S = 60.0
 @pytest.fixture
 def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
     async def layout() -> None:
-        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=10) as bus:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
             await bus.create_layout()
 
     asyncio.run(layout())
@@ -99,7 +99,7 @@ async def engine(
 
 
 async def rows(bus_url: str, run: str) -> dict[str, LiveRow]:
-    async with connect(bus_url, run, BusConfig(), name="look", wait_s=10) as bus:
+    async with connect(bus_url, run, BusConfig(), name="look", wait_s=60) as bus:
         return {row.id: row for row in await LiveView(bus).alive("engine")}
 
 
@@ -110,7 +110,7 @@ async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: st
         row = (await rows(bus_url, run_id)).get(id)
         return row is not None and (row.phase, row.version) == ("serving", version)
 
-    with publishing(bus_url, run_id, shelf, model_dir=model_dir, phase_deadline_s=30.0) as publisher:
+    with publishing(bus_url, run_id, shelf, model_dir=model_dir) as publisher:
         await asyncio.to_thread(publisher.publish_initial, model_dir)
         async with engine(bus_url, run_id, model_dir, "first"):
             await until(lambda: serves("first", 0))
@@ -146,7 +146,7 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
             "capabilities": Capabilities(peer_snapshots=True),
             "address": "http://127.0.0.1:9",
         }
-        async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
+        async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=60) as bus:
             assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
             async with HeartbeatPublisher(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
                 await until(lambda: there(bus_url, run_id, "torn"))
@@ -173,6 +173,17 @@ class LossyUpdates(WeightUpdates):
 
 
 class Lossy(BuiltinEngine):
+    """An engine with such updates, which takes no snapshot of a version before ``rejoins`` is set."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.rejoins = asyncio.Event()
+
+    async def load_snapshot(self, directory: Path, version: int, epoch: int = 0) -> float:
+        if version:
+            await self.rejoins.wait()
+        return await super().load_snapshot(directory, version, epoch)
+
     def load(self) -> None:
         super().load()
         self._updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
@@ -187,7 +198,7 @@ async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by
         row = (await rows(bus_url, run_id)).get("lossy")
         return row is not None and (row.phase, row.version) == ("serving", version)
 
-    with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir, phase_deadline_s=30.0) as publisher:
+    with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
         await asyncio.to_thread(publisher.publish_initial, model_dir)
         async with engine(bus_url, run_id, model_dir, "lossy", kind=Lossy) as lossy:
             await until(lambda: serves(0))
@@ -195,6 +206,7 @@ async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by
             report = await asyncio.to_thread(handle.result, LIMIT_S)
             assert report.engines == () and "in 1 tensors: model.norm.weight" in report.evicted["lossy"]
             assert await same(lossy[0], weights(0))
+            lossy[0].rejoins.set()
             await until(lambda: serves(1))
             assert await same(lossy[0], weights(1))
             assert [path.name for path in (tmp_path / "shelf").iterdir()] == ["v1"]

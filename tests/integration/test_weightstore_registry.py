@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from bus.errors import Fenced, NotFound
+from bus.errors import Fenced, NotFound, UnreadableRow
+from bus.liveness.epoch import raise_epoch
 from bus.wire.subjects import bucket_stream
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
@@ -186,3 +187,77 @@ async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) 
             await bus.rows("weights").put("v.50", {"version": 50, "step": 3, "epoch": 1, "state": state})
             for seq in (7, 9):
                 assert (await registry.row_for(50, seq)).after == found, "of before there was such a thing"  # type: ignore[union-attr]
+
+
+JUNK = (b"", b"\xff\x00", b"[1]", b'{"version": "x"}', b'{"version": 1, "step": -1, "epoch": 1}', b'{"fence": null}')
+
+
+@pytest.mark.parametrize("junk", JUNK)
+async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alone(open_bus: BusOpener, junk: bytes) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        epoch = await raise_epoch(bus)
+        rows = [await registry.publish(await registry.reserve(step, epoch)) for step in (1, 2)]
+        unpublished = await registry.reserve(3, epoch)
+
+        async def spoil() -> None:
+            await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", junk)
+
+        await spoil()
+        with pytest.raises(UnreadableRow, match="row weights.head, revision"):  # an engine waits until there is a head again
+            await registry.head()
+        assert await registry.lost({1: 1})
+        assert await registry.repaired_head(epoch) == rows[-1] == await registry.head()
+        await spoil()
+        assert await registry.fence(epoch) == rows[-1], "a publisher that starts"
+        await spoil()
+        await registry.restore({1: 1, 2: 2}, epoch)
+        assert await registry.head() == rows[-1]
+        await spoil()
+        reserved = await registry.reserve(4, epoch)
+        published = await registry.publish(reserved)
+        assert (await registry.head(), published.version) == (published, unpublished.version + 1)
+        await spoil()
+        assert await raise_epoch(bus) == epoch + 1
+        for refused in (
+            lambda: registry.repaired_head(epoch),
+            lambda: registry.fence(epoch),
+            lambda: registry.reserve(5, epoch),
+            lambda: registry.restore({1: 1}, epoch),
+            lambda: registry.publish(published),
+        ):
+            with pytest.raises(Fenced):
+                await refused()
+        assert await registry.fence(epoch + 1) == published
+
+
+async def test_an_unreadable_head_of_a_run_without_a_version_has_the_fence_alone(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk")
+        assert await registry.repaired_head(3) is None
+        assert (await registry.newest_epoch(), await registry.head()) == (3, None)
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk")
+        assert (await registry.publish_initial("/model", 3)).version == 0
+        assert (await registry.head()) == await registry.row(0)
+
+
+async def test_unreadable_rows_of_versions_are_restored_with_the_head_and_no_number_is_skipped(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        for step in (1, 2):
+            await registry.publish(await registry.reserve(step, 1))
+        for key in ("head", "v.1", "v.2"):
+            await bus.js.publish(f"$KV.TM_{bus.run}_weights.{key}", b"junk")
+        assert await registry.repaired_head(1) is None, "no version is known to be published"
+        await registry.restore({1: 1, 2: 2}, 1)
+        assert [row and (row.version, row.step) for row in (await registry.head(), await registry.row(1))] == [(2, 2), (1, 1)]
+        assert (await VersionRegistry(bus).reserve(3, 1)).version == 3
+
+
+async def test_an_unreadable_row_of_a_version_is_whole_again_when_it_is_published(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        row = await registry.reserve(1, 1, digest="d")
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"junk")
+        assert await registry.publish(row) == await registry.row(row.version)

@@ -152,7 +152,7 @@ async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
 
 def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(bus_url: str, run_id: str, tmp_path: Path) -> None:
     async def want(**row: Any) -> None:
-        async with connect(bus_url, run_id, BusConfig(), name="odd", wait_s=10) as bus:
+        async with connect(bus_url, run_id, BusConfig(), name="odd", wait_s=60) as bus:
             await bus.rows("weights").put("want", row)
 
     asyncio.run(want(by="odd"))  # stored before the start

@@ -34,7 +34,7 @@ publishing = functools.partial(test_weightstore_publisher.publishing, phase_dead
 @pytest.fixture
 def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
     async def layout() -> None:
-        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=10) as bus:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
             await bus.create_layout()
 
     asyncio.run(layout())

@@ -46,6 +46,15 @@ def test_failures_are_described_in_trouble() -> None:
     assert len(activity.trouble) < 400
 
 
+def test_calls_that_hang_are_trouble_without_a_failed_sample() -> None:
+    activity = Activity()
+    activity.tool_hung("rollouts.solver: tool 'weather': no result within 2 s")
+    assert activity.trouble == "1 calls of tools hung, the last: rollouts.solver: tool 'weather': no result within 2 s"
+    activity.failed("x")
+    assert activity.trouble.startswith("1 of 0 samples failed, the last: x; 1 calls of tools hung")
+    assert activity.load()["tool_calls_hung"] == 1
+
+
 def test_the_load_has_every_counter() -> None:
     activity = Activity()
     activity.counters.samples_published += 3

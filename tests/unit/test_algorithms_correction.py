@@ -14,6 +14,7 @@ from torch import Tensor
 from learner.algorithms.importance_weights import (
     bounded,
     effective_sample_share,
+    rate_factor,
     raw_weights,
     self_normalised,
     weight_sums,
@@ -169,6 +170,40 @@ def test_the_effective_share_is_between_one_sample_and_all(weights: list[float],
     assert share == pytest.approx(1 / (1 + variation))
     assert effective_sample_share(1.0, 1.0, n) == pytest.approx(1 / n)
     assert effective_sample_share(0.0, 0.0, 0) == 1.0
+
+
+WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
+BASES = st.floats(0.01, 1)
+
+
+def factor(weights: list[float], base: float) -> float:
+    return rate_factor(sum(weights), sum(w * w for w in weights), len(weights), base=base)
+
+
+@settings(deadline=None)
+@given(weights=WEIGHTS, base=BASES, smaller=st.floats(0.01, 1))
+def test_the_factor_of_the_rate_is_the_root_of_the_bounded_share(weights: list[float], base: float, smaller: float) -> None:
+    """Bounds: 1/n of one sample that has all the weight, and 1. A smaller base never gives a smaller rate."""
+    found, share = factor(weights, base), sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert found == pytest.approx(math.sqrt(min(1.0, share / base)), rel=1e-12)
+    assert 0 < math.sqrt(1 / len(weights)) * (1 - 1e-12) <= found <= 1
+    assert factor(weights, base * smaller) >= found
+    if share >= base * (1 + 1e-12):
+        assert found == 1
+
+
+@settings(deadline=None)
+@given(weight=st.floats(1e-3, 1e3), n=st.integers(1, 50), base=st.floats(0.01, 0.999))
+def test_equal_weights_leave_the_rate_whole(weight: float, n: int, base: float) -> None:
+    assert factor([weight] * n, base) == 1
+    assert factor([weight] * n, 1.0) == pytest.approx(1, rel=1e-12)
+
+
+@settings(deadline=None)
+@given(weights=WEIGHTS, base=BASES, part=st.floats(0, 1))
+def test_weights_that_are_more_alike_never_slow_it_down(weights: list[float], base: float, part: float) -> None:
+    mean = sum(weights) / len(weights)
+    assert factor([w + part * (mean - w) for w in weights], base) >= factor(weights, base) * (1 - 1e-9)
 
 
 def test_per_token_log_probs_are_right_for_samples_of_two_versions() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learner.algorithms import diagnostics
 from learner.algorithms.aggregation import Denominators
+from learner.algorithms.choices import RUNNING
 from learner.algorithms.objective import Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import running_sums
 from tests.algorithm_cases import CASES, algorithm
@@ -83,13 +84,16 @@ def test_no_algorithm_uses_one(name: str) -> None:
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     lengths_N, trainable_N = torch.full((4,), 6), torch.full((4,), 5)
     with RaisingOnCuda() as found:
-        kl_N = torch.rand(4, dtype=torch.float64) if config.kl.reward_coef and not objective.by_token else None
+        kl_N = torch.rand(4, dtype=torch.float64) if config.kl.reward_coef and config.kl.reward_by == "sample" else None
         rewards_N = objective.shaped_rewards(rewards_N, lengths_N, max_tokens=8, kl_N=kl_N)
-        advantages_N = objective.advantages(rewards_N, groups_N, lengths_N, trainable_N).float()
+        if config.advantage in RUNNING:
+            advantages_N = objective.over_running_baselines(rewards_N, trainable_N, (), {"": 0.5})[0].float()
+        else:
+            advantages_N = objective.advantages(rewards_N, groups_N, lengths_N, trainable_N).float()
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
         seen = objective.advised(replace(seen, advantages_T=advantages_T), log_probs_T)
         if objective.by_token:
-            (seen,) = objective.with_divergences([seen], kl_scale=1.0, summed=lambda values: values)
+            (seen,) = objective.with_token_returns([seen], kl_scale=1.0, summed=lambda values: values)
         coupled = objective.coupled([seen], summed=lambda values: values, gathered=lambda values_M: values_M)
         denominators = Denominators(tokens=20, sequences=4, trainable_N=trainable_N, constant=8.0, groups_N=groups_N)
         listed_TK = torch.stack([log_probs_T - 1.0, log_probs_T - 1.5], dim=1)

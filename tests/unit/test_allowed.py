@@ -14,6 +14,7 @@ from launch.settings.run_config import RunConfig
 
 OPEN = {
     "actor.engines": "addresses it asks",
+    "actor.rollouts": "names of rollouts, the programs of which are checked",
     "actor.teachers": "addresses it asks; the directory is used by `tidemill up` alone",
     "actor.reward_options": "values for a reward that is allowed",
     "actor.group_reward_options": "values for a reward that is allowed",

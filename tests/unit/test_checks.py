@@ -20,6 +20,7 @@ from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import load, to_map
+from launch.settings.prepare import prepare
 from launch.settings.run_config import CONFIG_FILE
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
@@ -138,6 +139,16 @@ def test_a_renderer_needs_its_packages(tmp_path: Path, monkeypatch: pytest.Monke
         finding.level == ("error" if here else "warning") and want in finding.text and "pip install 'tidemill[renderers]'" in finding.text
     )
     assert not checked(tmp_path).on("rollouts")
+
+
+@pytest.mark.parametrize("setting", ["learner.device", "engine.device"])
+def test_cuda_is_refused_where_there_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("launch.checks.devices.GPU", tmp_path / "nvidiactl")
+    (error,) = texts(checked(tmp_path, f"{setting}=cuda").errors)
+    assert f"{setting}: want auto or cpu: this machine has no GPU, got cuda" in error
+    (tmp_path / "nvidiactl").touch()  # nvidia-smi is missing, and torch may find a GPU
+    assert not checked(tmp_path, f"{setting}=cuda").errors
 
 
 @pytest.mark.parametrize(("length", "fits"), [(240, True), (241, False)])
@@ -418,6 +429,25 @@ def test_an_identity_is_that_of_the_sizes_and_the_tokenizer(tmp_path: Path) -> N
     assert one != model_identity(tmp_path / "two")
 
 
+def test_an_identity_names_the_iteration_of_a_checkpoint_of_megatron(tmp_path: Path) -> None:
+    """And its files: the reference of a resumed run is read from it again."""
+    model, root = write_model(tmp_path / "model"), tmp_path / "megatron"
+    for number in (10, 20):
+        (root / f"iter_{number:07d}").mkdir(parents=True)
+        (root / f"iter_{number:07d}" / "common.pt").touch()
+        (root / f"iter_{number:07d}" / "__0_0.distcp").write_text("weights")
+
+    def identity(number: str) -> str:
+        (root / "latest_checkpointed_iteration.txt").write_text(number)
+        return model_identity(model, str(root))
+
+    one = identity("10")
+    assert one.startswith(f"{model_identity(model)}, weights of iter_0000010 (files ")
+    assert one == model_identity(model, str(root / "iter_0000010")) != identity("20")
+    (root / "iter_0000010" / "__0_0.distcp").write_text("others!")
+    assert identity("10") not in (one, model_identity(model))
+
+
 def test_an_identity_is_that_which_older_runs_have_recorded(tmp_path: Path) -> None:
     for family, sizes in (("qwen3", "67c50cdd"), ("glm4", "485be5cb")):
         found = model_identity(write_model(tmp_path / family, model_type=family))
@@ -493,3 +523,22 @@ def test_whatever_stands_in_a_model_directory_a_check_ends(
     check(load(run), Purpose(resumes=True))
     there.write_bytes(b"\xff\xfe" + repr(value).encode())
     check(load(run), Purpose(resumes=True))
+
+
+def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) -> None:
+    """The configuration that a run keeps names the files that it has made: ``--from-checkpoint`` with another directory uses them again."""
+    sizes = "count: 20, layers: 1, hidden: 16, heads: 2, kv_heads: 1, head_dim: 8, intermediate: 16"
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"directory: {tmp_path}/old\nprepare: {{kind: digits, {sizes}}}\nactor: {{reward: digits}}\nsampling: {{max_new_tokens: 4}}\n"
+    )
+    first = load(file)
+    assert first.config.prepare is not None
+    prepare(first.config.prepare, tmp_path / "old/prepared")
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(yaml.safe_dump(to_map(first.config)))
+    again = check(load(kept, [f"directory={tmp_path}/new"]), Purpose())
+    assert not again.errors
+    assert again.on("prepare") == [f"{tmp_path}/old/prepared: made by an earlier run, with the same settings"]
+    other = check(load(kept, [f"directory={tmp_path}/new", "prepare.count=21"]), Purpose())
+    assert "or prepare, which makes both" in texts(other.errors)[0]

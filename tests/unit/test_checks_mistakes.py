@@ -233,6 +233,12 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+def answer_in_docs(name: str) -> str:
+    """Return the answer that the page shows for a mistake, without the paths of its directory."""
+    (row,) = [line for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |")]
+    return row.removeprefix(f"| {name} |").strip(" |").strip("`")
+
+
 def write_config(root: Path, family: str) -> None:
     config = root / "model/config.json"
     config.write_text(config.read_text().replace("qwen2", family))
@@ -256,6 +262,7 @@ def test_a_mistake_is_answered_at_once(
     shown = "".join(capsys.readouterr())
     for part in (mistake.where, mistake.want, mistake.got, mistake.cure):
         assert part in shown, shown
+    assert answer_in_docs(name) in shown.replace(f"{tmp_path}/", "")
     assert code == 78
     assert not started
     assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"] == before

@@ -57,6 +57,14 @@ def test_right_settings_are_accepted() -> None:
             {"debug": {"rollout_only": True}, "learner": {"lora": {"rank": 2, "adapter": "a"}}},
             "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got 'a'",
         ),
+        (
+            {"debug": {"rollout_only": True}, "model": {"megatron_checkpoint": "c"}},
+            "model.megatron_checkpoint: want none with debug.rollout_only, whose engines load model.path, got 'c'; convert it",
+        ),
+        (
+            {"learner": {"lora": {"rank": 2}}, "model": {"megatron_checkpoint": "c"}},
+            "model.megatron_checkpoint: want none with learner.lora, whose adapters belong to model.path, got 'c'; convert it",
+        ),
         ({"debug": {"rollout_only": True}, "learner": {"nodes": 2, "data_parallel": 2}}, "learner.nodes: want 1 with debug.rollout_only"),
         ({"debug": {"load_rollout": "a"}, "learner": {"colocated": True}}, "learner.colocated: want false with debug.load_rollout"),
         ({"debug": {"load_rollout": "a"}, "learner": {"num_epochs": 2}}, "learner.num_epochs: want 0 with debug.load_rollout"),

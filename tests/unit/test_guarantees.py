@@ -35,3 +35,10 @@ def test_a_named_test_exists_in_its_suite(all_only: str, file: str, name: str) -
     node = tests[name]
     marks = [] if node is None else [ast.unparse(each) for each in node.decorator_list]
     assert ("pytest.mark.slow" in marks) is bool(all_only), f"docs/guarantees.md: is {name} part of make test? {marks}"
+
+
+def test_every_run_and_every_storm_holds_a_guarantee() -> None:
+    """A test of a whole run that no row of the page names holds a promise that no reader finds."""
+    files = {str(path.relative_to(ROOT)) for folder in ("whole", "chaos") for path in (ROOT / "tests" / folder).glob("test_*.py")}
+    assert len(files) > 20
+    assert sorted(files - {file for _, file, _ in NAMED}) == []

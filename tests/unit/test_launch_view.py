@@ -78,7 +78,7 @@ def test_tokens_generated_and_trained_are_both_per_second_of_the_clock() -> None
     assert watch.flat()["tokens/s"] == "550 generated, 500 trained"
     console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
     console.print(picture(watch, "tidemill test"))
-    assert "550 made, 500 trained" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "550 generated, 500 trained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_picture_shows_the_main_numbers() -> None:

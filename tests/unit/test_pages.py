@@ -154,7 +154,7 @@ def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: 
 def test_the_code_of_extending_is_that_of_its_examples() -> None:
     shown = fenced(ROOT / "docs/extending.md", "python")
     files = {path.read_text() for path in (ROOT / "docs/examples/extending").glob("*.py")}
-    assert len(files) == 13
+    assert len(files) == 14
     assert set(shown) == files
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from bus.wire.messages import Prompt
@@ -150,6 +151,103 @@ def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Pat
         list(read_rows(Source.at(str(tmp_path / "set"))))
 
 
+def shards(directory: Path, suffix: str, counts: Sequence[int], form: str = "train-{number:05d}-of-{of:05d}") -> list[Path]:
+    """Write shards whose rows are counted through all of them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths, first = [], 0
+    for number, count in enumerate(counts):
+        rows = [{"prompt": f"question {one}", "label": one} for one in range(first, first + count)]
+        paths.append(directory / (form.format(number=number, of=len(counts)) + suffix))
+        if suffix == ".jsonl":
+            paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[-1])
+        first += count
+    return paths
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", ["train-{number:05d}-of-{of:05d}", "part_{number}", "{number:04d}"])
+def test_shards_are_one_source_in_the_order_of_their_names(tmp_path: Path, suffix: str, form: str) -> None:
+    """As a directory and as a pattern, with a slice over the boundary of two; other files beside them are passed over."""
+    directory = tmp_path / "set"
+    written = shards(directory, suffix, [2, 3, 1], form)
+    for name in ("README.md", f".hidden{suffix}", "dataset_infos.json"):
+        (directory / name).write_text("none")
+    for path in (directory, directory / f"*{suffix}", tmp_path / "s?t" / f"*{suffix}"):
+        rows = list(read_rows(Source.at(str(path))))
+        assert [(row.number, row.label) for row in rows] == [(number, number) for number in range(6)]
+        assert [row.where for row in rows[1:3]] == [f"{written[0]}:2", f"{written[1]}:1"]
+        for part, want in (("[1:4]", [1, 2, 3]), ("[-2:]", [4, 5])):
+            assert [row.label for row in read_rows(Source.at(f"{path}@{part}"))] == want
+    one = write(tmp_path / "one.jsonl", 6)
+    assert drawn(opened(DataConfig(path=str(directory))), 20) == drawn(opened(DataConfig(path=str(one))), 20)
+
+
+def test_the_digest_has_every_shard(tmp_path: Path) -> None:
+    """A changed, an exchanged and a new shard make other prompts, wherever the directory is."""
+    paths = shards(tmp_path / "a", ".jsonl", [2, 2], "part-{number}")
+    shards(tmp_path / "b", ".jsonl", [2, 2], "part-{number}")
+    of_directory, of_pattern = DataConfig(path=str(tmp_path / "a")), DataConfig(path=f"{tmp_path}/a/part-*")
+    seen = [opened(of_directory).digest]
+    assert opened(of_pattern).digest == opened(DataConfig(path=str(tmp_path / "b"))).digest == seen[0]
+    contents = [path.read_bytes() for path in paths]
+    for first, second in (contents[::-1], [contents[0], contents[1].replace(b"question", b"problem")]):
+        for path, content in zip(paths, (first, second), strict=True):
+            path.write_bytes(content)
+        seen += [opened(of_directory).digest]
+        assert opened(of_pattern).digest == seen[-1]
+    (tmp_path / "a" / "part-2.jsonl").write_bytes(contents[0])
+    seen.append(opened(of_directory).digest)
+    for path in paths[1:]:
+        path.unlink()
+    (tmp_path / "a" / "part-2.jsonl").unlink()
+    seen += [opened(of_directory).digest, opened(of_pattern).digest]  # the latter: that of the one file, as it has always been
+    assert len(set(seen)) == 6
+
+
+def test_a_bad_row_and_a_bad_file_are_named_with_their_shard(tmp_path: Path) -> None:
+    paths = shards(tmp_path, ".jsonl", [2, 2])
+    paths[1].write_text('{"prompt": "a", "label": 1}\n{"label": 2}\nno JSON\n')
+    found = [str(one) for one in scan_rows(Source.at(str(tmp_path))) if isinstance(one, PromptError)]
+    assert len(found) == 2 and f"{paths[1]}:2: want key 'prompt'" in found[0] and f"{paths[1]}:3: want a JSON map" in found[1]
+    tables = shards(tmp_path / "tables", ".parquet", [2, 2])
+    tables[1].write_bytes(b"none")
+    with pytest.raises(PromptError, match=rf"{tables[1].name}: want a parquet file"):
+        list(read_rows(Source.at(str(tmp_path / "tables"))))
+
+
+@pytest.mark.parametrize(
+    ("names", "path", "message"),
+    [
+        (
+            ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000-of-00001.parquet"],
+            "",
+            r"want shards of one name.*got those of 2; name one of them: .*/test-\*\.parquet, .*/train-\*\.parquet",
+        ),
+        (["train.jsonl", "test.jsonl"], "", r"got those of 2; name one of them: .*/test\.jsonl, .*/train\.jsonl"),
+        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], "", r"want all 3 shards train-\*\.jsonl, got 2 of them"),
+        (["a-0.jsonl", "a-1.parquet"], "", "want either .jsonl or .parquet files, got both"),
+        (["a-0.jsonl", "a-1.csv"], "a-*", r"want either .jsonl or .parquet files, got .*a-1\.csv"),
+        (["data/train.jsonl"], "*", "want either .jsonl or .parquet files, got .*/data"),
+        (["data/train.jsonl"], "", "a directory without state.json and shards; in it are .*/data"),
+        (["train.jsonl"], "test*", "want a file of prompts, got no file that matches"),
+    ],
+)
+def test_files_that_may_not_belong_together_are_refused(tmp_path: Path, names: list[str], path: str, message: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "a", "label": 1}\n')
+    with pytest.raises(PromptError, match=message):
+        list(read_rows(Source.at(str(tmp_path / path))))
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a[0].jsonl", 2)
+    write(tmp_path / "a0.jsonl", 3)
+    assert len(list(read_rows(Source.at(f"{path}@[0:2]")))) == 2
+
+
 @pytest.mark.parametrize("name", ["../secret.arrow", "gone.arrow", 3])
 def test_a_directory_names_no_files_outside_it(tmp_path: Path, name: object) -> None:
     path = save_arrow(tmp_path / "set", [[{"prompt": "a", "label": 1}]])
@@ -160,7 +258,7 @@ def test_a_directory_names_no_files_outside_it(tmp_path: Path, name: object) -> 
 
 
 def test_broken_directories_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"got a directory without state\.json"):
+    with pytest.raises(PromptError, match=r"got a directory without state\.json and shards"):
         list(read_rows(Source.at(str(tmp_path))))
     path = save_arrow(tmp_path / "set", [[{"prompt": "a", "label": 1}]])
     (path / "data-00000-of-00001.arrow").write_bytes(b"no arrow")

@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import launch
 from bus.wire.messages import Status
 from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler, math
+from rewards.deepscaler import deepscaler
 from rewards.errors import RewardFailed
 from rewards.format_tags import format_tags
 from rewards.gpqa import gpqa
 from rewards.gsm8k import gsm8k
 from rewards.ifeval import INSTRUCTIONS, follows, ifeval
+from rewards.math_boxed import math
 from rewards.math_equality import same_math
 from rewards.overlong import overlong
 from rewards.part_settings import BY_ROLLOUT
 from rewards.port import RewardRequest
 from rewards.regex import regex
-from rewards.registry import ASKING, TABLE, UNBOUNDED, bind
+from rewards.registry import TABLE, UNBOUNDED, bind
 from rewards.repetition import repetition
 from rewards.token_f1 import f1
 
@@ -278,29 +277,12 @@ def test_without_the_library_of_languages_the_cure_is_named() -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}, "length": {"target": 5}}
 BOUNDED = sorted(TABLE.keys() - UNBOUNDED - {BY_ROLLOUT})
-LABELS = st.one_of(st.text(max_size=20), st.integers(), st.floats(allow_nan=False), st.none(), st.lists(st.text(max_size=5), max_size=3))
-WORDS = r"\boxed{ \frac{ \sqrt[ } ( ) [ ] , ^ - + * / = x 1 2. #### Answer: </think> <answer> A yes \text{ $ %"
-PIECES = st.lists(st.sampled_from([*WORDS.split(" "), " ", "\n"]) | st.text(max_size=4), max_size=40)
-
-
-@pytest.mark.parametrize("name", sorted(TABLE.keys() - ASKING - {"code"}))
-@settings(deadline=None, max_examples=60)
-@given(PIECES.map("".join), LABELS | PIECES.map("".join), st.integers(0, 100))
-def test_any_input_gets_numbers_or_a_refused_label(name: str, response: str, label: Any, length: int) -> None:
-    rules: dict[str, Any] = {"instruction_id_list": sorted(INSTRUCTIONS)[:1], "kwargs": [IFEVAL[0][1]]}
-    try:
-        result = bind(name, OPTIONS.get(name))(request(response, label, length=length, **rules))
-    except RewardFailed:
-        return
-    for number in result.values() if isinstance(result, dict) else [result]:
-        assert abs(number) <= 1.2
-
-
+"""Rewards that run in the event loop. ``tests/unit/test_rewards_any_input.py`` draws inputs for all of them."""
 REPEATED = r"\boxed{ { ( 1, ^ \frac - x <think> #### [ * **a << *** $ \text{"
 LONG = [*REPEATED.split(" "), "a ", "A ", ". ", "Answer: ", "\n"]
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", [*BOUNDED, "ifeval"])
 def test_time_is_bounded_for_a_response_that_repeats(name: str) -> None:
     reward: Callable[..., Any] = bind(name, OPTIONS.get(name))
     rows = [row for row in IFEVAL if row[0] != LANGUAGE or find_spec("langdetect") is not None]

@@ -1,6 +1,9 @@
 """Every instruction of IFBench: responses that follow it, and responses that do not."""
 
+import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,8 +131,13 @@ def test_every_instruction_is_tested_and_the_others_are_refused() -> None:
 
 def test_a_sentence_ends_where_another_one_can_begin() -> None:
     text = 'Dr. Who met J. R. Smith. "Really?" he asked... and left, e.g. to London! Then it was 3.5 o\'clock.'
-    assert sentences(text) == ["Dr. Who met J. R. Smith.", '"Really?"', "he asked... and left, e.g. to London!", "Then it was 3.5 o'clock."]
-    assert sentences("") == [] and sentences("no end") == ["no end"]
+    assert list(sentences(text)) == [
+        "Dr. Who met J. R. Smith.",
+        '"Really?"',
+        "he asked... and left, e.g. to London!",
+        "Then it was 3.5 o'clock.",
+    ]
+    assert list(sentences("")) == [] and list(sentences("no end")) == ["no end"]
 
 
 @settings(deadline=None, max_examples=150)
@@ -152,3 +160,69 @@ def test_time_is_bounded_for_a_response_that_repeats(piece: str) -> None:
     for name, own, _, _ in CASES:
         follows(name, own, text)
     assert time.process_time() - begin < 60
+
+
+def operations(name: str, own: dict[str, Any], text: str) -> int:
+    """Return the calls, of Python and of C, that a check makes: a count that no load on the machine changes."""
+    count = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        follows(name, own, text)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+SENTENCES = [". ", "J. ", "Ab. ", "A! b. C? ", "a a. ", "- x.\n"]
+
+
+@pytest.mark.parametrize("piece", SENTENCES)
+def test_no_check_makes_more_calls_than_one_pass_over_the_sentences_needs(piece: str) -> None:
+    text = piece * 2_000
+    for name, own, _, _ in CASES:
+        short, long = (operations(name, own, text[: len(text) // share]) for share in (2, 1))
+        assert long <= 2 * short + 100, f"{name}: not linear"
+        marks = sum(map(text.count, ".!?"))
+        assert long <= 13 * marks + 2_000, f"{name}: {long} calls for {marks} ends of sentences"
+
+
+@pytest.mark.parametrize(
+    "name", ["sentence:keyword", "words:keywords_specific_position", "custom:sentence_alphabet", "ratio:sentence_words", "words:last_first"]
+)
+def test_a_check_of_a_few_sentences_reads_no_more_of_them(name: str) -> None:
+    own = next(row[1] for row in CASES if row[0] == name)
+    assert operations(name, own, "Oh no. " * 20_000) < 1_000
+
+
+def test_a_check_of_all_sentences_splits_the_text_once() -> None:
+    text = "A! b. C? " * 1_000
+    of_type, of_balance = (operations(name, {}, text) for name in ("ratio:sentence_type", "ratio:sentence_balance"))
+    assert of_balance < 1.1 * of_type
+
+
+# ---- the original
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifbench_reference.json").read_text(encoding="utf-8"))
+"""Verdicts of IFBench's own code on responses of ours; ``about`` in the file says how they were made."""
+
+
+@pytest.mark.parametrize("check", REFERENCE["checks"], ids=lambda check: f"{check['instruction']} {check['kwargs']}"[:60])
+def test_the_verdicts_are_those_of_the_original_or_differ_for_a_reason(check: dict[str, Any]) -> None:
+    followed, different = set(check["followed"]), set(check.get("different", []))
+    ours = {place for place, text in enumerate(REFERENCE["responses"]) if follows(check["instruction"], check["kwargs"], text)}
+    assert ours ^ followed == different, "places of the responses with another verdict"
+    assert bool(different) == bool(check.get("why"))
+    assert 0 < len(followed) < len(REFERENCE["responses"]), "some follow it, and some do not"
+
+
+def test_every_instruction_is_compared_with_the_original() -> None:
+    assert {check["instruction"] for check in REFERENCE["checks"]} == INSTRUCTIONS.keys()
+    assert len(set(REFERENCE["responses"])) == len(REFERENCE["responses"]) == 335
+    others = [len(check.get("different", [])) for check in REFERENCE["checks"] if check["instruction"] != "format:sub-bullets"]
+    assert (len(REFERENCE["checks"]), sum(others)) == (69, 27), "docs/rewards.md has these numbers"

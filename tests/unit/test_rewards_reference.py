@@ -13,9 +13,10 @@ import pytest
 
 from bus.wire.messages import Status
 from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler, math
+from rewards.deepscaler import deepscaler
 from rewards.gpqa import gpqa
 from rewards.gsm8k import gsm8k
+from rewards.math_boxed import math
 from rewards.overlong import overlong
 from rewards.port import RewardRequest
 from rewards.repetition import repetition

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from actors.rollout_settings import BUILT_IN, RolloutConfig, parse_rollouts
+from actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
 from bus.wire.budget import Budget
-from launch.settings.config_loader import SettingsError, from_map, load, to_map
+from launch.cli.main import _parser
+from launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig
 from learner.feed.feeder import within
 
@@ -19,6 +20,11 @@ def test_defaults() -> None:
     assert (found.program, found.python, found.processes, found.memory_mb) == ("mine:Agent", "", 4, 4096)
     assert found.budget == Budget(turns=64, context=9, seconds=1800.0)
     assert parse_rollouts({"a": {"use": "agent:pack.mod:Outer.f"}})["a"] == RolloutConfig(use="agent:pack.mod:Outer.f")
+
+
+def test_limits_of_processes_are_off_by_default() -> None:
+    assert parse_rollouts({"a": {"use": USE}})["a"].limits == {}
+    assert parse_rollouts({"a": {"use": USE, "cpu_s": 60, "file_mb": 3}})["a"].limits == {"cpu_s": 60, "file_mb": 3}
 
 
 def test_a_taskset_of_verifiers() -> None:
@@ -64,8 +70,12 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
         ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want a whole number >= 1, got 0"),
         ({"a": {"use": USE, "episodes_per_child": True}}, "rollouts.a.episodes_per_child"),
         ({"a": {"use": USE, "memory_mb": -1}}, "rollouts.a.memory_mb: want a whole number >= 0, got -1"),
+        ({"a": {"use": USE, "cpu_s": 0.5}}, "rollouts.a.cpu_s: want a whole number >= 0, got 0.5"),
+        ({"a": {"use": USE, "open_files": -1}}, "rollouts.a.open_files: want a whole number >= 0, got -1"),
         ({"a": {"use": USE, "drain_s": -1}}, "rollouts.a.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got -1"),
         ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay, resume, got 'retry'"),
+        ({"a": {"use": USE, "again": "replay", "unlogged": "end"}}, "rollouts.a.unlogged: want continue or fail, or null .*, got 'end'"),
+        ({"a": {"use": USE, "unlogged": "fail"}}, "rollouts.a.unlogged: want again: replay or resume with fail, got again: restart"),
         ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
         ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such limit"),
         ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want a whole number >= 0"),
@@ -75,6 +85,21 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
 def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint.replace("(", r"\(").replace(")", r"\)")):
         parse_rollouts(given)
+
+
+def test_episodes_that_go_on_behind_a_state_need_their_log() -> None:
+    ways = [("restart", None), ("replay", None), ("resume", None), ("replay", "fail"), ("resume", "continue")]
+    found = [parse_rollouts({"a": {"use": USE, "again": again, "unlogged": unlogged}})["a"].needs_log for again, unlogged in ways]
+    assert found == [False, False, True, True, False]
+
+
+def test_an_actor_serves_the_rollouts_that_it_names() -> None:
+    known = parse_rollouts({"b": {"use": USE}, "a": {"use": USE}, "written": {"use": "dataset"}})
+    assert served(known, ()) == ("single_turn", "b", "a")
+    assert served(known, ("a",)) == ("a",) and served(known, ("a", "single_turn", "a")) == ("single_turn", "a")
+    with pytest.raises(ValueError, match="got 'written', whose samples are the recorded responses of its rows"):
+        served(known, ("written",))
+    assert [*RolloutPrograms(rollouts=known, model="").only(("a", "single_turn")).programs] == ["a"]
 
 
 def config(tmp_path: Path, text: str, *settings: str) -> RunConfig:
@@ -102,6 +127,12 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
             "rollouts: {a: {use: 'agent:mine:A', drain_s: 30}}",
             "rollouts.a.drain_s: want less than up.drain_s = 30, after which an actor is ended; raise that one, got 30",
         ),
+        (
+            "rollouts: {solver: {use: 'agent:mine:A'}}\nactor: {rollouts: [solvr]}",
+            "actor.rollouts: want names in rollouts, or single_turn (single_turn, solver), got 'solvr', did you mean 'solver'?",
+        ),
+        (TWO + "actor: {rollouts: [a, other]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn, b, a), got 'other'"),
+        ("actor: {rollouts: [a]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn), got 'a'"),
         (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
         (TWO + "data: {rollout: a, path: x.jsonl, sampling_key: s}", "data.sampling_key: want none with data.rollout"),
         ("rollouts: {a: {use: x}}", "rollouts.a.use"),
@@ -115,8 +146,15 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(SettingsError, match=complaint.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(SettingsError, match=complaint.replace("(", r"\(").replace(")", r"\)").replace("?", r"\?")):
         config(tmp_path, text)
+
+
+def test_the_command_of_an_actor_names_rollouts() -> None:
+    assert _parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1"]).set == []
+    args = _parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1", "--rollouts", "a,single_turn", "--set", "actor.retries=5"])
+    found = changes(args.set, {})
+    assert {path: setting.value for path, setting in found.items()} == {"actor.rollouts": ["a", "single_turn"], "actor.retries": 5}
 
 
 def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
@@ -129,6 +167,7 @@ def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
         "rollouts.a.memory_mb=0",
         "rollouts.a.drain_s=9",
         "rollouts.a.again=replay",
+        "rollouts.a.unlogged=fail",
     )
     places += ("rollouts.b.use=agent:yours:B",)
     assert config(tmp_path, TWO + "seed: 1\ndata: {rollout: a}\n", *places).digest() == used.digest()

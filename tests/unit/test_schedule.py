@@ -122,7 +122,7 @@ def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert "learner.from_checkpoint: want a checkpoint of Tidemill, got" in (found := printed()) and "no such directory" in found
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "common.pt").touch()
-    assert "checkpoints of Megatron itself; convert it to a model directory" in printed()
+    assert "checkpoints of Megatron itself; make it model.megatron_checkpoint" in printed()
     (tmp_path / "there" / "config.json").touch()
     assert "a model directory; make it model.path, or convert it" in printed()
 

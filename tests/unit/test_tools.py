@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.episodes.programs.call_threads import CallThreads, ProcessUnusable
 from actors.episodes.programs.tools import MAX_RESULT, calculator, tools_of
 
 HERE = "tests.unit.test_tools"
@@ -42,7 +46,7 @@ class Counter:
 
 async def called(use: object, arguments: object, **more: Any) -> str:
     (tool,) = tools_of([use]).values()
-    return await tool.call(arguments, **{"seconds": 10.0, **more})
+    return await tool.call(arguments, **{"seconds": 10.0, "threads": CallThreads(), **more})
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,48 @@ async def test_a_function_of_ones_own() -> None:
 )
 async def test_a_failure_is_a_text(use: str, arguments: object, words: str) -> None:
     assert (await called(use, arguments)).startswith(f"Error: {words}")
+
+
+RELEASED = threading.Event()
+
+
+@pytest.fixture
+def released() -> Iterator[None]:
+    """End the threads of ``never``."""
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
+def never(word: str) -> str:
+    RELEASED.wait()
+    return word
+
+
+@pytest.mark.usefixtures("released")
+async def test_calls_that_hang_delay_no_other() -> None:
+    """More of them than asyncio's pool of threads has."""
+    threads, count = CallThreads(most_hung=100), min(32, (os.cpu_count() or 1) + 4) + 4
+    (tool,) = tools_of([f"{HERE}:never"]).values()
+    found = await asyncio.gather(*(tool.call({"word": "a"}, seconds=0.05, threads=threads) for _ in range(count)))
+    assert found == ["Error: no result within 0.05 s"] * count and threads.hung == count
+    assert await called("calculator", {"expression": "6*7"}, seconds=60.0, threads=threads) == "42"
+    RELEASED.set()
+    async with asyncio.timeout(60):
+        while threads.hung:  # noqa: ASYNC110 - a call that ends at last is hung no longer
+            await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("released")
+async def test_a_process_with_too_many_hung_calls_is_unusable() -> None:
+    threads = CallThreads(most_hung=1)
+    assert await called(f"{HERE}:hangs", {"seconds": 1.0}, threads=threads) == "Error: no result within 10 s"
+    assert threads.hung == 0, "a tool that raises TimeoutError has ended"
+    assert await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads) == "Error: no result within 0.05 s"
+    with pytest.raises(
+        ProcessUnusable, match=r"want at most 1 calls of tools that hang .*max_hung_calls.*, got 2, the last of tool 'never'"
+    ):
+        await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads)
 
 
 async def test_long_results_are_cut() -> None:

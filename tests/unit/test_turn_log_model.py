@@ -1,4 +1,5 @@
-"""Recovery by turns under random schedules: actors of one episode are killed, frozen and superseded at every operation, and answers lost.
+"""Recovery by turns under random schedules: actors of one episode are killed, frozen and superseded at every operation, answers lost,
+and, where the log is needed, records not stored for good.
 
 The log is the real one (``TurnStream``, ``TurnLog``, ``Episode``). The stream is a model of JetStream's rules in memory: an expected last
 sequence by subject, and message ids, which a replicated stream compares first and a single one second. The real server under kills:
@@ -25,9 +26,9 @@ from actors.episodes.recorder import Output
 from actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
 from bus.client.jetstream import Message
 from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
-from bus.errors import BusUnavailable, NotFound, Refused
+from bus.errors import BusUnavailable, Forbidden, NotFound, Refused
 from bus.streams import episode_turns
-from bus.streams.episode_turns import Superseded, TurnStream
+from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.wire import subjects
 from bus.wire.codec import decode_turn_record
 from bus.wire.messages import Sampling, Span, Task, Timings
@@ -54,6 +55,8 @@ class World:
     random: random.Random
     again: str
     replicated: bool
+    needed: bool
+    """The episode ends when its log cannot be written; records may then be refused, stored or not."""
     messages: list[Message] = field(default_factory=list)
     seq: int = 0
     floor: int = 0
@@ -81,8 +84,13 @@ class World:
         await self.gate()
         if self.random.random() < 0.1:
             raise BusUnavailable(subject, "not sent")
+        breaks = self.needed and HOLDER.get() < ACTORS and self.random.random() < 0.05
+        if breaks and self.random.random() < 0.5:
+            raise Forbidden(subject, "publish", "actor")
         ack = self._stored(subject, data, headers)
         await self.gate()
+        if breaks:
+            raise Forbidden(subject, "publish", "actor")
         if self.random.random() < 0.15:
             self.happened["answer lost"] += 1
             raise BusUnavailable(subject, "no answer")
@@ -183,11 +191,13 @@ class Actor:
             return await self._made()
         except Superseded:
             return "superseded"
+        except NotStored:
+            return "not stored"
 
     async def _made(self) -> str:
         world = self.world
         stream = world.stream()
-        records, log = await stream.take(TASK, 0, f"a{self.number}", first=self._first)
+        records, log = await stream.take(TASK, 0, f"a{self.number}", first=self._first, needed=world.needed)
         assert stream.counters.unlogged == 0
         instance, stored = world.found(self.number) if world.again != RESTART else (self.number, set[bytes]())
         turns = TurnLog(log, records, again=world.again)
@@ -250,7 +260,8 @@ def _task() -> Task:
 async def play(seed: int) -> World:
     """Run one schedule; the last actor ends the episode, and one to which the settled task is delivered again does nothing."""
     choose = random.Random(seed)
-    world = World(random=choose, again=choose.choice((RESTART, REPLAY, RESUME)), replicated=choose.random() < 0.5)
+    again = choose.choice((RESTART, REPLAY, RESUME))
+    world = World(random=choose, again=again, replicated=choose.random() < 0.5, needed=again != RESTART and choose.random() < 0.5)
     actors: dict[int, asyncio.Task[str]] = {}
 
     def leased(*, fails: bool) -> None:
@@ -332,5 +343,5 @@ async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
     print(dict(happened))
-    wanted = ("answer lost", "given again", "superseded", "failed", "ended", "already stored", "take", "turn", "state", "end")
+    wanted = ("answer lost", "given again", "superseded", "failed", "ended", "already stored", "not stored", "take", "turn", "state", "end")
     assert all(happened[name] > COUNT / 50 for name in wanted), happened

@@ -14,7 +14,9 @@ from tests.whole.running import SMOKE, assert_books_balance, kill, live, until_s
 
 async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: Path) -> None:
     config = tmp_path / "two.yaml"
-    rollout = {"use": "agent:tests.rollout_programs:Tries", "options": {"tries": 2}, "again": "replay", "budget": {"total_tokens": 400}}
+    killed, held = tmp_path / "killed", tmp_path / "killed.held"
+    options = {"tries": 2, "held_from": 48, "until": str(killed)}  # of 12 steps with 8 tasks each: no end before the kill
+    rollout = {"use": "agent:tests.rollout_programs:Tries", "options": options, "again": "replay", "budget": {"total_tokens": 400}}
     rows = [{"prompt": f"{n}=", "label": f"{n}", "r": "single_turn" if n % 2 else None} for n in range(10, 18)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = {"every": 6, "sets": {"held": {"path": str(tmp_path / "held.jsonl"), "rollout_key": "r", "samples": 2}}}
@@ -22,7 +24,10 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
     with up(tmp_path, "learner.steps=12", "bus.lease_s=3", "run=smoke", config=[SMOKE, config]) as run:
         async with run.bus() as bus:
             await until_step(bus, 3)
+            while not held.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
             kill((await live(bus, "actor")).pid)
+            killed.touch()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
     assert (run.summary["steps"], run.summary["samples_trained"]) == (12, 12 * 32)

@@ -7,17 +7,20 @@
     want      the oldest version of which an engine needs a snapshot (``weightstore.catchup.sources``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows that were lost (the
-bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. ``after`` of the row
-is the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
+bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. A head that cannot
+be read counts as lost: the newest learner restores it. ``after`` of the row is the end of SAMPLES before any engine could have the
+version: no sample up to there can be of it.
 """
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from bus.client.repeated import Repeated
 from bus.client.rows import Value
 from bus.errors import Fenced, NotFound, RowConflict, WireError
+from bus.liveness.epoch import current_epoch
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import VersionRow
@@ -35,14 +38,30 @@ class VersionRegistry:
     """The versions of one run. Every method raises BusUnavailable when the bus stays away."""
 
     def __init__(self, bus: Bus) -> None:
-        self._rows, self._samples = bus.rows("weights"), bus.samples
+        self._bus, self._rows, self._samples = bus, bus.rows("weights"), bus.samples
         self._steps: dict[int, int] = {}
-        self._next = 0
+        self._next, self._repeated = 0, Repeated(_log)
 
     async def head(self) -> VersionRow | None:
-        """Return the newest published version; None before the first."""
+        """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored the head."""
         found = await self._rows.get(HEAD)
         return None if found is None else _parse(HEAD, found[0])
+
+    async def repaired_head(self, epoch: int) -> VersionRow | None:
+        """Return the head for the learner of this epoch, which restores one that cannot be read. Raises Fenced then, if it is replaced."""
+        found = await self._readable_head(epoch)
+        return None if found is None else _parse(HEAD, found)
+
+    async def _readable_head(self, epoch: int) -> Value | None:
+        found, revision = await self._rows.read(HEAD)
+        if found is not None or not revision:
+            return found
+        newest = await self._newest_published()
+        restored: Value = {**({} if newest is None else dataclasses.asdict(newest)), "fence": epoch}
+        found = await self._change_head(epoch, lambda head: restored if head is None else None)
+        version = "none" if newest is None else newest.version
+        self._repeated("head of the registry could not be read and was restored", f"revision={revision} version={version}")
+        return found
 
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
@@ -87,38 +106,44 @@ class VersionRegistry:
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
-        head = _parse(HEAD, (await self._rows.change(HEAD, fenced)).after)
+        await self._readable_head(epoch)
+        head = _parse(HEAD, await self._change_head(epoch, fenced) or {})
         if head is not None:
             await self._change(_key(head.version), head.version, state=head.state)
         await self._count()
         return head
 
     async def lost(self, known: Mapping[int, int]) -> bool:
-        """Return whether the head or a row is missing, although the versions of ``known`` (-> step) have been used."""
-        return bool(known) and (await self.head() is None or not known.keys() <= set(await self._versions()))
+        """Return whether the head (or its contents) or a row is missing, although the versions of ``known`` (-> step) have been used."""
+        if not known:
+            return False
+        head, _ = await self._rows.read(HEAD)
+        return head is None or _parse(HEAD, head) is None or not known.keys() <= set(await self._versions())
 
     async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Restore the missing rows of ``known`` versions (-> step), and the head if it is older than they are. Raises Fenced."""
+        """Restore the missing and unreadable rows of ``known`` versions (-> step), and the head if it is older than they are.
+
+        Raises Fenced.
+        """
         present = await self._versions()
-        highest = max((*present, *known))
-        missing = [
-            VersionRow(version=version, step=known[version], epoch=epoch, state="published") for version in known.keys() - set(present)
-        ]
+        missing = known.keys() - set(present)
+        restored = [version for version, step in known.items() if await self._restore_row(version, step, epoch, "published")]
         if missing:
             # New versions are numbered after the highest row, so this row alone skips the numbers in between.
-            unused = VersionRow(version=highest + UNUSED_AFTER_LOSS, step=known[max(known)], epoch=epoch, state="failed")
-            for row in (*missing, unused):
-                with suppress(RowConflict):
-                    await self._rows.create(_key(row.version), dataclasses.asdict(row))
+            await self._restore_row(max((*present, *known)) + UNUSED_AFTER_LOSS, known[max(known)], epoch, "failed")
         newest = await self._newest_published()
         if newest is not None:
             await self._raise_head(newest, epoch)
-        _log.error(
-            "the registry of versions has lost rows (bucket weights emptied?): head=%s restored=%d, new versions are numbered after %d",
-            None if newest is None else newest.version,
-            len(missing),
-            max(await self._versions()),
-        )
+        head, last = "none" if newest is None else newest.version, max(await self._versions())
+        text = f"head={head} restored={len(restored)}, new versions are numbered after {last}"
+        lost = "the registry of versions has lost rows (bucket weights emptied, or bytes that cannot be read?)"
+        self._repeated(lost, text, level=logging.ERROR)
+
+    async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
+        """Write the row of a version unless it can be read. Returns whether it was written."""
+        row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
+        changed = await self._rows.change(_key(version), lambda found: row if found is None else None, replace_unreadable=True)
+        return changed.before is None
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
@@ -129,7 +154,23 @@ class VersionRegistry:
                 return None
             return {**dataclasses.asdict(newest), "fence": epoch}
 
-        await self._rows.change(HEAD, raised)
+        await self._change_head(epoch, raised)
+
+    async def _change_head(self, epoch: int, fn: Callable[[Value | None], Value | None]) -> Value | None:
+        """Change the head as ``Rows.change`` does, and return it; ``fn`` gets None for one that is missing or cannot be read.
+
+        Such a head has lost its fence, and an older learner must not write it: raises Fenced for one that the row of the epoch shows to
+        be replaced. Every learner raises that row first and fences the head afterwards, so one that raises it later than this reads it
+        changes the head later, too.
+        """
+
+        async def refuse_if_replaced() -> None:
+            """Raise Fenced for an older learner."""
+            newest = await current_epoch(self._bus)
+            if newest > epoch:
+                raise Fenced(f"weights.{HEAD}", epoch, newest)
+
+        return (await self._rows.change(HEAD, fn, replace_unreadable=True, if_none=refuse_if_replaced)).after
 
     async def _newest_published(self) -> VersionRow | None:
         for version in sorted(await self._versions(), reverse=True):
@@ -143,13 +184,13 @@ class VersionRegistry:
         self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
-        """Return the epoch of the newest learner (``fence``); 0 = none."""
+        """Return the epoch of the newest learner (``fence``); 0 = none. Raises UnreadableRow, as ``head``."""
         found = await self._rows.get(HEAD)
         return 0 if found is None else int(found[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
         """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head. Returns the head."""
-        head = await self.head()
+        head = await self.repaired_head(epoch)
         if head is not None:
             return head
         row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where, after=0)
@@ -160,8 +201,7 @@ class VersionRegistry:
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
         """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises Fenced."""
-        found = await self._rows.get(HEAD)
-        _check_fence(None if found is None else found[0], epoch)
+        _check_fence(await self._readable_head(epoch), epoch)
         if not self._next:
             await self._count()
         while True:
@@ -190,8 +230,16 @@ class VersionRegistry:
                 return None
             raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
 
-        await self._rows.change(HEAD, published)
-        await self._change(_key(row.version), row.version, state="published")
+        await self._change_head(row.epoch, published)
+        now = dataclasses.asdict(row)
+
+        def shown(found: Value | None) -> Value | None:
+            """Return the version's row as published, whole if it is lost or unreadable."""
+            if found is None or found.get("version") != row.version:
+                return now
+            return None if found.get("state") == row.state else {**found, "state": row.state}
+
+        await self._rows.change(_key(row.version), shown, replace_unreadable=True)
         return row
 
     async def fail(self, row: VersionRow) -> None:
@@ -224,7 +272,7 @@ class VersionRegistry:
             """Return the row with ``after``; None if it is set already, or the row is gone."""
             return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
 
-        found = (await self._rows.change(_key(row.version), begun)).after
+        found = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
         return dataclasses.replace(row, after=seq if found is None else int(found["after"]))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:

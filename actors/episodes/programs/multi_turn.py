@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
 from actors.episodes.programs.gem_environment import Gem
 from actors.episodes.programs.model import BudgetSpent, Policy
 from actors.episodes.programs.openenv import OpenEnv
@@ -76,6 +77,8 @@ class MultiTurn:
     """Tokens of one turn at most; 0 = the task's."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
+    max_hung_calls: int = MOST_HUNG
+    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process is."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
@@ -100,6 +103,8 @@ class MultiTurn:
                 "want max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0, got "
                 f"{self.max_turns}, {self.tool_seconds}, {self.max_tokens}"
             )
+        if isinstance(self.max_hung_calls, bool) or not isinstance(self.max_hung_calls, int) or self.max_hung_calls < 0:
+            raise ValueError(f"max_hung_calls: want a whole number >= 0, got {self.max_hung_calls!r}")
         if "{result}" not in self.result:
             raise ValueError("result: want {result} in it")
         try:
@@ -109,6 +114,7 @@ class MultiTurn:
         if self.protocol == "text" and self.tools and not self._call.groups:
             raise ValueError("call: want a group for the argument")
         self._tools = tools_of(self.tools)
+        self._threads = CallThreads(self.max_hung_calls)
         self._more: dict[str, Any] = {
             **({"stop": list(self.stop)} if self.stop else {}),
             **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
@@ -249,7 +255,7 @@ class MultiTurn:
         if tool is None:
             result = f"{FAILED} no tool {name!r}; there are {', '.join(tools) or 'none'}"
         else:
-            result = await tool.call(arguments, seconds=self.tool_seconds)
+            result = await tool.call(arguments, seconds=self.tool_seconds, threads=self._threads)
         played.calls.append((name, arguments, result))
         return result
 

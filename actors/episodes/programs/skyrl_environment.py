@@ -1,17 +1,17 @@
 """Environments of SkyRL-gym (``skyrl-gym`` 0.4): ``environment: skyrl_gym`` of ``multi_turn``. Imported in the rollout's child alone."""
 
-import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from actors.episodes.programs.call_threads import CallThreads
 from actors.episodes.programs.environment_rows import messages_in, number_of, own
 
 SETTING = "environment: skyrl_gym"
 
 
 class SkyRL:
-    """An episode in a ``BaseTextEnv``. It runs in threads: its tools wait for searches and programs."""
+    """An episode in a ``BaseTextEnv``. It runs in threads of its own: its tools wait for searches and programs."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class SkyRL:
         config = importlib.import_module("omegaconf").OmegaConf.create(dict(env_config or {}))  # its environments read attributes
         self._id, self._config, self._extras = id, config, dict(extras or {})
         self._env: Any = None
+        self._threads = CallThreads()
 
     async def reset(self, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Begin an episode, and return the first messages. Raises RuntimeError, and the errors of the environment."""
@@ -46,8 +47,8 @@ class SkyRL:
             extras["reward_spec"] = {"method": "rule", "ground_truth": data["label"]}
         given = data.get("prompt")
         prompt = [{"role": "user", "content": given}] if isinstance(given, str) else messages_in(given, "prompt")
-        self._env = await asyncio.to_thread(self._gym.make, id, env_config=self._config, extras=extras)
-        messages, _ = await asyncio.to_thread(self._env.init, prompt)
+        self._env = await self._threads.run(self._gym.make, id, env_config=self._config, extras=extras)
+        messages, _ = await self._threads.run(self._env.init, prompt)
         return messages_in(messages, "the environment's prompt")
 
     async def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool]:
@@ -56,7 +57,7 @@ class SkyRL:
         An environment that has changed the answer (``postprocessed_action``) returns it as the first message.
         """
         assert self._env is not None
-        out = await asyncio.to_thread(self._env.step, text)
+        out = await self._threads.run(self._env.step, text)
         if not isinstance(out, Mapping) or not {"observations", "reward", "done"} <= set(out):
             raise RuntimeError(f"the environment's step: want observations, reward and done, got {out!r:.80}")
         seen = messages_in(out["observations"], "the environment's observations")
@@ -68,4 +69,4 @@ class SkyRL:
     async def close(self) -> None:
         """Close the environment."""
         if self._env is not None:
-            await asyncio.to_thread(self._env.close)
+            await self._threads.run(self._env.close)

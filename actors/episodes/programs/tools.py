@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from actors.episodes.programs.call_threads import CallThreads
 from bus.system.foreign import errors_as, text_of
 from rewards.code.sandbox import Bounds, run
 
@@ -38,19 +39,24 @@ class Tool:
     parameters: tuple[str, ...]
     """Names of its arguments."""
 
-    async def call(self, arguments: object, *, seconds: float) -> str:
-        """Return the result as text; every failure is a text, too, that begins with ``Error:``."""
+    async def call(self, arguments: object, *, seconds: float, threads: CallThreads) -> str:
+        """Return the result as text; every failure is a text, too, that begins with ``Error:``.
+
+        A plain function runs in a thread. Raises ProcessUnusable when too many of these hang.
+        """
         if not isinstance(arguments, Mapping):
             return f"{FAILED} want a map of arguments, got {type(arguments).__name__}"
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
                 with errors_as(lambda error: _ToolFailed(text_of(error)), but=(TimeoutError,)):
                     inspect.signature(self.function).bind(**arguments)
                     if inspect.iscoroutinefunction(self.function):
                         found = await self.function(**arguments)
                     else:
-                        found = await asyncio.to_thread(self.function, **arguments)
+                        found = await threads.run(self.function, **arguments)
         except TimeoutError:
+            if limit.expired() and not inspect.iscoroutinefunction(self.function):
+                threads.given_up(self.name, seconds)
             return f"{FAILED} no result within {seconds:g} s"
         except _ToolFailed as error:
             return f"{FAILED} {error}"[:MAX_RESULT]

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 import torch
 
-from actors.errors import EngineFailed
+from actors.errors import EngineFailed, NoDevice
 from actors.serving.builtin.backend import BuiltinBackend
 from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
@@ -49,11 +49,16 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
     _loop: asyncio.AbstractEventLoop
 
     def load(self) -> None:
-        """Read shape, tokenizer and weights. Raises UnsupportedModel, SnapshotBroken, UpdateRefused for missing or wrong tensors."""
+        """Read shape, tokenizer and weights.
+
+        Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for missing or wrong tensors.
+        """
         config = self.config
         shape = ModelShape.read(self.model_dir)
         self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
         text, context = self.text, self.limits.max_context
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._to_gpu = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A loss with a metric, two advantage estimators, a weight, a rejection and an aggregation.
+"""A loss with a metric, three advantage estimators, a weight, a rejection and an aggregation.
 
 T = tokens of a packed row, N = samples of the step.
 """
@@ -44,6 +44,12 @@ def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metada
         baseline = rewards_N[whole_N if whole_N.any() else here_N].mean()
         advantages_N = torch.where(here_N, rewards_N - baseline, advantages_N)
     return advantages_N * torch.tensor([2.0 if one.get("level") == "hard" else 1.0 for one in metadata], dtype=rewards_N.dtype)
+
+
+def over_the_step(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Rewards to mean 0 and deviation 1 over all samples of the step, whatever their group."""
+    centered_N = rewards_N - rewards_N.mean()
+    return centered_N / (centered_N.square().mean().sqrt() + 1e-6)
 
 
 def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:

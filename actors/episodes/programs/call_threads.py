@@ -1,0 +1,73 @@
+"""Threads of plain functions, one for each call: a call that hangs delays no other, as it would in a pool of threads."""
+
+import asyncio
+import contextvars
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+MOST_HUNG = 32
+"""Calls that may hang in a process where no number is set: their threads' stacks are 256 MB, of 4 GB that a child has by default."""
+
+
+class ProcessUnusable(Exception):
+    """This process can run no more episodes. A child knows the class by its name, and its actor ends it and starts another."""
+
+
+class CallThreads:
+    """The calls of plain functions of one process."""
+
+    def __init__(self, most_hung: int = MOST_HUNG) -> None:
+        self._most_hung = most_hung
+        self.hung = 0
+        """Calls that were given up and still run."""
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the function's result. When this is cancelled, the call goes on in its thread, and is hung until it ends."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            """Settle the future, in the loop's thread."""
+            if done.done():
+                self.hung -= 1
+            elif error is None:
+                done.set_result(value)
+            else:
+                done.set_exception(RuntimeError("StopIteration") if isinstance(error, StopIteration) else error)
+
+        def work() -> None:
+            """Call the function."""
+            value, error = None, None
+            try:
+                value = context.run(function, *args, **kwargs)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed, and the process ends
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, daemon=True, name=f"call of {getattr(function, '__name__', function)}").start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self.hung += 1
+            raise
+
+    def given_up(self, name: str, seconds: float) -> None:
+        """Report a call that was given up after so many seconds. Raises ProcessUnusable when more hang than may."""
+        report(f"tool {name!r}: no result within {seconds:g} s; calls that hang in this process: {self.hung}")
+        if self.hung > self._most_hung:
+            raise ProcessUnusable(
+                f"want at most {self._most_hung} calls of tools that hang in a process (options.max_hung_calls), got {self.hung}, "
+                f"the last of tool {name!r}: no result within {seconds:g} s"
+            )
+
+
+def report(text: str) -> None:
+    """Send a hung call to the actor, for its log and its status row, where this process is a child of one."""
+    module = sys.modules.get("tidemill_rollout")
+    if module is not None:
+        module.report_hung(text)

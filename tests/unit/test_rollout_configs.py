@@ -1,0 +1,37 @@
+"""``make tools`` and ``make walk``: their files pass the checks of ``tidemill check``, and the page shows runs of as many steps."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.rollout_settings import parse_rollouts
+from launch.checks.run import Purpose, check
+from launch.settings.config_loader import load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/rollouts.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["tools", "walk"])
+def test_a_shipped_run_passes_every_check(tmp_path: Path, name: str) -> None:
+    loaded = load([ROOT / f"launch/configs/{name}.yaml"], [f"directory={tmp_path}/run"])
+    report = check(loaded, Purpose(fresh=True, call_reward=True))
+    assert not report.errors, [finding.text for finding in report.errors]
+    [rollout] = parse_rollouts(loaded.config.rollouts).values()
+    module, _, program = rollout.program.partition(":")
+    getattr(importlib.import_module(module), program)(**rollout.arguments(""))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tools", "walk"])
+def test_the_curve_on_the_page_is_one_of_the_file(name: str) -> None:
+    """The table behind ``make NAME`` ends with the last step of the file, at the reward that the run has to reach."""
+    config = load([ROOT / f"launch/configs/{name}.yaml"], []).config
+    found = re.search(
+        rf"^`make {name}` .*?^\| step \|(?P<steps>.*?)\|$.*?^\| reward[^|]*\|(?P<rewards>.*?)\|$", PAGE, re.DOTALL | re.MULTILINE
+    )
+    assert found is not None
+    assert int(found["steps"].split("|")[-1]) == config.learner.steps
+    assert float(found["rewards"].split("|")[-1]) >= config.up.require_reward > 0

@@ -1,0 +1,70 @@
+"""Numbers out of range are refused when the settings are read, before any process starts."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.settings.config_loader import load
+from launch.settings.run_config import RunConfig
+from launch.settings.yaml_file import SettingsError
+
+DIGITS = Path("launch/configs/digits.yaml")
+NEGATIVE = {
+    "seed",
+    "data.seed",
+    "eval.seed",
+    "learner.seed",
+    "data.skip_hard",  # below 0 = no prompt is left out
+    "data.passes_at",  # a reward, which may be below 0
+    "up.require_reward",
+    "sampling.top_k",  # -1 = the whole vocabulary
+    "bus.port",  # -1 = any free one
+}
+"""Numbers that may be -1."""
+
+
+def numbers(section: type, prefix: str = "") -> Iterator[str]:
+    """Yield the path of every setting that is a number."""
+    for name, kind in typing.get_type_hints(section).items():
+        inner = [one for one in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(one)]
+        if inner and prefix + name != "prepare":
+            yield from numbers(typing.cast(type, inner[0]), f"{prefix}{name}.")
+        elif kind in (int, float, int | None, float | None):
+            yield prefix + name
+
+
+def test_every_number_is_refused_below_its_range() -> None:
+    taken = set()
+    for path in numbers(RunConfig):
+        try:
+            load([DIGITS], [f"{path}=-1"], {})
+        except SettingsError:
+            continue
+        taken.add(path)
+    assert taken == NEGATIVE
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("learner.optimizer.beta1=2", "beta1: want < 1, got 2"),
+        ("learner.optimizer.beta2=1", "beta2: want < 1"),
+        ("learner.optimizer.eps=0", "eps: want > 0"),
+        ("learner.optimizer.min_lr=1", "min_lr: want <= lr = "),
+        ("engine.port=99999", "port: want 1..65535, or 0 for any free one, got 99999"),
+        ("bus.port=99999", "port: want 1..65535, or -1 for any free one, got 99999"),
+        ("bus.port=0", "port: want 1..65535, or -1"),
+        ("bus.replicas=2", "replicas: want at most cluster = 1, the servers of the embedded bus, got 2"),
+        ("bus.replicas=7", "replicas: want at most 5"),
+        ("sampling.stop=['']", "stop: want at most 16 strings of 1 to 200 letters"),
+        ("up.drain_s=0", "drain_s: want > 0"),
+    ],
+)
+def test_what_is_out_of_range_is_named(setting: str, complaint: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load([DIGITS], [setting], {})
+    assert complaint in str(refused.value)
+    assert "--set" in str(refused.value)
