@@ -88,8 +88,9 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     RUNNING: ({"advantage": "rae"}, 2),
 }
 """Cases by name: (settings, minibatches)."""
-EVERYWHERE = (EVERY_TERM, EVERY_REJECTION, RUNNING)
-"""Cases that a layout trains besides those of its stride: together they have every metric, and a teacher's and the reference's tokens."""
+EVERYWHERE = (EVERY_TERM, EVERY_REJECTION)
+"""Cases that a layout trains besides those of its stride: together they have every metric, a teacher's and the reference's tokens, and a
+running baseline."""
 SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
 """Groups of demonstrations among the six of a step."""
 FRESH = (EVERY_TERM,)

@@ -131,6 +131,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--environment-again", default="restart", choices=["restart", "replay"], help="replay: actions give the same again")
     parser.addoption("--function-options", default="{}", metavar="JSON", help="options of these functions of yours, a JSON map")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
+    parser.addoption("--storm-s", type=float, metavar="SECONDS", help="length of the storm beside a foreign actor, in place of ten minutes")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
     parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")

@@ -332,7 +332,9 @@ class ServerPool(Generic[Client]):
                 entry.gone = asyncio.Event()
             entry.status = status
             entry.missing_since_s = (entry.missing_since_s or time.monotonic()) if status.remark == GONE else None
-            if entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
+            if entry.missing_since_s is None and entry.gone.is_set():  # it is back before its last call was over
+                entry.gone = asyncio.Event()
+            elif entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
                 entry.gone.set()
         for url, status in seen.items():
             if url not in self._entries:

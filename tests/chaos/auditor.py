@@ -28,6 +28,8 @@ Place = tuple[int, int]
 
 SOUND = ("good", "duplicate")
 """Kinds of a foreign actor's samples that may be trained."""
+BY_TASK = ("index beyond the group", "group size", "another prompt", "another temperature", "unknown task")
+"""Kinds of samples that only their task shows to be wrong: they are duplicates once it is settled, and may wait for one to be issued."""
 CHANCE = ("mutated", "version of tomorrow", "version of next week")
 """Kinds of samples that may be valid by chance: the version exists by now, or the changed byte has no effect."""
 REASONS = {"stale", "filtered", "empty", "dead", "lost", "failed", "aborted"}
@@ -45,6 +47,8 @@ class Verdict:
     duplicates: int = 0
     refused: int = 0
     """Number of a foreign actor's samples with a defect."""
+    refused_by: Counter[str] = field(default_factory=Counter)
+    """The same by kind."""
     to_come: int = 0
     trimmed: int = 0
     steps_taken_again: int = 0
@@ -226,6 +230,7 @@ class _Audit:
         if message.seq in self._step_of:
             self.verdict.wrong.append(f"sample {message.seq} with the defect {kind!r} is in step {self._step_of[message.seq]}")
         self.verdict.refused += 1
+        self.verdict.refused_by[kind] += 1
         return True
 
     def sample(self, message: Message) -> None:

@@ -1,8 +1,9 @@
 """A foreign actor that misbehaves. It shares no code with the system: it knows NATS, msgpack and docs/wire.md.
 
 It leases tasks as user ``actor-<n>`` of a bus with users and publishes good samples, duplicates, and samples with one defect each;
-it writes junk on every subject that its user may publish to, sends random HTTP to the engines, and random frames to every TCP port
-of the feeder. Its actions are drawn from a seed, at a bounded rate; it ends when it is cancelled.
+it writes junk on every subject that its user may publish to, sends random HTTP to the engines (with the admin key, too: then with an
+epoch that no learner has), and random frames to every TCP port of the feeder. Its actions are drawn from a seed, at a bounded rate; it
+ends when it is cancelled.
 
 Consumes TASKS and the rows ``live/engine.engine-0``, ``weights/head``; produces junk. Waits for nothing longer than ``ANSWER_S``.
 """
@@ -33,6 +34,10 @@ ANSWER_S = 2.0
 PAUSE_S = 0.02
 """Mean seconds between two actions of one loop."""
 ENGINE = "engine-0"
+EVAL = "eval"
+"""Kind of its messages on the subject of evaluation samples."""
+NO_EPOCH: tuple[Any, ...] = (1e30, -1, 2**70, "1", True, [], {}, 10**6)
+"""Epochs that no learner of the run has: a command with one of them is refused, whatever key it brings."""
 GOOD, DUPLICATE = "good", "duplicate"
 PATHS = (
     "generate",
@@ -128,6 +133,8 @@ class Hostile:
     seed: int
     sent: Counter[str] = field(default_factory=Counter)
     """Number of actions by kind."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """Number of answers of engines, by key and status."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Kind of each message id of SAMPLES: ``good``, ``duplicate`` or the name of a defect."""
     head: int = -1
@@ -212,7 +219,9 @@ class Hostile:
         sub = await nc.subscribe(inbox)
         try:
             request = json.dumps({"batch": 1, "expires": int(ANSWER_S * 1e9)}).encode()
-            await nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.TM_{self.run}_TASKS.rollout", request, reply=inbox)
+            queue = self._random.choices(("rollout", "eval"), (9, 1))[0]
+            self.sent[f"lease: {queue}"] += 1
+            await nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.TM_{self.run}_TASKS.{queue}", request, reply=inbox)
             message = await sub.next_msg(2 * ANSWER_S)
             return message if message.reply.startswith("$JS.ACK.") else None
         finally:
@@ -246,7 +255,8 @@ class Hostile:
 
     async def _publish(self, nc: Client, body: Body) -> None:
         """Publish a valid sample, sometimes twice; or one with a defect; or bytes; or a manifest."""
-        what = self._random.choice(("good", "good", "defect", "defect", "defect", "defect", "twice", "bytes", "mutated", "manifest"))
+        kinds = ("good", "good", "defect", "defect", "defect", "defect", "twice", "bytes", "mutated", "manifest", EVAL)
+        what = self._random.choice(kinds)
         id = f"{body['task']}.{body['index']}.{body['attempt']}"
         if what in ("good", "twice"):
             await self._store(nc, GOOD, id, msgpack.packb(body))
@@ -260,6 +270,9 @@ class Hostile:
             await self._store(nc, name, id, msgpack.packb(body))
         elif what == "bytes":
             await self._store(nc, "bytes", id, self._bytes(self._random.choice((0, 3, 500))))
+        elif what == EVAL:
+            payload = self._random.choice((self._bytes(300), msgpack.packb({**body, "kind": "eval"}), msgpack.packb(body)))
+            await self._store(nc, EVAL, id, payload)
         elif what == "mutated":
             await self._store(nc, "mutated", id, self._mutated(msgpack.packb({**body, "reward": math.nan})))
         else:
@@ -278,7 +291,8 @@ class Hostile:
         self.kinds.setdefault(id, kind)
         self.sent[f"sample: {kind}"] += 1
         headers = {"Nats-Msg-Id": id, **({"Tm-Parts": self._random.choice(("3000", "1", "many"))} if parts else {})}
-        subject = f"tm.{self.run}.sample.train.{max(0, self.head)}.{self.user}{'.parts' if parts else ''}"
+        queue = "eval" if kind == EVAL else "train"
+        subject = f"tm.{self.run}.sample.{queue}.{max(0, self.head)}.{self.user}{'.parts' if parts else ''}"
         await nc.request(subject, payload, timeout=ANSWER_S, headers=headers)
 
     # ---- junk
@@ -292,6 +306,7 @@ class Hostile:
                 f"tm.{self.run}.metric.actor.{self.user}",
                 f"tm.{self.run}.partial.{task}.0",
                 f"tm.{self.run}.part.train.{task}",
+                f"tm.{self.run}.turn.{task}.0",  # its user may, where the run has rollouts
                 f"tm.{self.run}.dead.report.{task}",
                 f"tm.{self.run}.dead.task.{10**9 + task}",
             )
@@ -312,8 +327,9 @@ class Hostile:
         address = await self._engine(nc)
         if not address:
             return
-        path, token = self._random.choice(PATHS), self._random.choice(("", "wrong", self._api_key()))
-        value: Any = self._random.choice((1e30, -1, 2**70, "1", None, True, [], {}, math.nan, 10**6))
+        path, token = self._random.choice(PATHS), self._random.choice(("", "wrong", self._key("api-key"), self._key("admin-key")))
+        is_admin = bool(token) and token == self._key("admin-key")
+        value: Any = self._random.choice(NO_EPOCH if is_admin else (*NO_EPOCH, None, math.nan))
         body = {
             "epoch": value,
             "weight_version": self._random.choice(("999999", value)),
@@ -326,12 +342,15 @@ class Hostile:
             "sampling_params": {"max_new_tokens": self._random.choice((2, -1, 10**12, "x"))},
             "timeout_s": value,
         }
-        payload = self._random.choice((json.dumps(body).encode(), self._bytes(100), b"", b"[" * 5000))
+        whole = json.dumps(body).encode()
+        # A command without an epoch is obeyed where it brings the admin key; this actor is not the learner, and must not be one.
+        payload = self._random.choice((whole, self._bytes(100), b"[" * 5000) if is_admin else (whole, self._bytes(100), b"", b"[" * 5000))
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.sent["http"] += 1
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
-            async with session.request(self._random.choice(("POST", "GET", "PUT")), f"{address}/{path}", data=payload, headers=headers):
-                pass
+            method = self._random.choice(("POST", "GET", "PUT"))
+            async with session.request(method, f"{address}/{path}", data=payload, headers=headers) as response:
+                self.answers[f"{'admin' if is_admin else 'other'} {response.status}"] += 1
 
     async def _engine(self, nc: Client) -> str:
         """Return the URL of an engine; empty while no row names one."""
@@ -342,9 +361,9 @@ class Hostile:
         except (ValueError, KeyError):
             return ""
 
-    def _api_key(self) -> str:
-        """Return the key that every process of the run may present: it is refused for commands. Empty while there is none."""
-        file = self.directory / "auth/api-key"
+    def _key(self, name: str) -> str:
+        """Return a key of the run: every process may present the api key, which is refused for commands. Empty while there is none."""
+        file = self.directory / "auth" / name
         return file.read_text().strip() if file.exists() else ""
 
     async def _frames(self, nc: Client) -> None:

@@ -3,6 +3,7 @@ processed."""
 
 import asyncio
 import gc
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,14 +33,13 @@ from bus.wire.messages import LiveRow
 from launch.run import desired
 from launch.run.audit import audit
 from launch.run.watch import RunWatch
+from launch.settings.prepare import Prepared
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
-from tests.whole.prepared import put_prepared
-from tests.whole.running import SMOKE
 from weightstore.store.registry import VersionRegistry
 
 KEY = "k" * 32
@@ -257,15 +257,15 @@ async def test_a_learner_that_cannot_do_without_a_row_ends_with_one_message(
     nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path, key: str, want: str, cure: str
 ) -> None:
     """It also restores the key of its engines, from its own file, in the place of an unreadable one."""
-    directory = tmp_path / "run"
-    await asyncio.to_thread(put_prepared, SMOKE, directory)
-    (directory / "auth").mkdir()
-    (directory / "auth/admin-key").write_text(f"{KEY}\n")
-    words = ["learner", "--config", str(SMOKE), "--bus", nats_server.url, "--set", f"directory={directory}"]
-    async with open_bus(run="smoke", lease_s=10.0) as bus:
+    files, config = Prepared.in_((await asyncio.to_thread(model_dir)).parent), tmp_path / "run.yaml"
+    (tmp_path / "auth").mkdir()
+    (tmp_path / "auth/admin-key").write_text(f"{KEY}\n")
+    async with open_bus() as bus:
+        sections = {"model": {"path": str(files.model)}, "data": {"path": str(files.prompts)}, "sampling": {"max_new_tokens": 6}}
+        config.write_text(json.dumps({"run": bus.run, "directory": str(tmp_path), "actor": {"reward": "digits"}, **sections}))
         for place in (f"run.{key}", "keys.admin", "run.api_key", "run.config", "weights.head"):
-            await bus.js.publish(f"$KV.TM_smoke_{place}", b"{}" if place != "weights.head" else b"junk")
-        ended = await asyncio.to_thread(run_tidemill, *words)
+            await bus.js.publish(f"$KV.TM_{bus.run}_{place}", b"{}" if place != "weights.head" else b"junk")
+        ended = await asyncio.to_thread(run_tidemill, "learner", "--config", str(config), "--bus", nats_server.url)
         assert ended.returncode == exit_codes.CONFIG, ended.output[-3000:]
         last = ended.errors.splitlines()[-1]
         assert last.startswith(f"error: row run.{key}, revision ") and f"want {want}, got 'nothing'; cure: {cure}" in last, last

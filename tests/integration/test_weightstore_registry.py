@@ -204,7 +204,7 @@ async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alo
             await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", junk)
 
         await spoil()
-        with pytest.raises(UnreadableRow, match="row weights.head, revision"):  # an engine waits until there is a head again
+        with pytest.raises(UnreadableRow, match=r"row weights\.head, revision"):  # an engine waits until there is a head again
             await registry.head()
         assert await registry.lost({1: 1})
         assert await registry.repaired_head(epoch) == rows[-1] == await registry.head()

@@ -15,7 +15,6 @@ version: no sample up to there can be of it.
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from bus.client.repeated import Repeated
 from bus.client.rows import Value
