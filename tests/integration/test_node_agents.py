@@ -293,3 +293,14 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         assert leader.ranks.alive == 1
         nats_server.start()
         assert (await leader.started()).epoch == (await other.started()).epoch == 2
+
+
+async def test_an_epoch_that_cannot_be_read_ends_the_leader_with_the_code_of_errors_that_no_restart_cures(open_bus: BusOpener) -> None:
+    """The others wait for it, as for one that is not started yet."""
+    async with open_bus(name="0") as one, open_bus(name="1") as two:
+        await one.js.publish(f"$KV.TM_{one.run}_run.epoch", b"junk")
+        async with node(one, 0) as leader, node(two, 1) as other:
+            with pytest.raises(LearnerEnded, match=r"row run\.epoch, revision") as caught:
+                await leader.ended()
+            assert caught.value.exit_code == exit_codes.CONFIG
+            assert not other.running.done()
