@@ -144,7 +144,7 @@ def _gsm8k(write: str = "#### {}", **more: Any) -> Callable[[int], Sequence[Any]
 
 LIBRARY = "math-verify"
 ROWS: dict[str, Row] = {
-    "code": Row(work=programs, reference=plain.code, against="an interpreter without a sandbox"),
+    "code": Row(work=programs, options={"seconds": 60.0}, reference=plain.code, against="an interpreter without a sandbox"),
     "dapo": Row(work=_gsm8k("Answer: {}"), reference=plain.dapo),
     "deepscaler": Row(work=_gsm8k(r"</think> \boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "digits": Row(work=answers),

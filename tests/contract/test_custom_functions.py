@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from actors.episodes.children import Children
+from actors.episodes.programs.call_threads import CallThreads
 from actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from actors.episodes.rollouts import ProgramRollout
 from bus.wire.codec import check_sample
@@ -178,9 +179,9 @@ async def test_a_tool_describes_itself_and_answers(made: Tool) -> None:
     assert shown["description"], "want a docstring: the model is shown its first paragraph"
     properties = shown["parameters"]["properties"]
     assert all(one.get("type") in VALUES for one in properties.values()), "want annotated parameters: str, int, float, bool, list, dict"
-    answer = await made.call({name: VALUES[one["type"]] for name, one in properties.items()}, seconds=60.0)
+    answer = await made.call({name: VALUES[one["type"]] for name, one in properties.items()}, seconds=60.0, threads=CallThreads())
     assert not answer.startswith(FAILED), answer
-    assert (await made.call({"no_such_argument": 1}, seconds=60.0)).startswith(FAILED)
+    assert (await made.call({"no_such_argument": 1}, seconds=60.0, threads=CallThreads())).startswith(FAILED)
 
 
 @pytest.fixture(scope="module")

@@ -352,13 +352,17 @@ async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_e
 
 
 async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
-    """SIGTERM to both ranks: they leave together, with code 0, before the next step."""
+    """SIGTERM to both ranks: they leave together, with code 0, before the next step.
+
+    The signal to the second one may come when the first has made both leave, and it takes no more signals.
+    """
     async with open_learner(data_parallel=2, steps=200, checkpoint_every=50) as learner:
         async with learner.started():
             await learner.until(2)
             for rank in learner.ranks:
                 rank.send_signal(signal.SIGTERM)
-            assert await learner.ended() == [0, 0]
+            first, second = await learner.ended()
+            assert first == 0 and second in (0, -signal.SIGTERM)
         last = max(await learner.digests())
         assert 2 <= last < 200
 

@@ -45,7 +45,7 @@ def test_the_responses_of_a_row_get_different_scores(name: str) -> None:
 
 def test_the_programs_of_the_row_of_code_run() -> None:
     """A response without a program would be scored without running anything."""
-    found = [bind("code")(one) for one in rewards.programs(1)]
+    found = [bind("code", {"seconds": 60.0})(one) for one in rewards.programs(1)]
     assert found == [{"score": 1.0, "passed": 2.0, "tests": 2.0}, {"score": 0.0, "passed": 0.0, "tests": 2.0}]
 
 
