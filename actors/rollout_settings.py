@@ -169,6 +169,18 @@ def parse_rollouts(given: JsonMapping, where: str = "rollouts") -> dict[str, Rol
     return {name: _rollout(name, value, f"{where}.{name}") for name, value in given.items()}
 
 
+COUNTS = (
+    ("processes", 4, 1),
+    ("episodes_per_child", 8, 1),
+    ("memory_mb", MEMORY_MB, 0),
+    ("cpu_s", 0, 0),
+    ("open_files", 0, 0),
+    ("file_mb", 0, 0),
+    ("max_calls_in_flight", 16, 1),
+)
+"""Settings of a rollout that are whole numbers: name, default, least value."""
+
+
 def _rollout(name: str, value: object, where: str) -> RolloutConfig:
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise ValueError(f"{where}: want a name of 1 to 64 of A-Z a-z 0-9 _ -")
@@ -195,18 +207,7 @@ def _rollout(name: str, value: object, where: str) -> RolloutConfig:
         raise ValueError(f"{where}.python: want the path of an interpreter, got {python!r}")
     if use.startswith(OF_OPENENV) and not isinstance(options.get("environment_options", {}), Mapping):
         raise ValueError(f"{where}.options.environment_options: want a map, got {options['environment_options']!r}")
-    counts = {
-        one: _count(value.get(one, default), f"{where}.{one}", least=least)
-        for one, default, least in (
-            ("processes", 4, 1),
-            ("episodes_per_child", 8, 1),
-            ("memory_mb", MEMORY_MB, 0),
-            ("cpu_s", 0, 0),
-            ("open_files", 0, 0),
-            ("file_mb", 0, 0),
-            ("max_calls_in_flight", 16, 1),
-        )
-    }
+    counts = {one: _count(value.get(one, default), f"{where}.{one}", least=least) for one, default, least in COUNTS}
     budget = _budget(value.get("budget", {}), f"{where}.budget")
     drain_s = value.get("drain_s")
     if drain_s is not None and (isinstance(drain_s, bool) or not isinstance(drain_s, int | float) or not 0 <= drain_s < math.inf):

@@ -343,21 +343,8 @@ def print_status(console: Console, status: RunStatus) -> None:
         console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
     if status["report_look"]:
         console.print(f"report  {_report_in_words(status['report_look'])}", markup=False)
-    tasks, samples = status["tasks"], status["samples"]
-    given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
-    console.print(
-        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
-        f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
-    )
-    for rollout, count in tasks["unserved"].items():
-        cure = f"start an actor that does: tidemill actor --rollouts {rollout}"
-        console.print(f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False)
-    failed = {"failed": samples["failed"]} if samples["failed"] else {}
-    dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
-    buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
-    console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
-    for actor in samples["refused"]:
-        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
+    _print_counts(console, status)
+    samples = status["samples"]
     for row in status["processes"]:
         if row["unreachable"]:
             text = f"{row['role']} {row['id']} at {row['address']} is {'; '.join(row['unreachable'])}; {CURE}"
@@ -373,6 +360,25 @@ def print_status(console: Console, status: RunStatus) -> None:
     for where, text in passed_over.items():
         if text:
             console.print(f"passed over {where}: {text}", style="yellow", markup=False)
+
+
+def _print_counts(console: Console, status: RunStatus) -> None:
+    """Print how many tasks and samples there are in each state, and the actors that are refused."""
+    tasks, samples = status["tasks"], status["samples"]
+    given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
+    console.print(
+        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
+        f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
+    )
+    for rollout, count in tasks["unserved"].items():
+        cure = f"start an actor that does: tidemill actor --rollouts {rollout}"
+        console.print(f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False)
+    failed = {"failed": samples["failed"]} if samples["failed"] else {}
+    dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
+    buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
+    console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
+    for actor in samples["refused"]:
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
 
 
 def _print_processes(console: Console, status: RunStatus) -> None:

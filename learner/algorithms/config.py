@@ -352,6 +352,14 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
 
 def _refuse(config: AlgorithmConfig) -> None:
     """Raise ValueError for an invalid value, and for values that contradict each other, with the reason."""
+    _refuse_names(config)
+    _refuse_numbers(config)
+    config.rejects  # noqa: B018  # parsed for its errors
+    _refuse_ignored(config)
+    _refuse_contradictions(config)
+
+
+def _refuse_names(config: AlgorithmConfig) -> None:
     for name, choices in _CHOICES.items():
         by_path = name in _BY_PATH
         if getattr(config, name) not in choices and not (by_path and ":" in getattr(config, name)):
@@ -360,6 +368,9 @@ def _refuse(config: AlgorithmConfig) -> None:
         value = getattr(config, name)
         if value not in choices and ":" not in value:
             raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
+
+
+def _refuse_numbers(config: AlgorithmConfig) -> None:
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{name}: want >= 0, got {getattr(config, name)!r}")
@@ -398,9 +409,6 @@ def _refuse(config: AlgorithmConfig) -> None:
         raise ValueError(f"ess_lr_base: want > 0, got {config.ess_lr_base!r}")
     if config.ess_lr_base > 1:
         raise ValueError(f"ess_lr_base: want <= 1 (a share of the samples), got {config.ess_lr_base!r}")
-    config.rejects  # noqa: B018  # parsed for its errors
-    _refuse_ignored(config)
-    _refuse_contradictions(config)
 
 
 def _refuse_ignored(config: AlgorithmConfig) -> None:
