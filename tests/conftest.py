@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.template import template
+from tests.template import has_template, template
 
 pytest_plugins = ["tests.bus_fixtures"]
 
@@ -47,7 +47,7 @@ def fork_server() -> None:
 
 
 def pytest_unconfigure() -> None:
-    if template.cache_info().currsize:
+    if has_template():
         template().close()
 
 

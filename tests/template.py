@@ -120,9 +120,22 @@ class Template:
         return int.from_bytes(answer, "little")
 
 
-@functools.cache
+_STARTING = threading.Lock()
+
+
 def template() -> Template:
     """Return this process' template; the first call of a process that was not forked itself starts it, and waits for its imports."""
+    with _STARTING:  # tests fork programs from several threads
+        return _template()
+
+
+def has_template() -> bool:
+    """Return whether this process has a template already."""
+    return bool(_template.cache_info().currsize)
+
+
+@functools.cache
+def _template() -> Template:
     if INHERITED in os.environ:
         return Template(socket.socket(fileno=int(os.environ[INHERITED])))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,7 +188,7 @@ def _run(request: Request) -> Any:
     os.environ.pop(INHERITED, None)
     if request.parents:
         _inherit_template()
-    template.cache_clear()
+    _template.cache_clear()
     _show_as(request.words)
     os.chdir(request.directory)
     path = [word for word in request.environment.get("PYTHONPATH", "").split(os.pathsep) if word]
