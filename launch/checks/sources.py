@@ -1,4 +1,4 @@
-"""What the source of a module says of a function or class in it: found and compared without importing the module, which may load torch."""
+"""Compares a function or class by import path with its use, by the source of its module, which is not imported: it may load torch."""
 
 import ast
 import importlib.util

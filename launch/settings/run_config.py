@@ -247,7 +247,14 @@ _LATER_OF_LEARNER: JsonMapping = {
     "bridge": "",
 }
 """Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay."""
-_LATER_OF_ALGORITHM: JsonMapping = {"sft_coef": 0.0, "distill_teacher": "reference", "distill_loss": "token", "distill_top_k": 0}
+_LATER_OF_ALGORITHM: JsonMapping = {
+    "sft_coef": 0.0,
+    "distill_teacher": "reference",
+    "distill_loss": "token",
+    "distill_top_k": 0,
+    "rae_decay": 0.95,
+    "rae_role": "",
+}
 _LATER_OF_DATA: JsonMapping = dict.fromkeys(
     ("reward", "reward_key", "sampling_key", "tools_key", "rollout", "rollout_key", "responses_key", "filters")
 )

@@ -43,6 +43,17 @@ async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:
         assert await after_restart.steps() == {row.version: row.step for row in rows} | {17: 9}
 
 
+async def test_the_number_of_a_row_marked_as_deleted_is_not_used_again(open_bus: BusOpener) -> None:
+    """An engine may have the version of that number, and samples of it may come."""
+    async with open_bus() as bus:
+        first, second = VersionRegistry(bus), VersionRegistry(bus)
+        await second.reserve(1, 1)
+        row = await first.reserve(2, 1)
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"", headers={"KV-Operation": "DEL"})
+        assert (await second.reserve(2, 1)).version == row.version + 1
+        assert (await VersionRegistry(bus).reserve(3, 1)).version == row.version + 2
+
+
 async def test_a_running_learner_continues_its_numbers_when_the_rows_are_lost(open_bus: BusOpener) -> None:
     """This includes a learner that has taken none yet, but has seen those of the learner before it."""
     async with open_bus() as bus:

@@ -272,3 +272,11 @@ def test_an_ipv6_address_is_text_with_and_without_brackets(given: str) -> None:
 
 def test_a_list_in_brackets_is_still_a_list() -> None:
     assert load([], ["sampling.stop=[a:b:c, d]", "learner.devices=[0, 1]"]).config.sampling.stop == ("a:b:c", "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"), [("digits", "140be8308ce683a1"), ("tools", "1441eec3c2f94cbe"), ("digits_ppo", "2572e100b0e494a7")]
+)
+def test_settings_that_came_later_leave_the_digests_of_former_runs(name: str, digest: str) -> None:
+    """A new setting stands in ``_LATER_...`` with its default. Change a digest here only with the file of this name."""
+    assert load(Path(f"launch/configs/{name}.yaml"), (), {}).config.digest()[:16] == digest

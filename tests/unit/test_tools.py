@@ -192,3 +192,16 @@ async def test_long_results_are_cut() -> None:
 def test_bad_tools_are_refused(wanted: list[object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tools_of(wanted)
+
+
+async def test_a_call_that_ends_in_the_instant_of_its_cancellation_does_not_hang() -> None:
+    threads = CallThreads()
+    release = threading.Event()
+    call = asyncio.create_task(threads.run(release.wait))
+    await asyncio.sleep(0)
+    call._fut_waiter.set_result(1)  # type: ignore[attr-defined]  # as its thread does
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert threads.hung == 0
+    release.set()

@@ -207,7 +207,7 @@ class VersionRegistry:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1
             try:
-                await self._rows.create(_key(row.version), dataclasses.asdict(row))
+                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)  # nor in place of a deleted one: its number was used
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue

@@ -53,7 +53,7 @@ class CallThreads:
         try:
             return await done
         except asyncio.CancelledError:
-            self.hung += 1
+            self.hung += done.cancelled()  # else the call ended in the instant of the cancellation
             raise
 
     def given_up(self, name: str, seconds: float) -> None:
