@@ -4,6 +4,7 @@
 device memory and keeps its content in pinned host memory. Both track the same states, so that a use of released memory is an error on both.
 """
 
+import ctypes
 import functools
 import logging
 from collections.abc import Iterator
@@ -73,11 +74,14 @@ def process_saver() -> Any:
     except ImportError as error:
         raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
     torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
+    # One reference too many, so that the interpreter does not free its pools at the end: freed outside of a region, they end the process
+    # with status 1 (torch_memory_saver 0.0.10, "only support interesting region").
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_memory_saver))
     return torch_memory_saver
 
 
 class SaverMemory(PlainMemory):
-    """Device memory managed by torch_memory_saver, which keeps the addresses and frees the pages. Not tried on a device yet."""
+    """Device memory managed by torch_memory_saver, which keeps the addresses and frees the pages."""
 
     def __init__(self) -> None:
         """Raises ImportError, which names the extra to install."""

@@ -43,6 +43,11 @@ from weightstore.transport.nccl import own_end
 SHAPE = {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936}
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
 PARTS = ("steps", "pushes", "responses")
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "handles-cuda": {"transport": "handles", "staging": "cuda"},
+    "handles-host": {"transport": "handles"},
+    "gloo": {"backend": "gloo"},
+}
 """None of them is the name of a benchmark, with which the options of the next one would begin."""
 VARIANTS = ("deterministic", "fast", "recompute", "transformers")
 START_S = 180.0
@@ -270,15 +275,20 @@ async def until_live(url: str, run: str, engine: "subprocess.Popen[bytes]") -> N
             await asyncio.sleep(0.2)
 
 
+def exported(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the weights as the learner exports them, in its order: an engine then copies a bucket at once."""
+    from learner.megatron.model import build_policy
+
+    with one_rank(device.type) as parallel:
+        policy = build_policy(directory, dtype="bfloat16", parallel=parallel)
+        return {name: tensor.detach().clone() for name, tensor in policy.export()}
+
+
 def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return GB/s and stall of pushes from the device to an engine process on it, by every transport."""
-    from safetensors.torch import load_file
-
     device, found = args.torch_device, {}
-    tensors = {name: tensor.to(device) for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    transports: dict[str, dict[str, Any]] = {"gloo": {"backend": "gloo"}, "handles host": {"transport": "handles"}}
-    if device.type == "cuda":
-        transports["handles cuda"] = {"transport": "handles", "staging": "cuda"}
+    tensors = exported(directory, device)
+    transports = {name: TRANSPORTS[name] for name in args.transports if device.type == "cuda" or name != "handles-cuda"}
     with tempfile.TemporaryDirectory() as place, EmbeddedServer(Path(place) / "nats", BusConfig()) as server:
         for epoch, (name, settings) in enumerate(transports.items(), 1):
             run = name.replace(" ", "-")
@@ -379,7 +389,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", help="responses at a time")
     parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--bucket-mbytes", type=int, default=64)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="transports of pushes")
+    parser.add_argument("--bucket-mbytes", type=int, default=0, help="0 = by the transport")
     parser.add_argument(
         "--peak-tflops", type=float, default=989.0, help="dense bfloat16 of the device: H100 SXM and H200 (NVIDIA's data sheets)"
     )

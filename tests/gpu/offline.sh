@@ -16,7 +16,7 @@ nvidia-smi -L
 python3 -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'
 
 # Those that measure the time or the free memory of the whole GPU, and whole runs, of which each has processes of its own.
-ALONE="tests/gpu/test_gpu_stream.py tests/gpu/test_gpu_saver_memory.py tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_logprobs.py"
+ALONE="tests/gpu/test_gpu_stream.py tests/gpu/test_gpu_saver_memory.py tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_logprobs.py tests/gpu/test_gpu_heads.py"
 RUNS=tests/gpu/test_gpu_up.py
 
 tests() { # LIMIT ARGUMENTS: other versions of torch and numpy warn of more, which the tests turn into errors.

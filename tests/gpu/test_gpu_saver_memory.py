@@ -1,6 +1,8 @@
 """The memory of a colocated learner: released between steps on the device, with the same bits as memory that is never released."""
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,24 @@ def test_released_memory_is_free_for_others_and_cannot_be_used(rank: Parallel, c
         memory.release()
     memory.resume()
     trainer.train(batch)
+
+
+ENDS = """
+import torch
+from learner.megatron.memory import open_memory
+memory = open_memory(colocated=True, device=torch.device("cuda"))
+with memory.region():
+    kept = torch.ones(1 << 20, device="cuda")
+with memory.region(scratch=True):
+    scratch = torch.ones(1 << 20, device="cuda")
+memory.release()
+memory.resume()
+if {freed}:
+    del kept, scratch
+"""
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_process_with_such_memory_ends_well(cuda: torch.device, freed: bool) -> None:
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS.format(freed=freed)], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")

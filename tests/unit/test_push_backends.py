@@ -8,7 +8,7 @@ import pytest
 from bus.client.reach import HERE
 from bus.liveness.heartbeats import LiveView
 from bus.wire.messages import Capabilities, LiveRow
-from weightstore.config import LARGE_BUCKET, SMALL_BUCKET, Deadlines, WeightsConfig
+from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, Deadlines, WeightsConfig
 from weightstore.push.eviction import PushGroups
 from weightstore.push.handle_receiver import HandleReceivers
 from weightstore.push.publisher import _memory
@@ -156,7 +156,7 @@ async def test_memory_of_a_gpu_goes_only_to_engines_that_state_that_they_see_it(
         ({"backend": "nccl"}, True, LARGE_BUCKET),
         ({"backend": "gloo"}, True, SMALL_BUCKET),
         ({"transport": "handles"}, True, SMALL_BUCKET),
-        ({"transport": "handles", "staging": "cuda"}, True, LARGE_BUCKET),
+        ({"transport": "handles", "staging": "cuda"}, True, SHARED_BUCKET),
         ({"transport": "handles", "staging": "cuda"}, False, SMALL_BUCKET),
         ({"bucket_bytes": 5}, True, 5),
         ({"bucket_bytes": 5}, False, 5),

@@ -63,6 +63,8 @@ class Weights:
         self._sizes = shape.tensors()
         self._starts, num_bytes = self._layout()
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        sizes = shape.num_layers, shape.num_heads + shape.num_kv_heads, shape.head_dim
+        self._head_norm_LHD = torch.zeros(sizes, dtype=dtype, device=device) if shape.head_norm else None
         self.embedding_VE = self._one(EMBEDDING)
         self.layers = [self._layer(layer) for layer in range(shape.num_layers)]
         self.norm = self._one("model.norm.weight")
@@ -76,12 +78,13 @@ class Weights:
 
     def finalize(self) -> None:
         """Compute the tensors derived from the named ones; call it when those are complete, before decoding with them."""
-        queries, keys = self.shape.num_heads, self.shape.num_kv_heads
-        for index, layer in enumerate(self.layers):
-            if layer.head_norm_HD is not None:
-                at = f"model.layers.{index}.self_attn."
-                layer.head_norm_HD[:queries] = self.named[at + "q_norm.weight"]
-                layer.head_norm_HD[queries : queries + keys] = self.named[at + "k_norm.weight"]
+        if self._head_norm_LHD is None:
+            return
+        # A few operations for all layers: a GPU starts each of them more slowly than it computes it.
+        heads = slice(0, self.shape.num_heads), slice(self.shape.num_heads, None)
+        for part, norm in zip(heads, ("q_norm", "k_norm"), strict=True):
+            of_layers = [self.named[f"model.layers.{layer}.self_attn.{norm}.weight"] for layer in range(self.shape.num_layers)]
+            self._head_norm_LHD[:, part] = torch.stack(of_layers)[:, None]
 
     @property
     def size_bytes(self) -> int:
@@ -153,18 +156,14 @@ class Weights:
         gate_up_weight = self._side_by_side([name + "weight" for name in gate_up])
         down_weight = self._side_by_side([name + "weight" for name in down])
         assert qkv_weight is not None and gate_up_weight is not None and down_weight is not None
-        head_norm = None
         if self.shape.head_norm:
             self._one(at + "self_attn.q_norm.weight")
             self._one(at + "self_attn.k_norm.weight")
-            head_norm = torch.zeros(
-                (self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim), dtype=self.dtype, device=self.device
-            )
         return LayerWeights(
             input_norm=self._one(at + "input_layernorm.weight"),
             qkv_QE=qkv_weight,
             qkv_bias=self._side_by_side([name + "bias" for name in qkv]),
-            head_norm_HD=head_norm,
+            head_norm_HD=None if self._head_norm_LHD is None else self._head_norm_LHD[layer],
             output=self._one(at + "self_attn.o_proj.weight"),
             output_bias=self._optional(at + "self_attn.o_proj.bias"),
             attention_post_norm=self._optional(at + "post_self_attn_layernorm.weight"),
