@@ -87,11 +87,6 @@ class RolloutConfig:
         return self.use == DATASET
 
     @property
-    def limits(self) -> dict[str, int]:
-        """Limits of a child's process besides memory, by setting."""
-        return {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(self, name))}
-
-    @property
     def needs_log(self) -> bool:
         """True if an episode ends when its log cannot be written."""
         return self.again == "resume" if self.unlogged is None else self.unlogged == "fail"

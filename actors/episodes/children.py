@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from actors.episodes.port import EpisodeResult, ProgramFailed
@@ -43,6 +43,29 @@ RESTART_S = 5.0
 """Seconds after a failed start in which episodes fail at once, with the same reason."""
 MOST_ROUNDS = 100
 """Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildBounds:
+    """How many children a rollout has, and what each may use. 0 = no limit."""
+
+    processes: int = 4
+    episodes_per_child: int = 8
+    memory_mb: int = 0
+    """Private memory."""
+    cpu_s: int = 0
+    open_files: int = 0
+    file_mb: int = 0
+    kill_after_s: float = 2.0
+    """Time that an episode has to end after it was cancelled, before its child is killed."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Limits of a process besides memory, by setting, for the message ``load``."""
+        return {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(self, name))}
+
+
+BOUNDS = ChildBounds()
 
 
 @dataclass(slots=True)
@@ -84,27 +107,18 @@ class Children:
         *,
         options: JsonMapping,
         python: str = "",
-        processes: int = 4,
-        episodes_per_child: int = 8,
-        memory_mb: int = 0,
-        limits: Mapping[str, int] = MappingProxyType({}),
+        bounds: ChildBounds = BOUNDS,
         resumes: bool = False,
-        kill_after_s: float = 2.0,
         note_hung: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
 
-        ``memory_mb``: limit of a child's private memory; 0 = none. ``limits``: others, by setting (cpu_s, open_files, file_mb).
-
         ``resumes``: the program must have a method ``resume``.
-
-        ``kill_after_s``: time that an episode has to end after it was cancelled, before its child is killed.
 
         ``note_hung``: called with the description of each call of a tool that hangs.
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
-        self._processes, self._per_child, self._kill_after_s = processes, episodes_per_child, kill_after_s
-        self._memory_mb, self._limits, self._note_hung = memory_mb, dict(limits), note_hung
+        self._bounds, self._note_hung = bounds, note_hung
         self._repeated = Repeated(logger)
         self.counters = ChildCounters()
         self._children: list[_Child] = []
@@ -162,7 +176,7 @@ class Children:
             except asyncio.CancelledError:
                 if not future.done():
                     child.send({"type": "cancel", "episode": episode})
-                    asyncio.get_running_loop().call_later(self._kill_after_s, self._give_up, child, episode)
+                    asyncio.get_running_loop().call_later(self._bounds.kill_after_s, self._give_up, child, episode)
                 raise
         except ProgramFailed:
             self.counters.failed += 1
@@ -182,10 +196,10 @@ class Children:
     async def _free(self) -> _Child:
         """Return a child with room for an episode. Raises ProgramFailed."""
         while True:
-            able = [child for child in self._children if len(child.episodes) < self._per_child]
+            able = [child for child in self._children if len(child.episodes) < self._bounds.episodes_per_child]
             if able:
                 return min(able, key=lambda child: len(child.episodes))
-            if len(self._children) < self._processes and not self._starting.locked():
+            if len(self._children) < self._bounds.processes and not self._starting.locked():
                 async with self._starting:
                     return await self._start()
             await self._changed.wait()
@@ -227,8 +241,9 @@ class Children:
         child.reading = asyncio.create_task(self._read(child, reader), name=f"rollout child {process.pid}")
         path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
         try:
-            how = {"path": path, "alone": self._per_child == 1, "resumes": self._resumes, "memory_mb": self._memory_mb}
-            child.send({"type": "load", "use": self._use, "options": self._options, "limits": self._limits, **how})
+            how = {"path": path, "alone": self._bounds.episodes_per_child == 1, "resumes": self._resumes}
+            limits = {"memory_mb": self._bounds.memory_mb, "limits": self._bounds.limits}
+            child.send({"type": "load", "use": self._use, "options": self._options, **how, **limits})
             async with asyncio.timeout(START_S):
                 await child.loaded
         except TimeoutError:

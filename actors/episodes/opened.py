@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.config import GatewayConfig
 from actors.engines.responses import Responses
-from actors.episodes.children import Children
+from actors.episodes.children import ChildBounds, Children
 from actors.episodes.gateway import Gateway
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
@@ -68,14 +68,19 @@ async def opened_rollouts(
 
 
 def _children(name: str, config: RolloutConfig, model: str, note_hung: Callable[[str], None]) -> Children:
+    bounds = ChildBounds(
+        processes=config.processes,
+        episodes_per_child=config.episodes_per_child,
+        memory_mb=config.memory_mb,
+        cpu_s=config.cpu_s,
+        open_files=config.open_files,
+        file_mb=config.file_mb,
+    )
     return Children(
         config.program,
         options=config.arguments(model),
         python=config.python,
-        processes=config.processes,
-        episodes_per_child=config.episodes_per_child,
-        memory_mb=config.memory_mb,
-        limits=config.limits,
+        bounds=bounds,
         resumes=config.again == RESUME,
         note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
     )

@@ -16,11 +16,13 @@ from learner.algorithms.choices import OFFERED
 from learner.data.buffer_filters import contract_of
 from learner.data.filter_settings import read_filters
 from learner.data.prompts import Row
+from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
 from rewards.part_settings import BY_ROLLOUT, read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
+from rewards.scorers.single import opened
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0
@@ -147,13 +149,13 @@ def _check_one(
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
-        _call(report, name, score, row)
+        _call(report, name, options, score, row)
     else:
         report.good("reward", f"{name} loaded" + ", not called (--check-reward calls it once)")
 
 
-def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
-    """Score the label itself as the response."""
+def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Row) -> None:
+    """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its process."""
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
@@ -162,13 +164,18 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
         return
     request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
     try:
-        got = asyncio.run(_within(score, request))
+        got = asyncio.run(_in_child(name, options, request) if ":" in name else _within(score, request))
     except (RewardFailed, TimeoutError) as error:  # an actor would store the sample as failed
         reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else error.reason
         want = f"a number for row {row.number + 1} of data.path with its label as the response"
         report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"fix {name}")
         return
     report.good("reward", f"{name}: the label of row {row.number + 1} as the response is worth {got}")
+
+
+async def _in_child(name: str, options: JsonObject, request: RewardRequest) -> float | dict[str, float]:
+    async with opened(name, options, Limits(timeout_s=CALL_S, workers=1)) as score:
+        return await score(request)
 
 
 async def _within(score: Scorer, request: RewardRequest) -> float | dict[str, float]:

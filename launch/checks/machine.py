@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -148,11 +149,13 @@ def _most_sequences(budget: Budget) -> int:
 
 
 def _reach(report: Report, where: str, config: RunConfig) -> None:
-    """Read the INFO line of the first server that answers, and check it."""
-    reasons = []
-    for server in parse(config.bus.url).servers:
+    """Ask all servers at once for their INFO lines, and check that of the first one that answers."""
+    servers, reasons = parse(config.bus.url).servers, []
+    with ThreadPoolExecutor(len(servers)) as asking:
+        answers = {server: asking.submit(_info, server) for server in servers}
+    for server, answer in answers.items():
         try:
-            info = _info(server)
+            info = answer.result()
         except (OSError, ValueError) as error:
             reasons.append(f"{server}: {error}")
             continue

@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from actors.episodes.children import Children
+from actors.episodes.children import ChildBounds, Children
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.sum_game import SumGame
@@ -140,7 +140,8 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
         "max_hung_calls": count,
     }
     program = "actors.episodes.programs.multi_turn:MultiTurn"
-    pool = Children(program, options=options, processes=1, episodes_per_child=count + 2, note_hung=hung.append)
+    bounds = ChildBounds(processes=1, episodes_per_child=count + 2)
+    pool = Children(program, options=options, bounds=bounds, note_hung=hung.append)
     async with listening({"/v1/completions": answer}) as url, pool:
 
         async def play(prompt: str, number: int) -> EpisodeResult:

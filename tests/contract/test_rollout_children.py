@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
-from actors.episodes.children import LOADS, Children
+from actors.episodes.children import LOADS, ChildBounds, Children
 from actors.episodes.port import EpisodeResult, ProgramFailed
+from bus.wire.json_object import JsonMapping
 
 SCRIPT = "tests.rollout_programs:Script"
+NO_OPTIONS: JsonMapping = {}
 
 
-def children(use: str = SCRIPT, **settings: Any) -> Children:
-    return Children(use, **{"options": {}, "kill_after_s": 0.3, **settings})
+def children(use: str = SCRIPT, *, options: JsonMapping = NO_OPTIONS, python: str = "", resumes: bool = False, **bounds: Any) -> Children:
+    return Children(use, options=options, python=python, resumes=resumes, bounds=ChildBounds(**{"kill_after_s": 0.3, **bounds}))
 
 
 async def run(pool: Children, do: str, *, id: str = "1.0.a", **metadata: Any) -> EpisodeResult:
@@ -135,7 +137,7 @@ async def test_an_episode_that_needs_more_memory_than_its_child_may_have_fails_w
 
 
 async def test_files_and_processor_time_have_limits_where_they_are_set(tmp_path: Path) -> None:
-    async with children(processes=1, limits={"cpu_s": 8, "open_files": 60, "file_mb": 1}) as pool:
+    async with children(processes=1, cpu_s=8, open_files=60, file_mb=1) as pool:
         assert (await run(pool, "opens", count=10)).value == 1.0
         assert "Too many open files" in await refusal(pool, "opens", count=60)
         assert (await run(pool, "writes", file=str(tmp_path / "small"), mb=1)).value == 1.0
@@ -154,7 +156,7 @@ async def test_a_limit_of_files_that_is_refused_names_its_setting(tmp_path: Path
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:. exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    async with children(python=str(python), limits={"open_files": 60}) as pool:
+    async with children(python=str(python), open_files=60) as pool:
         with pytest.raises(ProgramFailed, match=r"rollouts.NAME.open_files: want 0 .* which refuses the limit 60"):
             await pool.load()
 

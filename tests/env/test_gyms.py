@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.engines.responses import GenerationFailed
-from actors.episodes.children import Children
+from actors.episodes.children import ChildBounds, Children
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.rollout_settings import parse_rollouts
@@ -54,7 +54,9 @@ async def playing(python: str, model_dir: Path, environment: str, options: Any, 
         raise AssertionError("no program of this process is played")
 
     async with stage(model_dir, none) as scene:
-        async with Children(config.program, options=config.arguments(str(model_dir)), python=python, processes=1) as children:
+        async with Children(
+            config.program, options=config.arguments(str(model_dir)), python=python, bounds=ChildBounds(processes=1)
+        ) as children:
             await children.load()
             yield ProgramRollout(scene.gateway, children, max_calls_in_flight=4)
 

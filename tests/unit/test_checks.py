@@ -4,8 +4,11 @@ import json
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.checks import machine
 from launch.checks.data import SURE_ROWS
 from launch.checks.findings import CheckFailed, Finding, Report
 from launch.checks.resume import model_identity
@@ -542,3 +546,22 @@ def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) ->
     assert again.on("prepare") == [f"{tmp_path}/old/prepared: made by an earlier run, with the same settings"]
     other = check(load(kept, [f"directory={tmp_path}/new", "prepare.count=21"]), Purpose())
     assert "or prepare, which makes both" in texts(other.errors)[0]
+
+
+def test_the_servers_of_the_bus_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is silent until all have been asked: one after the other, the first would time out."""
+    monkeypatch.setattr(machine, "ANSWER_S", 20.0)
+    with ExitStack() as stack:
+        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+
+        def close_all() -> None:
+            for asked in [each.accept()[0] for each in listening]:
+                asked.close()
+
+        closing = threading.Thread(target=close_all, daemon=True)
+        closing.start()
+        servers = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in listening)
+        report = check(load(write_run(tmp_path), [f"bus.url=nats://{servers}"]), Purpose(uses_bus=True))
+        closing.join()
+    (error,) = [each.text for each in report.errors if each.topic == "bus"]
+    assert error.count("no nats-server answers there") == 3, error

@@ -190,6 +190,15 @@ MISTAKES: dict[str, Mistake] = {
         module("mistake_call", "def word(request):\n    raise RuntimeError('no judge')\n"),
         ("check", "--check-reward"),
     ),
+    "a reward that ends its process when it is called": Mistake(
+        "--set: actor.reward",
+        "a number for row 1",
+        "its process exited with code 7",
+        "fix mistake_exit:word",
+        ("actor.reward=mistake_exit:word",),
+        module("mistake_exit", "import os\ndef word(request):\n    os._exit(7)\n"),
+        ("check", "--check-reward"),
+    ),
     "a loss with another signature": Mistake(
         "--set: learner.algorithm.loss",
         "a function (log_probs_T, anchor_T, tokens, config)",
@@ -264,7 +273,7 @@ def test_a_mistake_is_answered_at_once(
         assert part in shown, shown
     assert answer_in_docs(name) in shown.replace(f"{tmp_path}/", "")
     assert code == 78
-    assert not started
+    assert bool(started) == ("--check-reward" in options), "the reward is called in a child, as by an actor"
     assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"] == before
     assert used_s < ANSWER_S
     assert "Traceback" not in shown
