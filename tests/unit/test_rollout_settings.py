@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from actors.episodes.children import ChildBounds
 from actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
 from bus.wire.budget import Budget
 from launch.cli.main import _parser
@@ -23,8 +24,10 @@ def test_defaults() -> None:
 
 
 def test_limits_of_processes_are_off_by_default() -> None:
-    assert parse_rollouts({"a": {"use": USE}})["a"].limits == {}
-    assert parse_rollouts({"a": {"use": USE, "cpu_s": 60, "file_mb": 3}})["a"].limits == {"cpu_s": 60, "file_mb": 3}
+    config = parse_rollouts({"a": {"use": USE}})["a"]
+    assert (config.cpu_s, config.open_files, config.file_mb) == (0, 0, 0)
+    assert ChildBounds().limits == {}
+    assert ChildBounds(cpu_s=60, file_mb=3).limits == {"cpu_s": 60, "file_mb": 3}
 
 
 def test_a_taskset_of_verifiers() -> None:
