@@ -1,6 +1,7 @@
 """A colocated engine between a publisher and the accelerator's turns on a real bus: ownership of memory, also after deaths."""
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -186,10 +187,29 @@ async def test_when_the_learner_dies_in_its_turn_the_engine_serves_again_and_not
         assert told["released"] == [] and told["internal_states"][0]["requests_aborted"] == 0
 
 
+async def release_by_a_client(bus: Bus, url: str) -> None:
+    release, headers = {"tags": None}, (await make_keys(bus)).headers
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url + "/release_memory_occupation", json=release) as answer,
+    ):
+        assert answer.status == 200
+
+
+async def test_an_engine_that_shares_nothing_names_the_memory_that_a_client_released(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    """It leaves a push the time of its grace, here without end, before it fetches the weights."""
+    async with open_bus() as bus, engine(bus, nats_server.url, models[0], colocated=False, grace_s=math.inf):
+        await VersionRegistry(bus).publish_initial(str(models[0]), 1)
+        await release_by_a_client(bus, (await served(bus))["address"])
+        await row_until(bus.rows("live"), "engine.e1", lambda row: row["waits_for"] == WHOLE)
+
+
 async def test_an_engine_that_shares_nothing_waits_for_no_turn(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
-    """A client makes it release its weights: its row names the missing memory, and it fetches the weights when no push brings any."""
+    """A client makes it release its weights: it fetches them when no push brings any."""
     may_load = asyncio.Event()
     may_load.set()
 
@@ -202,15 +222,9 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
         await VersionRegistry(bus).publish_initial(str(models[0]), 1)
         url = (await served(bus))["address"]
         first = await greedy(url)
-        release, headers = {"tags": None}, (await make_keys(bus)).headers
         may_load.clear()
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.post(url + "/release_memory_occupation", json=release) as answer,
-        ):
-            assert answer.status == 200
-        waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))
-        assert waiting["waits_for"] == WHOLE
+        await release_by_a_client(bus, url)
+        await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))  # so that the row below is a later one
         may_load.set()
         await served(bus)
         assert await greedy(url) == first
