@@ -47,7 +47,7 @@ MOST_ROUNDS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildBounds:
-    """How many children a rollout has, and what each may use. 0 = no limit."""
+    """Number of a rollout's children, and the limits of each; 0 = no limit."""
 
     processes: int = 4
     episodes_per_child: int = 8

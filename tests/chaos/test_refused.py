@@ -1,8 +1,9 @@
-"""A live run and what it must refuse: a bus without its store, a program that the bus names, requests that never end, infinite losses."""
+"""A live run refuses a bus without its store and a program that the bus names, outlives requests without end, and skips infinite losses."""
 
 import asyncio
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,13 +55,14 @@ async def test_a_run_whose_bus_lost_its_store_is_refused_and_its_model_goes_on_a
 async def test_a_live_run_beside_a_program_on_the_bus_and_requests_that_never_end(tmp_path: Path) -> None:
     enough = tmp_path / "enough"
     held = ("actor.reward=tests.unhurried:held", f"actor.reward_options.until={enough}")
-    with up(tmp_path, "learner.steps=12", "bus.lease_s=3", *held) as run:
+    with ExitStack() as stack, up(tmp_path, "learner.steps=12", "bus.lease_s=3", *held) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
             engine = await live(bus, "engine")
             address = urlsplit(engine.address)
             slow = [await asyncio.open_connection(address.hostname, address.port) for _ in range(SLOW)]
             for _, writer in slow:
+                stack.callback(writer.close)
                 writer.write(b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Le")
             await bus.rows("run").change("config", _with_a_program)
             url = await run.bus_url()
@@ -70,8 +72,6 @@ async def test_a_live_run_beside_a_program_on_the_bus_and_requests_that_never_en
             kill(engine.pid)  # the next one has the program of its own machine's settings
         enough.touch()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
-    for _, writer in slow:
-        writer.close()
     assert run.summary["steps"] == 12 and run.summary["restarts"], run.summary
     assert_books_balance(run.summary, max_lag=2)
 

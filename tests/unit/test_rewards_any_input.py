@@ -39,7 +39,7 @@ HERE = sorted(TABLE.keys() - ASKING - IN_CHILDREN - {"code", "ifeval"})
 LIMIT_S = Limits().timeout_s
 """Seconds that a call may take; one that runs in the event loop takes less than a thousandth of it."""
 IN_LOOP_S = 4.0
-"""Seconds of processor time for a text of ``MOST`` characters: forty times of what one takes; a square of the length takes more."""
+"""Seconds of processor time for a text of ``MOST`` characters: forty times the usual; a square of the length takes more."""
 MOST = 50_000
 
 # ---- texts
