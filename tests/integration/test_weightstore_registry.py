@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -29,6 +29,27 @@ async def test_the_head_moves_only_by_publishing(open_bus: BusOpener) -> None:
         assert published.state == "published"
         assert await registry.publish(row) == published  # the first answer may have been lost
         assert (await registry.publish_initial("/model", 1)).version == 1
+
+
+async def test_a_push_that_fails_after_the_head_moved_leaves_the_version_published(open_bus: BusOpener) -> None:
+    """The learner misses the answer, and a newer one fences it, or it reads only that the bus is away."""
+    async with open_bus() as bus:
+        first, second = VersionRegistry(bus), VersionRegistry(bus)
+        row = await first.reserve(1, 1)
+        await bus.rows("weights").put("head", {**asdict(row), "state": "published", "fence": 1})
+        await first.fail(row)
+        assert await first.row(1) == replace(row, state="published")
+
+        later = await first.publish(await first.reserve(2, 1))
+        await second.fence(2)
+        await first.fail(later)
+        newest = await second.publish(await second.reserve(3, 2))
+        await first.fail(later)
+        assert [await second.row(number) for number in (2, 3)] == [later, newest]
+
+        failed = await second.reserve(4, 2)
+        await second.fail(failed)
+        assert await second.row(4) == replace(failed, state="failed")
 
 
 async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:

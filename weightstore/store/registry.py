@@ -242,8 +242,21 @@ class VersionRegistry:
         return row
 
     async def fail(self, row: VersionRow) -> None:
-        """Record that the push failed. The number stays used: an engine may have the version."""
-        await self._change(_key(row.version), row.version, state="failed")
+        """Record that the push failed. The number stays used: an engine may have the version.
+
+        A version that has become the head is published, also where ``publish`` did not return: the answer of the bus was lost, or came
+        after a newer learner's fence.
+        """
+        found, _ = await self._rows.read(HEAD)
+        head = None if found is None else _parse(HEAD, found)
+        is_head = head is not None and (head.version, head.epoch) == (row.version, row.epoch)
+        state = "published" if is_head else "failed"
+
+        def ended(found: Value | None) -> Value | None:
+            """Return the row with the state; None if its push has ended already, or the row is gone."""
+            return {**found, "state": state} if found is not None and found.get("state") == "pushing" else None
+
+        await self._rows.change(_key(row.version), ended, replace_unreadable=True)
 
     async def set_snapshot(self, version: int, where: str) -> None:
         """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not exist."""
