@@ -54,11 +54,11 @@ class ProgramRollout:
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
         """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored, Superseded."""
-        if self._leaving:
-            raise Unfinished(LEAVING)
+        self._check_staying()
         episode = Episode(task, index, attempt, log=await self._taken(task, index, attempt, first=first))
         if episode.log.sample_seq:
             raise AlreadyStored(episode.log.sample_seq)
+        self._check_staying()  # ``interrupt`` has not seen this episode
         self._open.add(episode)
         continued = bool(episode.log.pending or episode.log.restored)
         try:
@@ -74,6 +74,10 @@ class ProgramRollout:
         finally:
             self._open.discard(episode)
         return replace(made, stored=episode.log.ended, continued=continued)
+
+    def _check_staying(self) -> None:
+        if self._leaving:
+            raise Unfinished(LEAVING)
 
     async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
         """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or Unfinished without one."""

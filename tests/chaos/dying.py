@@ -1,18 +1,21 @@
-"""A learner or an engine that is killed -9, or frozen, at a named instant. Only the entry of one function is changed.
+"""A learner, an engine or an actor that is killed -9, or frozen, at a named instant. Only one function is wrapped.
 
 python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill learner`>
 python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
+python -m tests.chaos.dying actor <instant> <signal> <arguments of `tidemill actor`>
 
 The learner has one rank; feeder and rank are started as by `tidemill learner`, one of them with the instant's function wrapped, and so
-is the engine: at its n-th call the process sends the signal (KILL or STOP) to its whole process group and to those of all its children
-(KILL-SERVER, STOP-SERVER: to the children's alone). The file <instant>.died (of an engine: <its name>.died) beside the run's directory
-records that the instant was reached.
+are engine and actor: at its n-th call the process sends the signal (KILL or STOP) to its whole process group and to those of all its
+children (KILL-SERVER, STOP-SERVER: to the children's alone; TERM: to itself alone). The file <instant>.died (of an engine or actor:
+<its name>.died) beside the run's directory records that the instant was reached; an actor's names the sample, <task>.<index>.
 """
 
 import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +85,89 @@ SGLANG_PHASES = {
 """Phases in the proxy of a real SGLang server."""
 
 
+@dataclass(frozen=True)
+class Point:
+    """Where an actor stands at an instant of an episode: at the first call of an asynchronous function that is ``at`` it."""
+
+    where: str
+    sample: Callable[..., str]
+    """Returns <task>.<index> of the sample, of the call's arguments."""
+    at: Callable[..., bool] = lambda *_: True
+    behind: bool = False
+    """Behind the call's work, not before it."""
+
+
+def _record(kind: str, number: int, *, behind: bool) -> Point:
+    """Return the instant before or behind the storing of a record in TURNS."""
+    return Point(
+        "bus.streams.episode_turns:TurnStream.store",
+        lambda _, record, *__: f"{record.task}.{record.index}",
+        lambda _, record, *__: (record.kind, record.number) == (kind, number),
+        behind,
+    )
+
+
+EPISODE = {
+    "untaken": _record("take", 0, behind=False),
+    "taken": _record("take", 0, behind=True),
+    "unstored": _record("turn", 1, behind=False),
+    "stored": _record("turn", 1, behind=True),
+    "acted": Point(
+        "actors.episodes.model_calls:ModelCalls._call",
+        lambda calls, *_: f"{calls._episode.task.id}.{calls._episode.index}",
+        lambda calls, *_: len(calls._episode.recorder) == 2,
+    ),
+    "unscored": Point("actors.rollout.actor:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"),
+    "scored": Point("actors.rollout.actor:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
+    "published": Point("actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"),
+    "ended": Point("bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
+}
+"""Instants of an episode of three turns:
+
+untaken      the task is leased, the episode not begun
+taken        the episode is this actor's, no turn is made
+unstored     the second turn is generated, not stored
+stored       it is stored, not delivered
+acted        it is delivered and the environment has acted; the third is asked for
+unscored     the program has ended, there is no reward
+scored       the reward is there, the sample is not stored
+published    the sample is stored, the log does not say so
+ended        the log says so, the task is not acknowledged
+"""
+
+
 def engine(phase: str, how: str, arguments: list[str]) -> int:
     where, nth = (PHASES | SGLANG_PHASES)[phase]
     name = arguments[arguments.index("--id") + 1]
     die_at(where, nth, how, _mark(arguments, name))
     return main(["engine", *arguments])
+
+
+def actor(instant: str, how: str, arguments: list[str]) -> int:
+    point = EPISODE[instant]
+    mark, done = _mark(arguments, arguments[arguments.index("--id") + 1]), False
+    owner, name = _owner(point.where)
+    original = getattr(owner, name)
+
+    async def dying(*args: Any) -> Any:
+        nonlocal done
+        now = not done and point.at(*args)
+        done |= now
+        if now and not point.behind:
+            _marked(mark, point.sample(*args), how)
+        result = await original(*args)
+        if now and point.behind:
+            _marked(mark, point.sample(*args), how)
+        return result
+
+    setattr(owner, name, dying)
+    return main(["actor", *arguments])
+
+
+def _marked(mark: Path, sample: str, how: str) -> None:
+    mark.with_suffix(".new").write_text(sample)
+    mark.with_suffix(".new").rename(mark)
+    _strike(how)
 
 
 def learner(instant: str, how: str, arguments: list[str]) -> int:
@@ -129,11 +210,7 @@ def _mark(arguments: list[str], instant: str) -> Path:
 
 def die_at(where: str, nth: int, how: str, mark: Path) -> None:
     """Wrap a function (``module:name`` or ``module:Class.name``): at its n-th call this process gets the signal, and ``mark`` is made."""
-    module, _, path = where.partition(":")
-    owner: Any = importlib.import_module(module)
-    *classes, name = path.split(".")
-    for one in classes:
-        owner = getattr(owner, one)
+    owner, name = _owner(where)
     original, calls = getattr(owner, name), 0
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -147,9 +224,22 @@ def die_at(where: str, nth: int, how: str, mark: Path) -> None:
     setattr(owner, name, dying)
 
 
+def _owner(where: str) -> tuple[Any, str]:
+    """Return the module or class of a function, and its name."""
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for one in classes:
+        owner = getattr(owner, one)
+    return owner, name
+
+
 def _strike(how: str) -> None:
     name, _, children_only = how.partition("-")
     struck = signal.Signals[f"SIG{name}"]
+    if struck is signal.SIGTERM:
+        os.kill(os.getpid(), struck)
+        return
     groups = {os.getpgid(child.pid) for child in psutil.Process().children(recursive=True)} - {os.getpgrp()}
     for group in groups:
         os.killpg(group, struck)
@@ -159,6 +249,6 @@ def _strike(how: str) -> None:
 
 if __name__ == "__main__":
     what, when, how, *rest = sys.argv[1:]
-    if what in ("learner", "engine"):
-        sys.exit({"learner": learner, "engine": engine}[what](when, how, rest))
+    if what in ("learner", "engine", "actor"):
+        sys.exit({"learner": learner, "engine": engine, "actor": actor}[what](when, how, rest))
     sys.exit(child(what, when, how, rest))

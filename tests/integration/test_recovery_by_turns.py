@@ -42,10 +42,24 @@ class Instant:
             raise asyncio.CancelledError
 
 
+class Sleeps(Instant):
+    """Reached by one attempt, which stands still there until it is woken up."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.wakes = asyncio.Event()
+
+    async def __call__(self, name: str) -> None:
+        if name == self.name:
+            self.name = ""
+            self.reached.set()
+            await self.wakes.wait()
+
+
 class StoppingTurns(TurnStream):
     """TURNS with an instant before and behind each record."""
 
-    instant = Instant()
+    instant: Instant = Instant()
 
     async def store(self, record: TurnRecord, message_id: str, last: int, within_s: float) -> int:
         await self.instant(f"{record.kind} {record.number} not stored")
@@ -59,7 +73,7 @@ class World:
 
     def __init__(self) -> None:
         self.told: defaultdict[int, list[str]] = defaultdict(list)
-        self.instant = Instant()
+        self.instant: Instant = Instant()
 
     async def play(self, client: Client, messages: list[tuple[str, str]], turn: int, *, saves: bool) -> float:
         """Play from a turn to the end."""
@@ -193,25 +207,32 @@ async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(m
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
         async with stage(model, world.replayed, turns=turns, again="replay") as scene:
-            wakes = asyncio.Event()
-
-            class Sleeps(Instant):
-                async def __call__(self, name: str) -> None:
-                    if name == self.name:
-                        self.name = ""
-                        self.reached.set()
-                        await wakes.wait()
-
-            world.instant = Sleeps("0 acted")
+            world.instant = asleep = Sleeps("0 acted")
             frozen = asyncio.create_task(attempt(scene.rollout, 1, "first"))
-            await world.instant.reached.wait()
+            await asleep.reached.wait()
             await attempt(scene.rollout, 1, "second")
             told = {turn: list(answers) for turn, answers in world.told.items()}
-            wakes.set()
+            asleep.wakes.set()
             with pytest.raises(Superseded):
                 await frozen
             assert {turn: list(answers) for turn, answers in world.told.items()} == told
             assert bus.turns.counters.superseded + turns.counters.superseded == 1
+
+
+@pytest.mark.parametrize("when", ["not stored", "stored"])
+async def test_an_actor_that_leaves_while_it_takes_an_episode_does_not_begin_it(model: Path, open_bus: BusOpener, when: str) -> None:
+    world = World()
+    async with open_bus(rollouts=("agent",)) as bus:
+        turns = StoppingTurns(bus.jet)
+        turns.instant = asleep = Sleeps(f"take 0 {when}")
+        async with stage(model, world.replayed, turns=turns, again="replay") as scene:
+            begun = asyncio.create_task(attempt(scene.rollout, 1, "first"))
+            await asleep.reached.wait()
+            scene.rollout.interrupt()
+            asleep.wakes.set()
+            with pytest.raises(Unfinished, match="the actor is draining"):
+                await begun
+            assert not world.told
 
 
 class BrokenTurns(TurnStream):

@@ -1,0 +1,132 @@
+"""Actors, and the processes of their programs, are killed or frozen at each instant of an episode: another actor goes on from its log."""
+
+import asyncio
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.auditor import judge
+from tests.chaos.dying import EPISODE
+from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
+from tests.chaos.test_instants import new_steps
+from tests.unhurried import UNHURRIED
+
+SETTINGS = (
+    "learner.steps=1000000",
+    "learner.checkpoint_every=20",
+    "bus.lease_s=3",
+    "bus.history_samples=1000000",
+    "actor.max_samples_in_flight=8",
+    "actor.drain_finish_s=0",
+    "data.rollout=told",
+    UNHURRIED,
+)
+TURNS = 3
+UNDER_WAY = ("taken", "unstored", "stored", "acted")
+"""Instants at which the program runs, or is about to."""
+KEPT = {"taken": 0, "unstored": 1, "stored": 2, "acted": 2, "unscored": 3, "scored": 3, "published": 3}
+"""Turns that the next actor finds in the log, by instant: those are not generated again."""
+TOLD = {"untaken": 0, "taken": 0, "unstored": 1, "stored": 1, "acted": 2, "unscored": 3, "scored": 3, "published": 3, "ended": 3}
+"""Turns that the environment has been told at the instant."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to an actor, and when."""
+
+    instant: str
+    how: str
+    """KILL, STOP: the actor with its programs; KILL-SERVER: its programs alone; TERM: it is told to leave."""
+
+
+@pytest.mark.parametrize("again", ["replay", "resume"])
+def test_a_killed_a_frozen_and_a_leaving_actor(tmp_path: Path, again: str) -> None:
+    blows = [Blow("unscored", "KILL"), Blow("stored", "STOP"), Blow("acted", "KILL-SERVER"), Blow("unstored", "TERM")]
+    asyncio.run(_played(tmp_path, again, blows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["replay", "resume"])
+def test_every_instant_of_an_episode(tmp_path: Path, again: str) -> None:
+    asyncio.run(_played(tmp_path, again, [Blow(instant, how) for how in ("KILL", "STOP", "KILL-SERVER", "TERM") for instant in EPISODE]))
+
+
+async def _played(tmp_path: Path, again: str, blows: list[Blow]) -> None:
+    told = tmp_path / "told"
+    told.mkdir()
+    at = {"directory": str(told)}
+    game = {"environment": "tests.rollout_programs:Board", "environment_options": at, "protocol": "text", "max_turns": TURNS}
+    programs = {
+        "replay": {"use": "agent:tests.rollout_programs:Tells", "options": {**at, "scores": False}},
+        "resume": {"use": "multi_turn", "options": game},
+    }
+    rollout = {**programs[again], "processes": 1, "again": again, "unlogged": "fail"}
+    with parts(tmp_path, *SETTINGS, f"rollouts={json.dumps({'told': rollout})}") as run:
+        await run.begin("engine")
+        learner = run.start("learner")
+        survivor = run.start("actor", name="survivor")
+        async with run.bus() as bus:
+            await new_steps(bus, 1)
+            for number, blow in enumerate(blows):
+                await _struck(run, blow, f"actor-{number}", survivor, told)
+                await new_steps(bus, 1)
+                run.started[-1].kill()
+            await new_steps(bus, 2)
+        learner.process.send_signal(signal.SIGTERM)
+        assert await learner.code() == 0, learner.log[-3000:]
+        verdict = await judge(run.url, "smoke", run.root / "checkpoints", {})
+        assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
+        logs = "".join(part.log for part in run.started if part.role == "actor")
+    assert "without a log" not in logs and "its log is needed" not in logs
+    assert not {file.name: lines for file in told.iterdir() if len(set(lines := _told(file))) > len({turn for turn, _ in lines})}
+
+
+async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path) -> None:
+    """Start an actor, strike it at its instant, and wait until the sample is made."""
+    victim = run.start("actor", name=name, instant=blow.instant, how=blow.how)
+    mark = run.directory / f"{name}.died"
+    async with asyncio.timeout(PATIENCE_S):
+        while not mark.exists():
+            assert victim.process.returncode is None, f"{blow}: {victim.log[-3000:]}"
+            await asyncio.sleep(0.02)
+    sample = mark.read_text()
+    frozen = await victim.frozen() if blow.how == "STOP" else []
+    if blow.how == "KILL":
+        assert await victim.code() == -signal.SIGKILL, f"{blow}: {victim.log[-3000:]}"
+    if frozen or blow.how == "KILL":
+        assert len(_told(told / sample)) >= TOLD[blow.instant], (blow, sample)
+    task, index = sample.split(".")
+    if blow.instant in (KEPT if blow.how in ("KILL", "STOP") else UNDER_WAY) and (blow.instant, blow.how) != ("taken", "KILL-SERVER"):
+        goes_on = re.compile(rf"episode goes on task={task} index={index} again=\w+ turns=(\d+) behind=(\d+)")
+        await _logged(goes_on, blow, survivor, victim)
+    async with asyncio.timeout(PATIENCE_S):
+        while {turn for turn, _ in _told(told / sample)} != {str(turn) for turn in range(TURNS)}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    if blow.instant in KEPT and blow.how in ("KILL", "STOP"):
+        found = goes_on.search(survivor.log)
+        assert found is not None and sum(map(int, found.groups())) == KEPT[blow.instant], (blow, found)
+    if frozen:
+        thaw(frozen)
+        # At the other instants it has no record to store, but takes the episode itself, or has its sample, which counts once.
+        if blow.instant in UNDER_WAY:
+            await _logged(re.compile(rf"task left to another actor task={task}\b"), blow, victim)
+    if blow.how == "TERM":
+        assert await victim.code() == 0, f"{blow}: {victim.log[-3000:]}"
+
+
+async def _logged(line: re.Pattern[str], blow: Blow, *by: Part) -> None:
+    """Wait until one of the actors has logged a line."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(line.search(part.log) for part in by):
+            assert any(part.process.returncode is None for part in by), (blow, line.pattern, [part.log[-3000:] for part in by])
+            await asyncio.sleep(0.05)
+
+
+def _told(file: Path) -> list[tuple[str, str]]:
+    """Return (turn, answer) of what an environment has been told, in order."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(turn, answer) for turn, _, answer in (line.partition(" ") for line in lines)]
