@@ -37,11 +37,11 @@ __all__ = ["bus_url"]
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @contextmanager
-def hosted(world_size: int, memory: HostMemory, timeout_s: float = 20.0) -> Iterator[SenderProcess]:
+def hosted(world_size: int, memory: HostMemory, timeout_s: float = LIMIT_S) -> Iterator[SenderProcess]:
     sender = SenderProcess.host("127.0.0.1", "pair", world_size, "gloo", timeout_s, memory=memory)
     try:
         yield sender
