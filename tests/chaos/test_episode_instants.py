@@ -28,8 +28,8 @@ SETTINGS = (
 TURNS = 3
 UNDER_WAY = ("taken", "unstored", "stored", "acted")
 """Instants at which the program runs, or is about to."""
-KEPT = {"taken": 0, "unstored": 1, "stored": 2, "acted": 2, "unscored": 3, "scored": 3, "published": 3}
-"""Turns that the next actor finds in the log, by instant: those are not generated again."""
+KEPT = {"taken": 0, "unstored": 1, "stored": 2, "acted": 2, "unscored": 3, "scored": 3}
+"""Turns that the next actor finds in the log, by instant: those are not generated again. With its last sample stored, a task is settled."""
 TOLD = {"untaken": 0, "taken": 0, "unstored": 1, "stored": 1, "acted": 2, "unscored": 3, "scored": 3, "published": 3, "ended": 3}
 """Turns that the environment has been told at the instant."""
 
