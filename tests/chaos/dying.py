@@ -87,14 +87,14 @@ SGLANG_PHASES = {
 
 @dataclass(frozen=True)
 class Point:
-    """Where an actor stands at an instant of an episode: at the first call of an asynchronous function that is ``at`` it."""
+    """An instant of an episode: the first call of an asynchronous function of the actor for whose arguments ``at`` is true."""
 
     where: str
     sample: Callable[..., str]
-    """Returns <task>.<index> of the sample, of the call's arguments."""
+    """Returns <task>.<index> of the sample, from the call's arguments."""
     at: Callable[..., bool] = lambda *_: True
     behind: bool = False
-    """Behind the call's work, not before it."""
+    """True = when the call has returned; False = before it."""
 
 
 def _record(kind: str, number: int, *, behind: bool) -> Point:
@@ -154,17 +154,17 @@ def actor(instant: str, how: str, arguments: list[str]) -> int:
         now = not done and point.at(*args)
         done |= now
         if now and not point.behind:
-            _marked(mark, point.sample(*args), how)
+            _mark_and_strike(mark, point.sample(*args), how)
         result = await original(*args)
         if now and point.behind:
-            _marked(mark, point.sample(*args), how)
+            _mark_and_strike(mark, point.sample(*args), how)
         return result
 
     setattr(owner, name, dying)
     return main(["actor", *arguments])
 
 
-def _marked(mark: Path, sample: str, how: str) -> None:
+def _mark_and_strike(mark: Path, sample: str, how: str) -> None:
     mark.with_suffix(".new").write_text(sample)
     mark.with_suffix(".new").rename(mark)
     _strike(how)

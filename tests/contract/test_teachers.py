@@ -160,7 +160,7 @@ async def test_a_teacher_that_fails_is_given_up_with_the_reason(answer: Handler,
         calls.append(1)
         return await answer(request)
 
-    limit_s = 2.0 if answer is hanging else 6.0 if answer is hanging_up else 60.0  # those two are waited for to the end
+    limit_s = {hanging: 2.0, hanging_up: 6.0}.get(answer, 60.0)  # these two are tried until their limit
     async with server(counting) as url, teachers(url, teacher_timeout_s=limit_s, teacher_attempts=2) as taught:
         with pytest.raises(TeacherFailed, match=f"teacher 'big': .*{reason}"):
             await taught.score(sampled(), {})

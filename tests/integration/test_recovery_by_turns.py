@@ -29,37 +29,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Instant:
-    """Reached by one attempt, which stands still there until it is killed."""
+    """Reached by one attempt, which waits there until ``over`` is set. Then it is cancelled, or, with ``wakes``, goes on."""
 
-    def __init__(self, name: str = "") -> None:
-        self.name, self.reached, self.dead = name, asyncio.Event(), asyncio.Event()
-
-    async def __call__(self, name: str) -> None:
-        if name == self.name:
-            self.name = ""
-            self.reached.set()
-            await self.dead.wait()
-            raise asyncio.CancelledError
-
-
-class Sleeps(Instant):
-    """Reached by one attempt, which stands still there until it is woken up."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.wakes = asyncio.Event()
+    def __init__(self, name: str = "", *, wakes: bool = False) -> None:
+        self.name, self.wakes, self.reached, self.over = name, wakes, asyncio.Event(), asyncio.Event()
 
     async def __call__(self, name: str) -> None:
         if name == self.name:
             self.name = ""
             self.reached.set()
-            await self.wakes.wait()
+            await self.over.wait()
+            if not self.wakes:
+                raise asyncio.CancelledError
 
 
 class StoppingTurns(TurnStream):
     """TURNS with an instant before and behind each record."""
 
-    instant: Instant = Instant()
+    instant = Instant()
 
     async def store(self, record: TurnRecord, message_id: str, last: int, within_s: float) -> int:
         await self.instant(f"{record.kind} {record.number} not stored")
@@ -73,7 +60,7 @@ class World:
 
     def __init__(self) -> None:
         self.told: defaultdict[int, list[str]] = defaultdict(list)
-        self.instant: Instant = Instant()
+        self.instant = Instant()
 
     async def play(self, client: Client, messages: list[tuple[str, str]], turn: int, *, saves: bool) -> float:
         """Play from a turn to the end."""
@@ -148,7 +135,7 @@ async def test_killed_at_every_instant_the_next_actor_goes_on(model: Path, open_
                 assert instant.reached.is_set(), (name, first)
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
-                instant.dead.set()
+                instant.over.set()
                 if name == "end 0 stored":
                     with pytest.raises(AlreadyStored) as found:
                         await attempt(scene.rollout, number, "second")
@@ -186,7 +173,7 @@ async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not
                     await instant.reached.wait()
                     first.cancel()
                     await asyncio.gather(first, return_exceptions=True)
-                    instant.dead.set()
+                    instant.over.set()
                     first = asyncio.create_task(attempt(scene.rollout, number, "second"))
                 samples.append((await first).sample)
         whole, *others = samples
@@ -207,12 +194,12 @@ async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(m
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
         async with stage(model, world.replayed, turns=turns, again="replay") as scene:
-            world.instant = asleep = Sleeps("0 acted")
+            world.instant = asleep = Instant("0 acted", wakes=True)
             frozen = asyncio.create_task(attempt(scene.rollout, 1, "first"))
             await asleep.reached.wait()
             await attempt(scene.rollout, 1, "second")
             told = {turn: list(answers) for turn, answers in world.told.items()}
-            asleep.wakes.set()
+            asleep.over.set()
             with pytest.raises(Superseded):
                 await frozen
             assert {turn: list(answers) for turn, answers in world.told.items()} == told
@@ -224,12 +211,12 @@ async def test_an_actor_that_leaves_while_it_takes_an_episode_does_not_begin_it(
     world = World()
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
-        turns.instant = asleep = Sleeps(f"take 0 {when}")
+        turns.instant = asleep = Instant(f"take 0 {when}", wakes=True)
         async with stage(model, world.replayed, turns=turns, again="replay") as scene:
             begun = asyncio.create_task(attempt(scene.rollout, 1, "first"))
             await asleep.reached.wait()
             scene.rollout.interrupt()
-            asleep.wakes.set()
+            asleep.over.set()
             with pytest.raises(Unfinished, match="the actor is draining"):
                 await begun
             assert not world.told

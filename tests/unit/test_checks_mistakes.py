@@ -17,7 +17,7 @@ from tests.check_kit import processes_started, write_model, write_prompts, write
 ANSWER_S = 2.0
 """CPU seconds."""
 TRIES = 3
-"""A machine whose processors are shared counts some of the others' time: the fewest seconds are the command's."""
+"""Most measurements, of which the smallest counts: on shared processors a process is charged for time that others took."""
 DOCS = Path(__file__).parents[2] / "docs/configuring.md"
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
 

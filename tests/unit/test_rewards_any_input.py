@@ -235,6 +235,7 @@ def test_any_program_that_is_run_ends_with_a_score_within_its_processor_time(pro
 TIMEOUT_S = 1.0
 """Limit of one call there; a call that hangs costs the test so much."""
 DRAWN_S = 30.0
+"""Seconds in which requests are drawn: where each ends a child, a slow machine starts few of them."""
 HARD = [
     "9^{9^{9^{9}}}",
     "((((((1+x)^{99})^{99})^{99})",
@@ -249,7 +250,7 @@ PATTERNS = ["(a+)+b", "(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "[", "(?P<n>.)", "
 async def drawn(score: Callable[[RewardRequest], Any], name: str, given_here: Callable[..., Any], most: int) -> None:
     """Draw requests in a thread, and score each in this loop: numbers, a refusal, or no result within the limit.
 
-    At least one; a machine that starts children slowly gets fewer than ``most`` of those that end them.
+    At least one is scored, and none that is drawn later than ``DRAWN_S``.
     """
     loop, until = asyncio.get_running_loop(), time.monotonic() + DRAWN_S
     scored: list[RewardRequest] = []
