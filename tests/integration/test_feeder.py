@@ -546,16 +546,18 @@ async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenW
 
 
 async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: OpenWorld) -> None:
-    async with open_world(data_parallel=2) as world:
-        async with world.feeder() as (url, feeding):
-            waiting = asyncio.create_task(world.train(url, rank=1))
-            client = FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2)
-            await asyncio.to_thread(client.hello)
-            client.failed("out of memory", 78)
+    async with open_world(data_parallel=2) as world, world.feeder() as (url, feeding):
+        with (
+            FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as fails,
+            FeedClient(url, keys=KEYS, rank=1, dp_rank=1, dp_size=2) as other,
+        ):
+            for client in (other, fails):  # each is answered, hence registered: a rank that comes later is told nothing
+                await asyncio.to_thread(client.hello)
+            waiting = asyncio.create_task(asyncio.to_thread(other.next, 1))
+            fails.failed("out of memory", 78)
             with pytest.raises(RankFailed, match="rank 0: out of memory") as failed:
                 await feeding
             assert failed.value.exit_code == 78
-            await asyncio.to_thread(client.close)
             with pytest.raises(FeederFailed, match="rank 0: out of memory") as told:
                 await waiting
             assert told.value.exit_code == 78, "whichever of them ends first: the learner ends with this code"

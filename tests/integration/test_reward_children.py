@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -58,17 +59,25 @@ async def test_a_start_that_is_cancelled_twice_leaves_no_process(tmp_path: Path,
     """The second time while the process, which hangs in its import, is waited for."""
     (tmp_path / "hangs_when_imported.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = children_of({os.getpid()})
+    started: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+    start = asyncio.create_subprocess_exec
+
+    async def noting(*command: Any, **settings: Any) -> asyncio.subprocess.Process:
+        process = await start(*command, **settings)
+        started.put_nowait(process)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noting)
     starting = asyncio.create_task(KeeperProcess.start("hangs_when_imported:f", {}, LIMITS, REWARD))
-    while not (started := children_of({os.getpid()}) - before):  # noqa: ASYNC110 - the kernel sends no event
-        await asyncio.sleep(0.01)
+    process = await started.get()
     for _ in range(2):
         starting.cancel()
         for _ in range(5):
             await asyncio.sleep(0)
     await asyncio.wait({starting})
     assert starting.cancelled()
-    await gone(*started)
+    async with asyncio.timeout(60):
+        assert await process.wait() == -signal.SIGKILL
 
 
 async def test_a_reward_gets_the_whole_request_and_its_options() -> None:
