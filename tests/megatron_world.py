@@ -21,10 +21,8 @@ def free_models() -> None:
     They keep the groups of their ranks, and each group has three threads of gloo, one of which wakes a hundred times a second.
     """
     for each in gc.get_objects():
-        if (
-            type(each) is MoEAlltoAllTokenDispatcher
-        ):  # it keeps the graph of its last batch, and the graph keeps the model by its hooks in C++
-            each.probs = None
+        if type(each) is MoEAlltoAllTokenDispatcher:
+            each.probs = None  # the graph of its last batch keeps the model, by hooks in C++
     gc.collect()
 
 

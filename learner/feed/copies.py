@@ -44,9 +44,9 @@ class Copies:
         """The copies that a checkpoint waits for; empty = none waits."""
 
     async def peers(self) -> list[Peer]:
-        """Return the other nodes that serve checkpoints. Raises BusUnavailable."""
+        """Return all nodes that serve checkpoints, this one too. Raises BusUnavailable."""
         key = (await api_keys(self._bus).known()).bearer
-        return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values() if one.node != HOME]
+        return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values()]
 
     async def whole(self, row: JsonMapping) -> Path:
         """Return the latest checkpoint of the run or, with an error in the log, the newest whole one before it.
@@ -55,7 +55,7 @@ class Copies:
         """
         deadline = time.monotonic() + self._ask_s
         while True:
-            rows, peers = await holders(self._bus), await self.peers()
+            rows, peers = await holders(self._bus), [peer for peer in await self.peers() if peer.node != HOME]
             held, failures = await asyncio.to_thread(_asked, peers)
             silent = [node for node in range(self._num_nodes) if node != HOME and node not in held]
             late = time.monotonic() >= deadline

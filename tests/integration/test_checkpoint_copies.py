@@ -191,16 +191,15 @@ def test_kept_are_those_that_pruning_keeps(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def kept(learner: Learner) -> AsyncIterator[None]:
-    """Run a keeper for each node of a learner, as their agents do."""
-    async with keepers(learner.world.bus, learner.roots) as both:
-        running = [asyncio.create_task(keeper.run()) for keeper in both]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+async def running(opened: list[Keeper]) -> AsyncIterator[None]:
+    """Let the opened keepers of the nodes copy and remove, as their agents do."""
+    tasks = [asyncio.create_task(keeper.run()) for keeper in opened]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def latest(learner: Learner, step: int) -> None:
@@ -212,28 +211,37 @@ async def latest(learner: Learner, step: int) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_a_learner_on_two_nodes_goes_on_after_the_loss_of_a_disk(open_learner: OpenLearner, lost: int) -> None:
-    """Tensor parallel over two directories, killed after step 5: one directory is gone, the steps behind the latest are repeated."""
+    """Tensor parallel over two directories, killed after step 5: one directory is gone, the steps behind the latest are repeated.
+
+    The keeper of the node with the empty disk has copied nothing yet when its rank begins, which gets its files from the other node.
+    """
     checkpoint = CheckpointConfig(store="local", copies=2)
     async with open_learner(tensor_parallel=2, steps=8, checkpoint_every=2, checkpoint=checkpoint) as learner:
         write_tiny_model(learner.directory / "model", vocab_size=300)  # even, for two ranks
         learner.world.num_nodes = 2
         learner.roots = [learner.world.root, learner.directory / "node-1"]
-        async with kept(learner):
-            async with learner.started():
-                await learner.until(5)
-                async with asyncio.timeout(60):
-                    await latest(learner, 4)
-                for rank in learner.ranks:
-                    rank.kill()
-                await learner.ended()
+        async with keepers(learner.world.bus, learner.roots) as both, running(both), learner.started():
+            await learner.until(5)
+            async with asyncio.timeout(60):
+                await latest(learner, 4)
+            for rank in learner.ranks:
+                rank.kill()
+            await learner.ended()
         done = await learner.digests()
         saved = await learner.world.bus.rows("run").get("checkpoint")
         assert saved is not None
         behind = [step for step in sorted(done) if step > saved[0]["step"]]
         shutil.rmtree(learner.roots[lost])
         learner.roots[lost].mkdir()
-        async with kept(learner):
-            await learner.finish()
+        async with keepers(learner.world.bus, learner.roots) as both, learner.started():
+            begun = asyncio.create_task(learner.until(max(done) + 1))
+            ended = asyncio.create_task(learner.ended())
+            await asyncio.wait((begun, ended), return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+            assert not ended.done(), "a rank has ended before its first step"
+            async with running(both):
+                assert await ended == [0, 0]
+                await learner.feeding
         digests = await learner.digests()
         assert sorted(digests) == list(range(1, 9))
         assert [step for step, same in sorted(digests.items()) if len(same) == 2] == behind, f"those behind the checkpoint: {digests}"
