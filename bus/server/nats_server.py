@@ -212,14 +212,13 @@ class EmbeddedServer:
 
     def _port(self) -> int:
         """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other process gets it while
-        a killed server is started again.
+        a killed server is started again. For reading, any but the last one.
         """
-        if self._reader is not None:
-            return -1
-        if self.config.port >= 0:
+        if self._reader is None and self.config.port >= 0:
             return self.config.port
         if self._kept is None:
-            self._kept = self._keep(self._last_port())
+            last = self._last_port()
+            self._kept = self._keep(last) if self._reader is None else self._keep_other(last)
         return self._kept.number
 
     def _keep(self, number: int) -> KeptPort:
@@ -229,6 +228,13 @@ class EmbeddedServer:
             if self._url or not number:
                 raise ServerFailed(f"it cannot listen at {in_url(self.config.host)}:{number}: {error}") from error
             return self._keep(0)  # taken by another program since the last run, and no process of this run knows it yet
+
+    def _keep_other(self, number: int) -> KeptPort:
+        kept = self._keep(0)
+        if kept.number != number:
+            return kept
+        with kept:
+            return self._keep(0)
 
     def _last_port(self) -> int:
         try:

@@ -15,10 +15,11 @@ import yaml
 from bus.client.address import parse
 from bus.config import BusConfig
 from bus.errors import BusError
-from bus.server import readonly
+from bus.server import nats_server, readonly
 from bus.server.auth import ACCOUNT, credentials_file, read_credentials
 from bus.server.cluster import EmbeddedBus
 from bus.server.nats_server import in_use
+from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from launch.run import ended
 from launch.run.access import AUTH_DIR
@@ -105,9 +106,12 @@ async def test_commands_that_change_a_run_need_a_running_one(tmp_path: Path) -> 
     assert "--to-run: want --to-bus URL as well" in errors
 
 
-async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path) -> None:
+async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would give it the port of the run, of all those that are free."""
     await make_ended(tmp_path)
     port = (tmp_path / "bus" / "port").read_text()
+    given = iter([int(port), 0])
+    monkeypatch.setattr(nats_server, "KeptPort", lambda host, number: KeptPort(host, number or next(given)))
     found = ended.EndedBus.of(tmp_path)
     assert found is not None
     with ended.started(found) as line:
