@@ -69,21 +69,21 @@ class UnregisteredReader:
 async def _fill(
     bus: Bus, recordings: "ArchiveDirectory", reader: Reader | UnregisteredReader, draining: asyncio.Event, last: int | None
 ) -> None:
-    samples = _unarchived(bus, reader, recordings.last_seq)
+    samples = _unarchived(bus, reader, recordings.last_seq, last)
     drained = asyncio.create_task(draining.wait(), name="draining")
-    upcoming: asyncio.Task[StoredSample] | None = None
+    upcoming: asyncio.Task[StoredSample | None] | None = None
     synced_s = time.monotonic()
     seen = max(reader.row.floor, recordings.last_seq)
     try:
-        while not draining.is_set() and (last is None or seen < last):
-            upcoming = upcoming or asyncio.ensure_future(anext(samples))
+        while not draining.is_set():
+            upcoming = upcoming or asyncio.ensure_future(anext(samples, None))
             await asyncio.wait({upcoming, drained}, timeout=SYNC_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             if upcoming.done():
                 stored, upcoming = upcoming.result(), None
+                if stored is None:
+                    break
                 seen = stored.seq
                 recordings.add(stored)
-            elif last is not None and (await bus.samples.info()).last_seq <= last and not recordings.dirty:
-                break  # the last messages are no samples
             if time.monotonic() - synced_s >= SYNC_EVERY_S or draining.is_set():
                 synced_s = time.monotonic()
                 await asyncio.to_thread(recordings.sync)
@@ -98,12 +98,15 @@ async def _fill(
         await samples.aclose()  # type: ignore[attr-defined]
 
 
-async def _unarchived(bus: Bus, reader: Reader | UnregisteredReader, last_seq: int) -> AsyncIterator[StoredSample]:
-    """Yield the samples after the reader's position that no recording has; a gap is an error, or a warning under the policy ``leave``."""
+async def _unarchived(bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None) -> AsyncIterator[StoredSample]:
+    """Yield the samples after the reader's position that no recording has, up to ``last``; for ever if that is None.
+
+    A gap is an error, or a warning under the policy ``leave``.
+    """
     history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at the first sample in the stream
         await _check_gap(history, reader, expected)
-    async for stored in history.payloads(expected):
+    async for stored in history.payloads(expected, last):
         if stored.seq > expected > 1:  # parts were between them, or messages that are gone
             await _check_gap(history, reader, expected)
         expected = stored.seq + 1

@@ -1,5 +1,6 @@
 """`tidemill archive`, a real process on a real stream: every sample once, through kills of all processes; trimming waits for it."""
 
+import argparse
 import asyncio
 import contextlib
 import signal
@@ -10,7 +11,8 @@ import pytest
 
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
-from bus.streams.cursors import Cursors
+from bus.streams.cursors import WAIT, Cursors
+from launch.samples import archive
 from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
@@ -90,6 +92,18 @@ async def test_archived_samples_are_not_written_again_if_the_position_was_not_mo
             assert await process.ended() == 0
         assert [seq for seq, _ in archived(out)] == list(range(1, 16))
         assert (await Cursors(bus).all())["archive"].floor == 15
+
+
+async def test_a_bus_that_delivers_late_does_not_end_an_archive_early(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait for a sample is over before one can come."""
+    monkeypatch.setattr(archive, "SYNC_EVERY_S", 0.0)
+    async with open_bus() as bus:
+        await publish(bus, 1, 10)
+        words = argparse.Namespace(name="archive", out=str(tmp_path), rotate=1.0, policy=WAIT, until_end=True, ended=False)
+        await archive.archive(nats_server.url, bus.run, words, asyncio.Event())
+        assert [seq for seq, _ in archived(tmp_path)] == list(range(1, 11))
 
 
 async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_policy_leave(
