@@ -50,6 +50,10 @@ class World:
     num_nodes: int = 1
     metadata: bool = False
     """True if the ranks ask for the metadata of samples."""
+    most_tasks: int | None = None
+    """Tasks of training that the actors take before they wait for ever, at most one more for each but the first. None = all."""
+    taken: set[int] = field(default_factory=set)
+    """The tasks that they have taken."""
 
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
@@ -94,9 +98,13 @@ class World:
     async def _act(self, make: Callable[[Task, int], Sample], kind: Kind) -> None:
         async with connect(self.url, self.run, self.config, name="actor") as bus:
             while True:
+                if kind is Kind.TRAIN and self.most_tasks is not None and len(self.taken) >= self.most_tasks:
+                    await asyncio.Event().wait()
                 lease = await bus.tasks.lease(5, kind=kind)
                 if lease is None:
                     continue
+                if kind is Kind.TRAIN:
+                    self.taken.add(lease.task.id)
                 async with lease.kept():
                     for index in range(lease.task.group_size):
                         await bus.samples.publish(make(lease.task, index))

@@ -220,7 +220,7 @@ async def test_a_learner_on_two_nodes_goes_on_after_the_loss_of_a_disk(open_lear
         write_tiny_model(learner.directory / "model", vocab_size=300)  # even, for two ranks
         learner.world.num_nodes = 2
         learner.roots = [learner.world.root, learner.directory / "node-1"]
-        async with keepers(learner.world.bus, learner.roots) as both, running(both), learner.started():
+        async with keepers(learner.world.bus, learner.roots) as both, running(both), learner.started(steps=5):
             await learner.until(5)
             async with asyncio.timeout(60):
                 await latest(learner, 4)

@@ -37,7 +37,7 @@ async def test_a_killed_rank_with_adapters_resumes_and_its_models_are_kept(open_
     async with open_learner(
         staleness={"max_lag": 2}, weights={"push_every": 2}, steps=16, checkpoint_every=8, lora=LORA, **SHARES, **saving
     ) as learner:
-        async with learner.started():
+        async with learner.started(steps=11):
             await learner.until(10)
             for rank in learner.ranks:
                 rank.kill()

@@ -56,8 +56,13 @@ class Learner:
     """Root of the checkpoints of each rank, which is a node then; empty = the world's, for all."""
 
     @asynccontextmanager
-    async def started(self) -> AsyncIterator[None]:
-        """Run feeder, actors and ranks; all are gone when the block is left."""
+    async def started(self, *, steps: int | None = None) -> AsyncIterator[None]:
+        """Run feeder, actors and ranks; all are gone when the block is left.
+
+        ``steps``: there are samples for so many from now on, so that no rank has taken more before it is killed. None = for all.
+        """
+        self.world.taken.clear()
+        self.world.most_tasks = None if steps is None else steps * self.world.learner.groups_per_step
         with KeptPort() as kept:
             async with self.world.actors(self.respond), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
                 yield
@@ -245,7 +250,7 @@ async def test_a_killed_rank_resumes_with_the_same_bits(
 ) -> None:
     """It is killed after step 11 and resumed from the checkpoint of step 8: the steps are repeated, with the same digests."""
     async with open_learner(staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8, **changes) as learner:
-        async with learner.started():
+        async with learner.started(steps=12):
             await learner.until(11)
             for rank in learner.ranks:
                 rank.kill()
@@ -277,7 +282,7 @@ async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_take
     algorithm = {"advantage": f"{megatron_rank_process.__name__}:overflowing"}
     async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, steps=10, checkpoint_every=10) as learner:
         learner.respond = respond
-        async with learner.started():
+        async with learner.started(steps=4):
             await learner.until(3)
             learner.ranks[0].kill()
             await learner.ended()
@@ -307,7 +312,7 @@ async def test_running_baselines_of_roles_outlive_a_restart(open_learner: OpenLe
     changes = {"steps": 9, "checkpoint_every": 3, "data_parallel": 2}
     async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, **changes) as learner:
         learner.respond = respond
-        async with learner.started():
+        async with learner.started(steps=5):
             await learner.until(5)
             for rank in learner.ranks:
                 rank.kill()
