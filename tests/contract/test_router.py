@@ -373,7 +373,7 @@ async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: Bu
                 await asyncio.sleep(1.5)  # a poll has begun that gets no answer
                 one.silent, one.checks = True, 0
                 await door.serving()
-                assert one.checks <= 12, "as many as it has failed before a look at the bus is given up by the bus"
+                assert one.checks <= 30, "as many as it has failed before a look at the bus is given up by the bus"
                 status, answer = await door.post("/add_worker", {"url": other.url})
                 assert (status, answer["worker_urls"]) == (200, {one.url: 0, other.url: 0})
                 await door.serving(other.url)
