@@ -10,9 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ import zmq.asyncio
 
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.http_api import need
+from actors.scratch import Scratch
 from actors.serving.authority import Authority
 from actors.serving.port import Updates
 from bus.wire.json_object import JsonMapping
@@ -33,8 +31,7 @@ from weightstore.transport.handles import Mapped, Offered
 
 log = logging.getLogger(__name__)
 
-PREFIX = "tidemill-handles-"
-SOCKET = "push"
+_SOCKET = "push"
 
 
 @dataclass(slots=True)
@@ -55,7 +52,8 @@ class HandleListener:
         self._learner: _Learner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
-        self._directory = ""
+        self._scratch: Scratch | None = None
+        self._url = ""
         self._verbs: dict[str, Callable[[bytes, Mapping[str, object]], Awaitable[dict[str, object]]]] = {
             "join": self._join,
             "begin": self._begin,
@@ -68,23 +66,22 @@ class HandleListener:
 
     async def start(self) -> str:
         """Listen. Returns the socket's URL, or "" where there can be no socket: then pushes come by broadcast."""
-        await asyncio.to_thread(_sweep)
-        self._directory = tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
-        url = f"ipc://{self._directory}/{SOCKET}"
+        self._scratch = await asyncio.to_thread(Scratch, "handles")
+        self._url = f"ipc://{self._scratch.path}/{_SOCKET}"
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
         try:
-            self._socket.bind(url)
+            self._socket.bind(self._url)
         except zmq.ZMQError as error:  # the path is too long, or the directory takes no sockets
-            log.warning("pushes by handles are not possible: %s: %s; cure: a shorter TMPDIR", url, error)
+            log.warning("pushes by handles are not possible: %s: %s; cure: a shorter TMPDIR", self._url, error)
             await self.close()
             return ""
         self._serving = asyncio.create_task(self._serve(), name="handles")
-        return url
+        return self._url
 
     async def close(self) -> None:
         """Stop listening and unmap the learner's memory. Safe to call without ``start``."""
-        if not self._directory:
+        if self._scratch is None:
             return
         tasks = [task for task in (self._serving, *self._tasks) if task is not None]
         for task in tasks:
@@ -93,8 +90,8 @@ class HandleListener:
         self._unmap()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
-        self._directory = ""
+        await asyncio.to_thread(self._scratch.close)
+        self._scratch = None
 
     async def _serve(self) -> None:
         while True:
@@ -111,7 +108,7 @@ class HandleListener:
             verb = need(body, "verb", str)
             if verb not in self._verbs:
                 raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
-            await self._authority.require_current_epoch(self._updates.require_current_epoch, body, self._directory, verb)
+            await self._authority.require_current_epoch(self._updates.require_current_epoch, body, self._url, verb)
             if verb != "join":
                 self._joined(sender)
             answer = {"status": 200, **await self._verbs[verb](sender, body)}
@@ -210,19 +207,6 @@ def _mapped(to_gpu: bool) -> Mapped:
     from weightstore.transport.cuda_handles import PINNING
 
     return Mapped(pinning=PINNING)
-
-
-def _sweep() -> None:
-    """Remove the directories of engines that were killed: no process listens at their sockets."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(str(directory / SOCKET))
-            except ConnectionRefusedError:
-                shutil.rmtree(directory, ignore_errors=True)
-            except OSError:
-                pass  # busy, about to listen, or another user's
 
 
 def _map_of(request: bytes) -> Mapping[str, object]:

@@ -1,13 +1,16 @@
 """Scratch directories of killed processes are removed by the next process; those in use or just being created are kept."""
 
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.scratch import Scratch
+from actors.serving.handles import HandleListener
 from tests.whole.running import ROOT
 
 PROGRAM = """
@@ -42,3 +45,18 @@ def test_directories_of_dead_processes_are_removed_and_those_in_use_stay(tmp_pat
         for one in others:
             one.kill()
             one.communicate()
+
+
+async def test_an_engine_that_starts_leaves_the_socket_of_another_that_does_not_listen_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (other := tmp_path / "tidemill-handles-other").mkdir()
+    nothing: Any = None
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(other / "push"))
+        listener = HandleListener(nothing)
+        assert (await listener.start()).startswith(f"ipc://{tmp_path}/tidemill-handles-")
+        assert (other / "push").exists()
+        await listener.close()
+    assert [path.name for path in tmp_path.glob("*")] == [other.name]  # noqa: ASYNC240
