@@ -83,17 +83,18 @@ class WatchedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-ty
         super().__init__()
         self.blocked_s: list[float] = []
         """Durations of more than ``BLOCKED_S``."""
+        self._waited_s = waited_for_a_core_s()  # before the time: a wait between the two is in both differences, or in this one alone
         self._left_s = self._noted_s = time.monotonic()
-        self._waited_s = waited_for_a_core_s()
 
     def select(self, timeout: float | None = None) -> Any:
         away_s = time.monotonic() - self._left_s
         if away_s > BLOCKED_S and away_s - (waited_for_a_core_s() - self._waited_s) > BLOCKED_S:
             self.blocked_s.append(round(away_s, 1))
         found = super().select(timeout)
+        if time.monotonic() - self._noted_s > 1:  # reading the file each time would cost more than most callbacks
+            self._waited_s = waited_for_a_core_s()
+            self._noted_s = time.monotonic()
         self._left_s = time.monotonic()
-        if self._left_s - self._noted_s > 1:  # reading the file each time would cost more than most callbacks
-            self._noted_s, self._waited_s = self._left_s, waited_for_a_core_s()
         return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine_serving import Served
 from weightstore.transport.broadcast import BroadcastGroup
 
-DEADLINE_S = 20.0
+DEADLINE_S = 45.0
 
 
 class Push:

@@ -19,6 +19,7 @@ class Watched:
         self._grown = asyncio.Event()
         self._served = served
         self.task = asyncio.create_task(self._read(body))
+        self.task.add_done_callback(lambda _: self._grown.set())  # ``beyond`` reports one that has failed
 
     async def _read(self, body: dict[str, Any]) -> Any:
         """Read to the end, and return the last state, which is complete."""

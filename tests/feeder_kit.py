@@ -47,6 +47,8 @@ class World:
     digests: dict[int, set[str]] = field(default_factory=dict)
     """Digests of the batches served to ranks, by step: one digest if they were always the same."""
     batches: list[StepBatch] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)
+    """Steps of the versions that ranks have published."""
     num_nodes: int = 1
     metadata: bool = False
     """True if the ranks ask for the metadata of samples."""
@@ -118,7 +120,9 @@ class World:
         registry = VersionRegistry(self.bus)
         await registry.fence(epoch)
         row = await (registry.publish_initial("model", epoch) if initial else registry.reserve(step, epoch))
-        return (await registry.publish(row)).version
+        version = (await registry.publish(row)).version
+        self.versions[version] = step
+        return version
 
     async def train(self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False) -> Start:
         """Act as a rank, in a thread, until the end or until ``stop(what, step)`` is true; what: batch | done | checkpoint | publish."""

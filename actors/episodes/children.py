@@ -35,6 +35,8 @@ from rewards.children.limits import children_of
 logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("child_program.py")
+STATUS_S = 10.0
+"""Longest wait for the exit code of a child that has closed its socket: its episodes fail with it as the reason."""
 START_S = 120.0
 """Seconds for the import of a program, with the packages that it needs."""
 LOADS = 3
@@ -307,7 +309,7 @@ class Children:
         pid = child.process.pid
         if by_itself:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(STATUS_S):
                     child.ended = f"its child process ended: {_how(await child.process.wait())}"
         futures: list[asyncio.Future[Any]] = [child.loaded, *child.episodes.values()]
         for future in futures:

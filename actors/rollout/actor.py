@@ -149,7 +149,7 @@ class Actor:
         waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self.in_flight else ""
         if self.in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
-        if not self.in_flight and not self._draining and self._failed_in_a_row > FAILURES_IN_A_ROW:
+        if not self.in_flight and not self._draining and self._failed_in_a_row >= FAILURES_IN_A_ROW:
             waits_for = f"the end of a pause: the last {self._failed_in_a_row} tasks failed"
         elif not self.in_flight and not self._draining:
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"

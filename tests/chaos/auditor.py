@@ -79,7 +79,7 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
     """
     user = urlsplit(url).username
     inbox = f"_INBOX_{user}" if user else "_INBOX"  # where docs/security.md lets a user receive its answers
-    nc = await nats.connect(url, max_reconnect_attempts=1, inbox_prefix=inbox.encode())
+    nc = await nats.connect(url, connect_timeout=60, max_reconnect_attempts=1, inbox_prefix=inbox.encode())
     try:
         audit = _Audit(foreign or {})
         fence = 0

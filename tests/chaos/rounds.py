@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
@@ -84,9 +85,10 @@ def _spared(log: str, others: Sequence[str]) -> None:
 
 async def _round(run: Parts, bus: Bus, name: str, one: Round, victims: Sequence[str]) -> None:
     victim = run.start("engine", *victims, name=name, instant=one.phase, how=one.how)
+    mark = run.directory / f"{name}.died"
     async with asyncio.timeout(PATIENCE_S):
-        while not (run.directory / f"{name}.died").exists():
-            assert victim.process.returncode is None, f"{one}: {victim.log[-3000:]}"
+        while not mark.exists():
+            assert victim.process.returncode is None or mark.exists(), f"{one}: {victim.log[-3000:]}"
             await asyncio.sleep(0.02)
     await new_steps(bus, 3)
     if one.how.startswith("STOP"):
@@ -121,8 +123,9 @@ async def serving(bus: Bus, engine: Part, version: int, what: str) -> LiveRow:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
             while engine.process.returncode is None:
-                for row in await view.alive("engine"):
-                    if row.id == engine.name and row.pid == engine.process.pid and row.phase == "serving" and row.version >= version:
-                        return row
+                with contextlib.suppress(BusUnavailable):
+                    for row in await view.alive("engine"):
+                        if row.id == engine.name and row.pid == engine.process.pid and row.phase == "serving" and row.version >= version:
+                            return row
                 await asyncio.sleep(0.05)
     raise AssertionError(f"{what}: {engine.name} does not serve version {version}:\n{engine.log[-3000:]}")

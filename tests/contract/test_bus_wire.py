@@ -55,7 +55,7 @@ class ForeignActor:
     def __init__(self, nc: Client, run: str) -> None:
         self.nc, self.run = nc, run
 
-    async def lease(self, timeout_s: float = 5.0) -> Msg:
+    async def lease(self, timeout_s: float = 60.0) -> Msg:
         inbox = self.nc.new_inbox()
         sub = await self.nc.subscribe(inbox)
         request = json.dumps({"batch": 1, "expires": int(timeout_s * 1e9)}).encode()
@@ -352,7 +352,7 @@ async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> No
         subject = f"tm.{bus.run}.dead.report.{id}"
         await actor.store(subject, msgpack.packb(report), {"Nats-Msg-Id": f"report.{id}.n0nce"})
         filtered = json.dumps({"subjects_filter": subject}).encode()
-        info = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.TM_{bus.run}_DEAD", filtered)).data)
+        info = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.TM_{bus.run}_DEAD", filtered, timeout=60)).data)
         assert info["state"]["subjects"] == {subject: 1}
         assert await bus.dead.report(id, reason="again", actor="ours", attempt="another") == 2
         dead = {"schema": 1, "type": "dead", "task": id, "reason": "no tool", "attempts": 2, "actor": "foreign", "prompt": "1+1="}
@@ -369,10 +369,10 @@ async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus
         id = await bus.tasks.issue(make_task(bus.run))
         message = await ForeignActor(bus.nc, bus.run).lease()
         await bus.nc.publish(message.reply, b"-NAK")
-        lease = await bus.tasks.lease(5)
+        lease = await bus.tasks.lease(60)
         assert lease is not None and lease.task.id == id
         row = {"role": "actor", "id": "foreign", "host": "h", "pid": 1, "phase": "working", "load": {"in_flight": 2}, "since": 1}
-        await bus.nc.request(f"$KV.TM_{bus.run}_live.actor.foreign", json.dumps(row).encode())
+        await bus.nc.request(f"$KV.TM_{bus.run}_live.actor.foreign", json.dumps(row).encode(), timeout=60)
         assert await LiveView(bus).alive() == [
             LiveRow(role="actor", id="foreign", host="h", pid=1, phase="working", load={"in_flight": 2.0})
         ]
@@ -384,14 +384,14 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
     async with open_bus() as bus:
         for id, fields in named.items():
             row = {"role": "engine", "id": id, "host": "h", "pid": 1, "phase": "serving", **fields}
-            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.{id}", json.dumps(row).encode())
+            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.{id}", json.dumps(row).encode(), timeout=60)
         found = {row.id: row.capabilities for row in await LiveView(bus).alive("engine")}
         known = Capabilities(ranks=2, single_request_push=True, devices=("GPU-a", "GPU-b"), device_memory_bytes=1)
         assert found == {"d": known, "e": Capabilities()}
         assert "capabilities.ranks: want an integer from 1 to 1024" in str(bus.refusals)
         for wrong in ({"devices": "GPU-a"}, {"visible_devices": [1]}):
             row = {"role": "engine", "id": "g", "host": "h", "pid": 1, "phase": "serving", "capabilities": wrong}
-            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.g", json.dumps(row).encode())
+            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.g", json.dumps(row).encode(), timeout=60)
             assert "g" not in {row.id for row in await LiveView(bus).alive("engine")}
             assert f"capabilities.{next(iter(wrong))}: want a list of text" in str(bus.refusals)
 

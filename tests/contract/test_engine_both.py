@@ -113,6 +113,7 @@ async def test_one_request_lives_through_three_pushes(kind: Kind, directories: l
 
 async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path]) -> None:
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
+        await one.beyond(0)
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "watched-2"}
         other = asyncio.create_task(served.post("/generate", body))
         await one.beyond(10)
@@ -131,6 +132,7 @@ async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path
 
 async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directories: list[Path]) -> None:
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
+        await one.beyond(0)
         sampling = {"max_new_tokens": LONG, "ignore_eos": True}
         body = {"input_ids": [PROMPT, PROMPT[:2]], "sampling_params": sampling, "rid": "both"}
         both = asyncio.create_task(served.post("/generate", body))
@@ -147,6 +149,7 @@ async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directo
 async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directories: list[Path]) -> None:
     """A pushing method that this system does not use: pause (abort), update, continue. Streamed or not."""
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
+        await one.beyond(0)
         other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
         await one.beyond(10)
         async with asyncio.timeout(LIMIT_S):

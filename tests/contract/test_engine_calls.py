@@ -1,7 +1,6 @@
 """Errors of each client of an engine's API when the engine is unreachable, is silent, breaks off, or answers without JSON."""
 
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
 from actors.serving.sglang.api import Api
+from bus.server.ports import KeptPort
 from bus.wire.messages import Sampling
 from tests.router_kit import Faulty, faulty
 from weightstore.config import Deadlines
@@ -19,19 +19,20 @@ from weightstore.errors import ReceiverFailed
 from weightstore.transport.http_receiver import HttpReceiver
 
 DEADLINE_S = 2.0
+"""For an engine that is silent; the others answer in time."""
 
 
 class Clients:
     """The three clients of one URL."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.http, self.api = HttpEngine(url, command_timeout_s=DEADLINE_S), Api(url)
-        self.receiver = HttpReceiver(session, url, epoch=1, deadlines=Deadlines(DEADLINE_S))
+    def __init__(self, url: str, session: aiohttp.ClientSession, deadline_s: float) -> None:
+        self.http, self.api, self._deadline_s = HttpEngine(url, command_timeout_s=deadline_s), Api(url), deadline_s
+        self.receiver = HttpReceiver(session, url, epoch=1, deadlines=Deadlines(deadline_s))
 
     async def errors(self) -> list[Exception]:
         """Return the errors that a command of each client raises."""
         raised: list[Exception] = []
-        for call in (self.http.pause(), self.api.call("POST", "/pause_generation", {}, timeout_s=DEADLINE_S), self.receiver.begin(1)):
+        for call in (self.http.pause(), self.api.call("POST", "/pause_generation", {}, timeout_s=self._deadline_s), self.receiver.begin(1)):
             with pytest.raises((EngineError, ReceiverFailed)) as caught:
                 await call
             raised.append(caught.value)
@@ -39,9 +40,9 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients(url: str) -> AsyncIterator[Clients]:
+async def clients(url: str, deadline_s: float = 60.0) -> AsyncIterator[Clients]:
     async with aiohttp.ClientSession() as session:
-        them = Clients(url, session)
+        them = Clients(url, session, deadline_s)
         try:
             yield them
         finally:
@@ -51,16 +52,15 @@ async def clients(url: str) -> AsyncIterator[Clients]:
 
 @asynccontextmanager
 async def of_faulty(does: str) -> AsyncIterator[tuple[Faulty, Clients]]:
-    async with faulty() as engine, clients(engine.url) as them:
+    async with faulty() as engine, clients(engine.url, DEADLINE_S if does == "hang" else 60.0) as them:
         engine.does = does
         yield engine, them
 
 
 async def test_a_connection_that_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    async with clients(f"http://127.0.0.1:{port}") as them:
-        errors = await them.errors()
+    with KeptPort() as port:
+        async with clients(f"http://127.0.0.1:{port.number}") as them:
+            errors = await them.errors()
     assert [type(error) for error in errors] == [EngineUnavailable, EngineUnavailable, ReceiverFailed]
     assert all("Connect" in str(error) for error in errors)
 

@@ -182,9 +182,9 @@ async def test_a_server_that_is_silent_gone_or_hangs_up_ends_the_wait() -> None:
     async def leaves(socket: web.WebSocketResponse, message: dict[str, Any]) -> None:
         await socket.close()
 
-    for answer, complaint in ((silent, "did not answer within 0.2 s"), (leaves, "hung up")):
+    for answer, seconds, complaint in ((silent, 0.2, "did not answer within 0.2 s"), (leaves, 60.0, "hung up")):
         async with server(lambda answer=answer: answer) as (url, _):  # type: ignore[misc]
-            game = OpenEnv(url, seconds=0.2)
+            game = OpenEnv(url, seconds=seconds)
             with pytest.raises(RuntimeError, match=complaint):
                 await game.reset({"prompt": "p"})
             await game.close()

@@ -188,7 +188,7 @@ async def test_a_limit_that_cannot_be_held_is_refused(tmp_path: Path, lines: str
 
 
 async def test_many_episodes_share_children_up_to_their_number(tmp_path: Path) -> None:
-    async with children(processes=2, episodes_per_child=3) as pool:
+    async with children(processes=2, episodes_per_child=3, kill_after_s=60.0) as pool:
         waiting = [asyncio.create_task(run(pool, "waits", id=f"{n}.0.a", file=str(tmp_path / str(n)))) for n in range(6)]
         for n in range(6):
             await begun(tmp_path / str(n))

@@ -1,7 +1,6 @@
 """An actor's teachers: a real engine, and servers that hang, fail, answer nonsense or are not there."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -180,11 +179,9 @@ async def test_a_teacher_that_is_not_there_is_waited_for(model_dir: Path) -> Non
 
 
 async def test_of_several_servers_another_one_is_asked(model_dir: Path) -> None:
-    begun = time.monotonic()
     async with server(failing) as broken, serving(model_dir) as served, teachers(broken, served.engine.url, teacher_attempts=2) as taught:
         found = await asyncio.gather(*(taught.score(one, {}) for one in make_samples(vocab=300)[:4]))
     assert all(one.teacher_log_probs is not None for one in found)
-    assert time.monotonic() - begun < 60
 
 
 async def test_a_row_without_a_teacher_and_one_without_an_address_are_refused() -> None:

@@ -102,7 +102,7 @@ def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> N
     with joined(tensor_parallel_size=2) as here:
         policy, optimizer, trainer = built(model_dir, here)
         reports, config = Reports(), CheckpointConfig()
-        saved = Checkpoints(places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=20)
+        saved = Checkpoints(places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=300)
         train(trainer, here, STEP)
         saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
         saved.collect(wait=True)

@@ -62,8 +62,8 @@ async def test_an_actor_killed_within_a_group_loses_nothing(open_bus: BusOpener,
 async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built) as client:
         tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
-        config = ActorConfig(reward="digits", max_samples_in_flight=8)
-        async with actor_process(nats_server.url, bus.run, config, id="a1") as actor:
+        config = ActorConfig(reward="digits", max_samples_in_flight=8, drain_finish_s=60.0)
+        async with actor_process(nats_server.url, bus.run, config, id="a1", drain_s=120.0) as actor:
             await at_work(built, 8)
             actor.terminate()
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "draining")

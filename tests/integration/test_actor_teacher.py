@@ -67,7 +67,7 @@ async def test_a_broken_teacher_makes_failed_samples_with_the_reason_and_ends_no
         await issue(bus, epoch, 1)
         async with acting(bus, nats_server, teachers={"big": {"url": url}}, teacher_attempts=1):
             found = await samples_until(bus, lambda samples: len(samples) >= 4)
-            row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("teacher_failures", 0) >= 4)
+            row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures", 0) >= 4)
             broken.clear()
             later = await issue(bus, epoch, 1)  # the first task may have had its last attempt by now
             found = await samples_until(bus, complete(later))

@@ -73,7 +73,7 @@ async def test_a_checkpoint_counts_when_both_nodes_have_it(open_bus: BusOpener, 
         assert "files of step-4-epoch-1 to be copied, the first is" in await copies.lacks(NEWEST, files)
         assert not waiting.done()
         await first.look()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         disk.verify(roots[0] / NEWEST)
         assert copies.waits_for == ""
         assert (await holders(bus))[1].held[NEWEST] == sorted([*METADATA, "__0_0.distcp", "__1_0.distcp", "manifest.json"])
@@ -85,7 +85,7 @@ async def test_one_copy_is_none_at_all(open_bus: BusOpener, roots: list[Path], c
         for keeper in both * 2:
             await keeper.look()
         assert [len(disk.held(root / NEWEST)) for root in roots] == [len(METADATA) + 1] * 2
-        await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=1).wait(roots[0] / NEWEST), 10)
+        await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=1).wait(roots[0] / NEWEST), 60)
         assert "a node lost with its disk loses the run's newest states" in caplog.text
 
 
@@ -105,7 +105,7 @@ async def test_a_replaced_node_becomes_a_holder_again(open_bus: BusOpener, roots
                 await both[lost].look()
                 for step in (2, 4):
                     disk.verify(roots[lost] / f"step-{step}-epoch-1")
-                await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=2).wait(roots[0] / NEWEST), 10)
+                await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=2).wait(roots[0] / NEWEST), 60)
 
 
 async def test_a_damaged_file_is_set_aside_and_copied_again(

@@ -23,7 +23,8 @@ NEEDS_NONE = """class Solution:
 
 def judged(row: dict[str, Any], **options: Any) -> float:
     request = RewardRequest(prompt="", response=row["response"], label=row["label"], status=Status.COMPLETED)
-    return code(request, **({"seconds": 4.0} | options))["score"]
+    limit = {"seconds": 60.0 if row.get("reference") else 4.0}  # a right program ends, however busy the machine is
+    return code(request, **(limit | options))["score"]
 
 
 @pytest.mark.parametrize("third", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

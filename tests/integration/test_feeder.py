@@ -397,10 +397,10 @@ async def test_a_task_that_is_over_without_samples_is_issued_again_at_once(open_
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             async with connect(world.url, world.run, world.config, name="liar") as bus:
-                slow, over = await bus.tasks.lease(10), await bus.tasks.lease(10)
+                slow, over = await bus.tasks.lease(60), await bus.tasks.lease(60)
                 assert slow is not None and over is not None and slow.task.id < over.task.id
                 await over.ack()  # without a sample
-                again = await bus.tasks.lease(10)
+                again = await bus.tasks.lease(60)
                 assert again is not None
                 assert (again.task.reissue_of, again.task.offset) == (over.task.id, over.task.offset)
                 await slow.nak()
@@ -415,7 +415,7 @@ async def test_acks_sent_while_no_feeder_was_there_are_found(open_world: OpenWor
     async with open_world(max_lag=0, steps=1, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, _):
             training = asyncio.create_task(world.train(url))
-            leases = [await world.bus.tasks.lease(10) for _ in range(2)]
+            leases = [await world.bus.tasks.lease(60) for _ in range(2)]
         await asyncio.gather(training, return_exceptions=True)
         for lease in leases:
             assert lease is not None

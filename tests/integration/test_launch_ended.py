@@ -1,6 +1,7 @@
 """Commands on a run that is over: they start its bus read-only, write nothing, stop it, and give way to the run itself."""
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import signal
@@ -109,12 +110,15 @@ async def test_commands_that_change_a_run_need_a_running_one(tmp_path: Path) -> 
 async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system would give it the port of the run, of all those that are free."""
     await make_ended(tmp_path)
-    port = (tmp_path / "bus" / "port").read_text()
-    given = iter([int(port), 0])
-    monkeypatch.setattr(nats_server, "KeptPort", lambda host, number: KeptPort(host, number or next(given)))
     found = ended.EndedBus.of(tmp_path)
     assert found is not None
-    with ended.started(found) as line:
+    with contextlib.ExitStack() as stack:
+        free = stack.enter_context(KeptPort())  # so that no other process gets it
+        port = str(free.number)
+        (tmp_path / "bus" / "port").write_text(port)
+        given = iter([free.number, 0])
+        monkeypatch.setattr(nats_server, "KeptPort", lambda host, number: KeptPort(host, number or next(given)))
+        line = stack.enter_context(ended.started(found))
         assert parse(line).servers[0].rpartition(":")[2] != port, "an actor that waits for the run's bus would go to work"
         async with connect(line, found.run, name="look", wait_s=60) as bus:
             assert (await bus.samples.info()).messages == 7
@@ -149,6 +153,7 @@ async def test_the_second_of_two_reading_commands_names_the_first(tmp_path: Path
     code, _, errors = await tidemill("tail", "--run-dir", str(tmp_path))
     first.kill()
     await first.communicate()
+    await asyncio.to_thread(wait_until_free, tmp_path)  # its server ends behind it
     assert code == 2
     assert f"process {first.pid} reads this run; end it first" in errors
     code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")

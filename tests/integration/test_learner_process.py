@@ -70,8 +70,9 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
     assert deaf.returncode == -signal.SIGKILL
 
 
-async def test_the_message_of_a_child_that_ends_last_is_read() -> None:
+async def test_the_message_of_a_child_that_ends_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that receives the feeder's error may end before the feeder does: the feeder's message counts."""
+    monkeypatch.setattr(process, "STOP_S", 60.0)
     feeder = await process._start("feeder", [sys.executable, "-c", LATE], {}, KEYS)
     assert feeder.process is not None and feeder.process.stdout is not None
     assert await feeder.process.stdout.readline() == b"late\n"

@@ -78,7 +78,7 @@ async def test_a_run_that_begins_with_adapters_publishes_them_first(open_learner
         async with first.followed(steps=3, lora=adapter) as (second, engine):
             bus = second.world.bus
             async with second.started_without_actors():
-                async with asyncio.timeout(60), second.world.actors():
+                async with asyncio.timeout(300), second.world.actors():
                     assert await second.ended() == [0]
                 await second.feeding
                 told = await asyncio.to_thread(state, engine)

@@ -27,7 +27,7 @@ from rewards.registry import Bound
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 async def steps(bus: Bus, first: int, last: int, *, epoch: int = 1) -> None:

@@ -122,7 +122,7 @@ async def test_answered_tasks_are_acked(open_world: OpenWorld) -> None:
 
         async with world.bus.tasks.acks(on_ack), world.feeder(recorded=world.recorded) as (url, _):
             training = asyncio.create_task(world.train(url))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await enough.wait()
             await training
         assert {int(task) for plan in await world.plans() for task in plan.tasks} == acked

@@ -12,6 +12,7 @@ import pytest
 from actors.engines.responses import GenerationFailed
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Unfinished
 from actors.episodes.rollouts import ProgramRollout
+from bus.streams import episode_turns
 from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.system.coroutines import to_the_end
 from bus.wire.codec import check_sample
@@ -21,6 +22,14 @@ from tests.episode_kit import Client, InProcess, Stage, chat, said, stage, task
 from tests.tiny_models import write_tiny_model
 
 TURNS = 3
+
+
+@pytest.fixture(autouse=True)
+def _slow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record may wait for a busy machine, and so may the log of an earlier actor; no wait of these tests ends by a limit."""
+    monkeypatch.setattr(episode_turns, "STORE_S", 60.0)
+    monkeypatch.setattr(episode_turns, "NEEDED_S", 60.0)
+    monkeypatch.setattr(episode_turns, "READ_S", 60.0)
 
 
 @pytest.fixture(scope="module")

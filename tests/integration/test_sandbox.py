@@ -185,7 +185,7 @@ async def test_an_actor_with_many_open_files_has_its_children_too() -> None:
     """A process inherits its socket under the number that it has in the actor, and ``select.select`` takes numbers up to 1023 only."""
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        async with opened("code", {"seconds": 5.0}, Limits(timeout_s=60.0, workers=1)) as score:
+        async with opened("code", {"seconds": 60.0}, Limits(timeout_s=120.0, workers=1)) as score:
             label = {"inputs": ["1\n"], "outputs": ["2\n"]}
             response = "```python\nprint(int(input()) + 1)\n```"
             assert await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED)) == {

@@ -52,7 +52,8 @@ class Scene:
         self.bus, self.actor, self._url, self._config = bus, actor, url, config
 
     def scorer(self, id: str) -> AbstractAsyncContextManager[ActorProcess]:
-        return actor_process(self._url, self.bus.run, self._config, id=id, program=actor_child.scorer)
+        """Start a scorer; a drained one finishes what it has, however long others take meanwhile."""
+        return actor_process(self._url, self.bus.run, self._config, id=id, drain_s=300.0, program=actor_child.scorer)
 
     async def at_work(self, id: str, requests: int) -> None:
         """Return when a scorer has this many requests."""

@@ -158,7 +158,7 @@ async def pushed(group: PushGroup, version: int, memory: HostMemory) -> Outcome:
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
 async def test_an_engine_killed_in_a_broadcast_costs_a_process_and_the_next_push_works(bus_url: str, run_id: str, at_once: bool) -> None:
-    deadlines, memory = Deadlines(10.0), HostMemory()
+    deadlines, memory = Deadlines(60.0), HostMemory()
     rules = GroupRules(3, HERE, "gloo", deadlines, memory=memory, apart=("gloo",))
     lost = Behaviour(fails="kill", at="bucket", once_served=1, at_once=at_once)
     good = Behaviour(at_once=at_once) if not at_once else GOOD

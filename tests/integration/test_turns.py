@@ -37,8 +37,9 @@ def turn(number: int, length: int = 2, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _slow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record may wait for a busy machine; the tests of the limit set their own."""
+    """A record may wait for a busy machine, and so may the log of an earlier actor; the tests of the limit set their own."""
     monkeypatch.setattr(episode_turns, "STORE_S", 60.0)
+    monkeypatch.setattr(episode_turns, "READ_S", 60.0)
 
 
 async def kinds(bus: Bus, task: int = 1, index: int = 0) -> list[str]:
@@ -142,9 +143,9 @@ async def test_a_record_whose_answer_was_lost_is_found_as_its_own(open_bus: BusO
             sent.append(await send(subject, payload, headers))
             raise BusUnavailable(subject, "the answer is lost")
 
-        monkeypatch.setattr(bus.jet.outbox, "attempt", attempt)
-        await log.append(TurnKind.TURN, **turn(0))
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(bus.jet.outbox, "attempt", attempt)
+            await log.append(TurnKind.TURN, **turn(0))
         await log.append(TurnKind.TURN, **turn(1))
         assert await kinds(bus) == ["take", "turn", "turn"]
 
@@ -197,9 +198,9 @@ async def test_rubbish_in_a_log_is_passed_over_and_others_logs_are_trimmed(open_
             _, log = await bus.turns.take(task, 0, "a", first=True)
             await log.append(TurnKind.TURN, **turn(0))
         for data in (b"", b"\xff" * 40, b"\x80"):
-            await bus.js.publish(subjects.turn(bus.run, 1, 0), data)
+            await bus.js.publish(subjects.turn(bus.run, 1, 0), data, timeout=60)
         stray = await bus.jet.last(subjects.stream(bus.run, subjects.TURNS), subjects.turn(bus.run, 2, 0))
-        await bus.js.publish(subjects.turn(bus.run, 1, 0), stray.data)  # of another task
+        await bus.js.publish(subjects.turn(bus.run, 1, 0), stray.data, timeout=60)  # of another task
         records, log = await bus.turns.take(1, 0, "b", first=False)
         assert [str(record.kind) for record in records] == ["take", "turn"] and log.kept
         assert bus.jet.refusals.counts[subjects.TURNS] == 4
@@ -217,17 +218,17 @@ async def test_a_log_that_is_needed_raises_where_another_goes_on_without(open_bu
         async def lost(subject: str, payload: bytes, headers: dict[str, str]) -> Any:
             raise BusUnavailable(subject, "not connected")
 
-        monkeypatch.setattr(bus.jet.outbox, "attempt", lost)
-        monkeypatch.setattr(episode_turns, "NEEDED_S", 0.3)
-        for kind in (TurnKind.TURN, TurnKind.STATE):
-            with pytest.raises(NotStored, match=r"not stored within 0.3 s") as found:
-                await log.append(kind, **(turn(1) if kind is TurnKind.TURN else {"number": 1}))
-            assert not found.value.lasting and log.kept
-        with pytest.raises(NotStored):
-            await bus.turns.take(1, 1, "a", first=True, needed=True)
-        for kind in (TurnKind.FAILED, TurnKind.END):
-            await log.append(kind)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(bus.jet.outbox, "attempt", lost)
+            patch.setattr(episode_turns, "NEEDED_S", 0.3)
+            for kind in (TurnKind.TURN, TurnKind.STATE):
+                with pytest.raises(NotStored, match=r"not stored within 0.3 s") as found:
+                    await log.append(kind, **(turn(1) if kind is TurnKind.TURN else {"number": 1}))
+                assert not found.value.lasting and log.kept
+            with pytest.raises(NotStored):
+                await bus.turns.take(1, 1, "a", first=True, needed=True)
+            for kind in (TurnKind.FAILED, TurnKind.END):
+                await log.append(kind)
         with pytest.raises(NotStored):
             await log.append(TurnKind.TURN, **turn(1))
         assert (bus.turns.counters.ended, bus.turns.counters.unlogged) == (2, 0)
@@ -254,12 +255,12 @@ async def test_a_cancelled_record_may_be_stored_or_not(open_bus: BusOpener, monk
             sending.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(bus.jet.outbox, "attempt", hangs)
-        storing = asyncio.create_task(log.append(TurnKind.TURN, **turn(0)))
-        await sending.wait()
-        storing.cancel()
-        await asyncio.gather(storing, return_exceptions=True)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(bus.jet.outbox, "attempt", hangs)
+            storing = asyncio.create_task(log.append(TurnKind.TURN, **turn(0)))
+            await sending.wait()
+            storing.cancel()
+            await asyncio.gather(storing, return_exceptions=True)
         with pytest.raises(NotStored, match="it is not known whether a record is stored"):
             await log.append(TurnKind.TURN, **turn(1))
 
@@ -272,12 +273,12 @@ async def test_what_is_not_read_ends_an_episode_that_needs_its_log(open_bus: Bus
         async def fails(stream: str, seq: int, subject: str) -> Any:
             raise BusUnavailable(subject, "no answer")
 
-        monkeypatch.setattr(bus.jet, "next", fails)
-        with pytest.raises(NotStored, match="were not read") as found:
-            await bus.turns.take(1, 0, "b", first=False, needed=True)
-        assert not found.value.lasting
-        monkeypatch.undo()
-        await bus.js.publish(subjects.turn(bus.run, 1, 0), b"\x80")
+        with monkeypatch.context() as patch:
+            patch.setattr(bus.jet, "next", fails)
+            with pytest.raises(NotStored, match="were not read") as found:
+                await bus.turns.take(1, 0, "b", first=False, needed=True)
+            assert not found.value.lasting
+        await bus.js.publish(subjects.turn(bus.run, 1, 0), b"\x80", timeout=60)
         with pytest.raises(NotStored, match="1 records of earlier actors cannot be read") as found:
             await bus.turns.take(1, 0, "b", first=False, needed=True)
         assert found.value.lasting and bus.turns.counters.ended == 2

@@ -22,6 +22,8 @@ from weightstore.transport.broadcast import BroadcastGroup, _translated
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
+DEADLINE_S = 120.0
+"""Seconds for a group whose peers all answer."""
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: below and above the size of socket buffers."""
 
@@ -32,14 +34,14 @@ def pattern(size: int) -> torch.Tensor:
 
 def receive_all(port: int, rank: int, world_size: int, pipe: Any) -> None:
     torch.set_num_threads(1)
-    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", 20)
+    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", DEADLINE_S)
     for size in (SMALL, LARGE, SMALL):
         pipe.send(torch.equal(group.receive(size), pattern(size)))
     pipe.recv()
 
 
 def hang_before_receiving(port: int, rank: int, world_size: int, pipe: Any) -> None:
-    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", 20)
+    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", DEADLINE_S)
     group.receive(SMALL)
     pipe.send(os.getpid())
     pipe.recv()
@@ -57,7 +59,7 @@ def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> Non
     """Join a group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every device."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=DEADLINE_S)
     store, rank, size = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", rank, world_size, timeout=timeout)))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore("pair", store), group_name="pair", timeout=timeout)
@@ -70,7 +72,7 @@ def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> Non
 
 def send_then_wait(pipe: Any) -> None:
     """Act as a learner that sends once and is then killed or stopped by the test."""
-    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", DEADLINE_S)
     pipe.send(group.port)
     group.meet()
     group.send(pattern(SMALL))
@@ -78,12 +80,12 @@ def send_then_wait(pipe: Any) -> None:
 
 
 def told(pipe: Any) -> Any:
-    assert pipe.poll(30), "the child says nothing"
+    assert pipe.poll(DEADLINE_S), "the child says nothing"
     return pipe.recv()
 
 
 def test_every_receiver_gets_the_bytes_and_no_default_group_is_made() -> None:
-    group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", 20)
+    group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", DEADLINE_S)
     with piped(receive_all, group.port, 1, 3) as (one, _), piped(receive_all, group.port, 2, 3) as (two, _):
         group.meet()
         for size in (SMALL, LARGE, SMALL):
@@ -96,7 +98,7 @@ def test_every_receiver_gets_the_bytes_and_no_default_group_is_made() -> None:
 
 
 def test_sglangs_way_of_making_the_group_meets_ours() -> None:
-    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", DEADLINE_S)
     with piped(receive_like_sglang, group.port, 1, 2) as (pipe, _):
         group.meet()
         group.send(pattern(LARGE))
@@ -104,7 +106,7 @@ def test_sglangs_way_of_making_the_group_meets_ours() -> None:
 
 
 def test_the_store_listens_only_at_its_address() -> None:
-    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", DEADLINE_S)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", group.port), timeout=1)
     group.close()

@@ -70,7 +70,7 @@ async def test_the_number_of_a_row_marked_as_deleted_is_not_used_again(open_bus:
         first, second = VersionRegistry(bus), VersionRegistry(bus)
         await second.reserve(1, 1)
         row = await first.reserve(2, 1)
-        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"", headers={"KV-Operation": "DEL"})
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"", headers={"KV-Operation": "DEL"}, timeout=60)
         assert (await second.reserve(2, 1)).version == row.version + 1
         assert (await VersionRegistry(bus).reserve(3, 1)).version == row.version + 2
 
@@ -233,7 +233,7 @@ async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alo
         unpublished = await registry.reserve(3, epoch)
 
         async def spoil() -> None:
-            await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", junk)
+            await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", junk, timeout=60)
 
         await spoil()
         with pytest.raises(UnreadableRow, match=r"row weights\.head, revision"):  # an engine waits until there is a head again
@@ -266,10 +266,10 @@ async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alo
 async def test_an_unreadable_head_of_a_run_without_a_version_has_the_fence_alone(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
-        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk")
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk", timeout=60)
         assert await registry.repaired_head(3) is None
         assert (await registry.newest_epoch(), await registry.head()) == (3, None)
-        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk")
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk", timeout=60)
         assert (await registry.publish_initial("/model", 3)).version == 0
         assert (await registry.head()) == await registry.row(0)
 
@@ -280,7 +280,7 @@ async def test_unreadable_rows_of_versions_are_restored_with_the_head_and_no_num
         for step in (1, 2):
             await registry.publish(await registry.reserve(step, 1))
         for key in ("head", "v.1", "v.2"):
-            await bus.js.publish(f"$KV.TM_{bus.run}_weights.{key}", b"junk")
+            await bus.js.publish(f"$KV.TM_{bus.run}_weights.{key}", b"junk", timeout=60)
         assert await registry.repaired_head(1) is None, "no version is known to be published"
         await registry.restore({1: 1, 2: 2}, 1)
         assert [row and (row.version, row.step) for row in (await registry.head(), await registry.row(1))] == [(2, 2), (1, 1)]
@@ -291,5 +291,5 @@ async def test_an_unreadable_row_of_a_version_is_whole_again_when_it_is_publishe
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         row = await registry.reserve(1, 1, digest="d")
-        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"junk")
+        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"junk", timeout=60)
         assert await registry.publish(row) == await registry.row(row.version)

@@ -1,7 +1,6 @@
 """Checksums on both sides of a push: a receiver with one flipped bit never serves it, and is named. Real engines, real groups."""
 
 import asyncio
-import functools
 import logging
 import re
 from pathlib import Path
@@ -16,8 +15,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.engine_serving import Served, serving
-from tests.integration import test_weightstore_publisher
-from tests.integration.test_weightstore_publisher import GOOD, state
+from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.config import Deadlines
@@ -26,9 +24,6 @@ from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.transport.http_receiver import HttpReceiver
-
-publishing = functools.partial(test_weightstore_publisher.publishing, phase_deadline_s=20.0)
-"""Publisher with a long phase deadline: no engine is late here."""
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ class Flipping(HttpReceiver):
     """The built-in engine with memory that loses a bit between the last bucket and the checksum request."""
 
     def __init__(self, served: Served, session: aiohttp.ClientSession, flipped: str) -> None:
-        super().__init__(session, served.engine.url, epoch=1, deadlines=Deadlines(20.0))
+        super().__init__(session, served.engine.url, epoch=1, deadlines=Deadlines(DEADLINE_S))
         self._served, self.flipped = served, flipped
 
     async def checksums(self) -> ChecksumReport | None:
@@ -112,8 +107,8 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for flipped in (receiver.flipped, ""):
             receiver.flipped = flipped
-            member = Member(row, receiver, deadlines=Deadlines(20.0))
-            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(20.0)), [member])
+            member = Member(row, receiver, deadlines=Deadlines(DEADLINE_S))
+            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(DEADLINE_S)), [member])
             try:
                 how = (await group.update(1, staging.buckets, lambda _: staging.differences))[member]
                 if flipped:

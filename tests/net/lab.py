@@ -27,7 +27,7 @@ from typing import IO, Self
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 INIT = "while :; do sleep 3600 & wait; done"
 """The first process of a machine: it reaps, as it becomes the parent of processes that have lost theirs."""
-MADE_S = 20.0
+MADE_S = 120.0
 ENDED_S = 30.0
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 TRAP = HOSTS + "127.0.1.1 {name}\n"
@@ -58,7 +58,7 @@ def why_not() -> str:
             lab["a"].lose(1)
             lab["a"].limit("100mbit")
             lab["a"].run("true")
-    except (NoLab, OSError, subprocess.TimeoutExpired) as error:
+    except (NoLab, OSError) as error:  # not a timeout: a slow machine is no reason to skip
         return f"network namespaces: {error}"
     return ""
 

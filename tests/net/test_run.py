@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bus.errors import BusError
+from bus.errors import BusError, BusUnavailable
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow
@@ -212,9 +212,10 @@ async def row_of(bus: Bus, role: str, id: str, what: Callable[[LiveRow], bool], 
     """Wait for a row with a property, and return it."""
     async with asyncio.timeout(within_s):
         while True:
-            for row in await LiveView(bus).alive(role):
-                if row.id == id and what(row):
-                    return row
+            with contextlib.suppress(BusUnavailable):
+                for row in await LiveView(bus).alive(role):
+                    if row.id == id and what(row):
+                        return row
             await asyncio.sleep(0.1)
 
 

@@ -28,15 +28,15 @@ def ids(*tokens: int) -> np.ndarray:
 
 async def test_a_clock_stands_still_while_it_is_stopped() -> None:
     clock = Clock()
-    reached = asyncio.create_task(clock.reaches(0.05))
     with clock.stopped():
         at = clock.seconds
+        reached = asyncio.create_task(clock.reaches(at + 0.05))
         with clock.stopped():
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.01)
         assert clock.seconds == at and not reached.done()
     await reached
-    assert clock.seconds >= 0.05
+    assert clock.seconds >= at + 0.05
 
 
 async def test_a_clock_without_a_limit_never_ends() -> None:

@@ -46,7 +46,7 @@ class Counter:
 
 async def called(use: object, arguments: object, **more: Any) -> str:
     (tool,) = tools_of([use]).values()
-    return await tool.call(arguments, **{"seconds": 10.0, "threads": CallThreads(), **more})
+    return await tool.call(arguments, **{"seconds": 60.0, "threads": CallThreads(), **more})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_a_function_of_ones_own() -> None:
         (f"{HERE}:weather", {"town": "x"}, "TypeError"),
         (f"{HERE}:weather", "Bern", "want a map of arguments, got str"),
         (f"{HERE}:hangs", {"seconds": -1.0}, "SystemError: broken"),
-        (f"{HERE}:hangs", {"seconds": 1.0}, "no result within 10 s"),
+        (f"{HERE}:hangs", {"seconds": 1.0}, "no result within 60 s"),
     ],
 )
 async def test_a_failure_is_a_text(use: str, arguments: object, words: str) -> None:
@@ -165,7 +165,7 @@ async def test_calls_that_hang_delay_no_other() -> None:
 @pytest.mark.usefixtures("released")
 async def test_a_process_with_too_many_hung_calls_is_unusable() -> None:
     threads = CallThreads(most_hung=1)
-    assert await called(f"{HERE}:hangs", {"seconds": 1.0}, threads=threads) == "Error: no result within 10 s"
+    assert await called(f"{HERE}:hangs", {"seconds": 1.0}, threads=threads) == "Error: no result within 60 s"
     assert threads.hung == 0, "a tool that raises TimeoutError has ended"
     assert await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads) == "Error: no result within 0.05 s"
     with pytest.raises(

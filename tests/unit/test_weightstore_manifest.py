@@ -111,8 +111,8 @@ def test_a_copy_in_use_is_not_lent_again() -> None:
     with pytest.raises(TimeoutError):
         pool.take(0)
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(pool.take(10)))
+    waiter = threading.Thread(target=lambda: found.append(pool.take(60)))
     waiter.start()
     first.release()
-    waiter.join(10)
+    waiter.join(60)
     assert found == [first]

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bus.errors import BusUnavailable, NotFound
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
+from bus.wire import subjects
 from bus.wire.messages import Done, LiveRow, Plan
 from tests.forked import Forked
 from tests.launched import tidemill
@@ -112,13 +114,29 @@ async def until_step(bus: Bus, step: int) -> None:
             return
 
 
+async def limit_records(bus: Bus, number: int) -> None:
+    """Let the log of plans have no more records, once it has any: a learner with more of them waits. -1 = no limit.
+
+    Not earlier: a learner that starts refuses a bus with other limits than its own.
+    """
+    stream = subjects.stream(bus.run, subjects.PLAN)
+    found: dict[str, Any] = {}
+    while not found or not found["state"]["last_seq"]:
+        with contextlib.suppress(NotFound):
+            found = await bus.jet.call(f"STREAM.INFO.{stream}")
+        await asyncio.sleep(0.05)
+    assert number < 0 or found["state"]["last_seq"] < number, f"this test came too late: {found['state']}"
+    await bus.jet.call(f"STREAM.UPDATE.{stream}", {**found["config"], "max_msgs": number})
+
+
 async def live(bus: Bus, role: str) -> LiveRow:
-    """Return the row of a living process of this role."""
+    """Return the row of a living process of this role; waits while the bus is away."""
     view = LiveView(bus)
     while True:
-        for row in await view.alive(role):
-            if _alive(row.pid):
-                return row
+        with contextlib.suppress(BusUnavailable):
+            for row in await view.alive(role):
+                if _alive(row.pid):
+                    return row
         await asyncio.sleep(0.05)
 
 

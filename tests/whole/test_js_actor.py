@@ -9,10 +9,11 @@ from rewards.digits import digits
 from rewards.port import RewardRequest
 from tests.actor_kit import all_samples, row_until
 from tests.js_kit import installed, js_actor
-from tests.whole.running import Up, assert_books_balance, until_step, up
+from tests.whole.running import Up, assert_books_balance, limit_records, until_step, up
 
 STEPS = 14
-"""The learner gets at most three steps ahead of its actors: it cannot end before the last of them has come."""
+RECORDS = 20
+"""Records of nine steps, two for each, behind those of a start: the learner waits with more of them until the last actor has come."""
 
 
 def test_a_run_with_actors_in_javascript_loses_nothing(tmp_path: Path) -> None:
@@ -34,6 +35,7 @@ def test_a_run_with_actors_in_javascript_loses_nothing(tmp_path: Path) -> None:
 async def _three_actors(run: Up, directory: Path) -> None:
     async with run.bus() as bus:
         live = bus.rows("live")
+        await limit_records(bus, RECORDS)
         url = (run.directory / "bus.url").read_text().strip()
         async with js_actor(directory, url, run.run, "js-drained") as actor:
             await actor.meanwhile(until_step(bus, 2))
@@ -46,6 +48,8 @@ async def _three_actors(run: Up, directory: Path) -> None:
                 request = RewardRequest(prompt=sample.prompt, response=sample.response, label=sample.label, status=sample.status)
                 assert sample.reward == pytest.approx(digits(request)), sample
         async with js_actor(directory, url, run.run, "js-last") as actor:
-            await actor.meanwhile(until_step(bus, STEPS - 1))
-            assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+            await actor.meanwhile(row_until(live, "actor.js-last", lambda row: True))
+            await limit_records(bus, -1)
+            await actor.meanwhile(asyncio.to_thread(run.wait))
+            assert run.wait() == 0, run.log[-4000:]
             assert await actor.drain() == 0  # its bus is gone

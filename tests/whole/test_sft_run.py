@@ -5,33 +5,18 @@ import json
 import os
 import signal
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bus.errors import NotFound
-from bus.streams.bus import Bus, connect
-from bus.wire import subjects
+from bus.streams.bus import connect
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
 from tests.launched import run_tidemill
-from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, records, until_step, up
+from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, limit_records, live, records, until_step, up
 
 SFT = ROOT / "launch/configs/sft.yaml"
 ROWS, STEPS = 512, 32
-
-
-async def limit_records(bus: Bus, number: int) -> None:
-    """Let the log of plans have no more records, once it has any: a learner with more of them waits. -1 = no limit."""
-    stream = subjects.stream(bus.run, subjects.PLAN)
-    found: dict[str, Any] = {}
-    while not found or not found["state"]["last_seq"]:
-        with suppress(NotFound):
-            found = await bus.jet.call(f"STREAM.INFO.{stream}")
-        await asyncio.sleep(0.05)
-    await bus.jet.call(f"STREAM.UPDATE.{stream}", {**found["config"], "max_msgs": number})
 
 
 async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: Path) -> None:
@@ -46,7 +31,7 @@ async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: P
     with up(tmp_path, *settings, "learner.weights_digest=true", config=SFT, flags=("--fresh",)) as run:
         run.run = "sft"
         async with run.bus() as bus:
-            await limit_records(bus, 40)  # two for each step: it cannot end before the kill
+            await limit_records(bus, 2 * STEPS - 4)  # two for each step: it cannot end before the kill
             await until_step(bus, 11)
             feeder = (await live(bus, "feeder")).pid
             os.kill(feeder, signal.SIGSTOP)

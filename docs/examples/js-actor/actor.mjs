@@ -340,9 +340,14 @@ async function main() {
   actor = new Actor(bus, id, config);
   log("working", { run: bus.run, id, reward: config.reward });
   const live = `$KV.TM_${bus.run}_live.actor.${token(id)}`;
-  const beating = setInterval(() => bus.say(live, JSON.stringify(actor.row())), HEARTBEAT_MS);
+  let stored = Promise.resolve();
+  const beat = () => {
+    if (bus.connected) stored = bus.request(live, JSON.stringify(actor.row())).catch(() => {}); // the next one has all that this one had
+  };
+  const beating = setInterval(beat, HEARTBEAT_MS);
   await actor.run();
   clearInterval(beating);
+  await stored; // a row under way could be stored behind its own removal
   if (bus.connected) {
     await bus.api(`STREAM.PURGE.KV_TM_${bus.run}_live`, { filter: live }).catch((error) => log("live row not removed", { error }));
   }
