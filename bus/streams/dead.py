@@ -52,13 +52,16 @@ class DeadLetters:
 
     async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
+        subject = subjects.dead_decision(self._jet.run, decision.task)
         headers = {subjects.MESSAGE_ID: f"word.{decision.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
         try:
-            await self._jet.outbox.store(subjects.dead_decision(self._jet.run, decision.task), encode_decision(decision), headers)
+            await self._jet.outbox.store(subject, encode_decision(decision), headers)
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
-            return False
+            # It may be this one, stored at the first try, whose answer was lost.
+            stored = await self._jet.last(self._stream, subject)
+            return stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
         return True
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable
+from functools import partial
 
 from bus.system.foreign import repr_of
 from bus.wire.json_object import JsonMapping
@@ -97,23 +98,28 @@ def _failed(id: int, error: BaseException, **fields: object) -> bytes:
 
 async def _serve_many(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    calls: dict[int, asyncio.Task[None]] = {}
+    calls: dict[int, asyncio.Task[bytes]] = {}
 
-    async def call(message: JsonMapping) -> None:
-        """Answer one request; a cancelled call has its reply, too, by which the actor knows that the loop is not blocked."""
+    async def call(message: JsonMapping) -> bytes:
+        """Return the reply to one request."""
         try:
             result = await function(function.contract.decode(message["request"]))
-            reply = _reply(message["id"], result=function.contract.checked(function.name, result))
+            return _reply(message["id"], result=function.contract.checked(function.name, result))
         except BaseException as error:  # of the user's code
-            reply = _failed(message["id"], error)
-        writer.write(reply)
-        del calls[message["id"]]
+            return _failed(message["id"], error)
+
+    def ended(id: int, task: asyncio.Task[bytes]) -> None:
+        """Send the reply. A cancelled call has one, too, even if it had not begun: by it the actor knows that the loop is not blocked."""
+        writer.write(_failed(id, asyncio.CancelledError()) if task.cancelled() else task.result())
+        del calls[id]
 
     while (message := await frames.read(reader, 1 << 32)) is not None:
         id = message["id"]
         if "cancel" not in message:
             calls[id] = asyncio.create_task(call(message))
+            calls[id].add_done_callback(partial(ended, id))
         elif id in calls:
             calls[id].cancel()
     for task in calls.values():
         task.cancel()
+    writer.close()

@@ -386,3 +386,15 @@ async def test_dead_letters_that_cannot_be_read_are_passed_over(open_bus: BusOpe
         await following.aclose()  # type: ignore[attr-defined]
         assert bus.refusals.counts == {"DEAD": 4}, "once each, however often they are read"
         assert "newest: DEAD 2: message: want one msgpack map" in str(bus.refusals)
+
+
+async def test_a_decision_whose_answer_was_lost_is_ones_own(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="operator") as bus:
+        proxy.deaf = True
+        deciding = asyncio.create_task(bus.dead.decide(DeadLetterDecision(task=1, word="drop")))
+        while not await looker.dead.decisions():  # noqa: ASYNC110 - the stream is read again and again
+            await asyncio.sleep(0.01)
+        await proxy.cut()
+        proxy.deaf = False
+        assert await deciding
+        assert not await bus.dead.decide(DeadLetterDecision(task=1, word="drop")), "the same, decided by another"

@@ -1,0 +1,29 @@
+"""The process of an async reward, run as a coroutine: calls that are cancelled, and their replies."""
+
+import asyncio
+import socket
+from typing import Any
+
+from rewards.children import frames, worker
+from rewards.children.limits import Limits
+from rewards.registry import REWARD, Bound
+
+
+async def _never(request: Any) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_has_a_reply_too() -> None:
+    """Without one the actor takes the process for one that is blocked, and kills it with the other calls."""
+    ours, theirs = socket.socketpair()
+    function = Bound("never", _never, {}, REWARD)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    writer.write(frames.encode_call(1, b"{}") + frames.encode({"id": 1, "cancel": True}))  # read together: the call has had no turn
+    serving = asyncio.create_task(worker._serve_many(theirs, function, Limits()))
+    async with asyncio.timeout(60):
+        reply = await frames.read(reader)
+    assert reply is not None and (reply["id"], "CancelledError" in reply["failed"]) == (1, True)
+    writer.close()
+    await writer.wait_closed()
+    await serving
