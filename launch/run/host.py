@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 ROLE = "host"
 LOOK_EVERY_S = 1.0
+LATE_S = 2.5
+"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as those of dead ones."""
 SETTLE_S = 5.0
 """Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one counts as alive."""
 LOCK_FILE = ".lock"
@@ -84,8 +86,11 @@ class Host:
         )
         async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
+                began_s = time.monotonic()
                 try:
                     rows, hosts = await desired.read(self._bus), await self._hosts()
+                    if time.monotonic() - began_s > LATE_S:
+                        trusted_from = time.monotonic() + SETTLE_S
                     counts = rows.of(self._live_host, hosts)
                     if counts["engine"]:
                         await self._devices.refresh()
@@ -218,9 +223,14 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
-    """Raise HostExists if a host of this name is alive elsewhere. Takes two seconds if there is a live row of this name."""
-    if (await bus.rows("live").read(f"{ROLE}.{desired.token(name)}"))[0] is None:
-        return
-    for row, age in await processes(bus):
-        if row.role == ROLE and row.id == name and age == 0:
-            raise HostExists(f"--name: host {name} of run {bus.run} is running on {row.host} (process {row.pid}); choose another name")
+    """Raise HostExists if a host of this name is alive elsewhere: it writes its row again. Takes ``SETTLE_S`` if it is not."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            first = True
+            async for row in bus.rows("live").watch(f"{ROLE}.{desired.token(name)}"):
+                if row is None:
+                    return
+                if not first:
+                    there = f"{row[0].get('host')} (process {row[0].get('pid')})"
+                    raise HostExists(f"--name: host {name} of run {bus.run} is running on {there}; choose another name")
+                first = False

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.cli.main import main
-from launch.run import desired
+from launch.run import desired, host
 from launch.run.host import SETTLE_S
 from launch.run.host_learner import HostLearner
+from launch.run.supervisor import Supervisor
 from launch.settings.config_loader import from_map
 from learner.nodes.node_rows import NodeRow, node_of
 from tests.actor_kit import row_until
@@ -243,6 +245,37 @@ async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts
             await host_row(bus, name, lambda row: row.load.get("actors_wanted") == 1.0)
         await asyncio.sleep(SETTLE_S + 2)  # by then they look at the numbers again
         assert await actors(bus) == before, "none started, none ended"
+
+
+async def test_after_a_short_outage_a_host_waits_for_the_rows_of_the_others(
+    open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of three seconds ends well, and yet every other host may have been silent for as long as a dead one."""
+    clock, looks, reconciled, draining = [100.0], asyncio.Queue[int](), list[float](), asyncio.Event()
+    read = desired.read
+
+    async def late(bus: Bus) -> desired.DesiredRoles:
+        looks.put_nowait(looks.qsize())
+        if looks.qsize() == 3:
+            clock[0] += 3.0
+        return await read(bus)
+
+    monkeypatch.setattr(desired, "read", late)
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(host, "LOOK_EVERY_S", 0.01)
+    async with open_bus() as bus:
+        supervisor = Supervisor(tmp_path, restarts=0, window_s=60, on_event=lambda text: None)
+        one = host.Host(bus, supervisor, desired.LiveHost("a", ""), arguments=lambda role, id: [], drain_s=1)
+        monkeypatch.setattr(one, "reconcile", lambda counts, revision: reconciled.append(clock[0]))
+        running = asyncio.create_task(one.run(draining))
+        while looks.qsize() < 6:  # noqa: ASYNC110 - counted, too
+            await asyncio.sleep(0.01)
+        assert reconciled == [100.0, 100.0], "not by what was read at 103"
+        clock[0] += SETTLE_S
+        while len(reconciled) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        draining.set()
+        await running
 
 
 async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
