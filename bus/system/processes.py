@@ -135,7 +135,10 @@ class Child:
 
     async def exited(self) -> int:
         """Return the exit code as soon as it has ended. Its output may be held open longer, by processes that it has started."""
-        return await self._started().wait()
+        process = self._started()
+        while process.returncode is None:  # noqa: ASYNC110 - asyncio's own wait is also one for the end of the output
+            await asyncio.sleep(0.02)
+        return process.returncode
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to its whole process group, while it runs."""

@@ -246,7 +246,6 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
     from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import RankPlaces
 
-    model_shape(Path(config.model.path))  # the feeder refuses the model too: whichever ends first, the learner ends with its message
     places = RankPlaces(
         run=config.run,
         bus_url=bus_url,

@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bus.system.processes import Child
@@ -71,3 +72,20 @@ async def test_output_without_a_log_file_is_passed_on_behind_the_name(capfd: pyt
     assert capfd.readouterr().err == "it: one\nit: error: two\n"
     assert child.lines() == ["one", "error: two"]
     assert child.reason() == "two"
+
+
+async def test_the_exit_code_does_not_wait_for_output_that_another_process_holds_open() -> None:
+    """The grandchild has left the group, and has inherited the output."""
+    grandchild = "import time; print('here', flush=True); time.sleep(3600)"
+    starting = f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
+    code = f"import subprocess, sys, time; {starting}; time.sleep(3600)"
+    child = Child("parent", [sys.executable, "-c", code])
+    await child.start()
+    assert child.process is not None and child.process.stdout is not None
+    assert await child.process.stdout.readline() == b"here\n"
+    (left,) = psutil.Process(child.pid).children()
+    child.send(signal.SIGKILL)
+    async with asyncio.timeout(60):
+        assert await child.exited() == -signal.SIGKILL
+    left.kill()
+    assert await child.wait() == -signal.SIGKILL
