@@ -41,8 +41,8 @@ class HeartbeatPublisher:
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
-        self._changes = self._stored = 0
-        """Changes of the row so far, and the number of them in the row that was stored last."""
+        self._changes, self._stored = 1, 0
+        """States of the row so far, and the number of them at the state that was stored last."""
         self._written = Waiter()
 
     def update(self, **changes: Any) -> None:

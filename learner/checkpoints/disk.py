@@ -146,6 +146,11 @@ def listed(root: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
 
 
+def unfinished(root: Path) -> set[int]:
+    """Return the steps of the checkpoints that are being written, or were when their ranks were killed."""
+    return {int(match[1]) for path in root.glob("step-*.tmp") if (match := _NAME.fullmatch(path.stem))}
+
+
 def is_spread(path: Path) -> bool:
     """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable manifest."""
     try:

@@ -71,9 +71,10 @@ class SavedModels:
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove all models but the ``keep`` newest (0 = all) and those of steps with a checkpoint. Raises OSError."""
+    """Remove all models but the ``keep`` newest (0 = all) and those of steps with a checkpoint, be it unfinished. Raises OSError."""
     found = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
-    spared = {one.step for one in disk.listed(checkpoints)}
+    spared = disk.unfinished(checkpoints)  # read first: in between, one may be renamed into place
+    spared |= {one.step for one in disk.listed(checkpoints)}
     for step, path in found[:-keep] if keep else ():
         if step not in spared:
             shutil.rmtree(path)

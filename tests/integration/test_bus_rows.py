@@ -162,6 +162,13 @@ async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
         assert isinstance(one, Bus)
 
 
+async def test_a_row_that_is_said_to_be_stored_can_be_read(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, HeartbeatPublisher(bus, row("a1")) as heartbeat:
+        await heartbeat.stored()
+        assert heartbeat.written_s > float("-inf")
+        assert await bus.rows("live").get("actor.a1") is not None
+
+
 async def test_a_row_that_cannot_be_read_hides_no_other(open_bus: BusOpener) -> None:
     """Any process may write its own live row: invalid bytes there must not hide the rows of others."""
     async with open_bus() as bus:

@@ -83,10 +83,11 @@ def test_the_newest_are_kept_and_those_with_a_checkpoint(tmp_path: Path) -> None
     checkpoints = tmp_path / "checkpoints"
     for step in (4, 8, 10):
         disk.commit(disk.staging(checkpoints, step=step, epoch=1), b"")
+    disk.staging(checkpoints, step=6, epoch=1)  # its ranks still write
     root = tmp_path / "models"
     for name in ("step-2", "step-4", "step-6", "step-8", "step-10", "step-12.part"):
         (root / name).mkdir(parents=True)
     prune(root, checkpoints, keep=0)
     assert len(list(root.iterdir())) == 6
     prune(root, checkpoints, keep=1)
-    assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-12.part", "step-4", "step-8"]
+    assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-12.part", "step-4", "step-6", "step-8"]
