@@ -251,13 +251,13 @@ async def test_after_a_short_outage_a_host_waits_for_the_rows_of_the_others(
     open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read of three seconds ends well, and yet every other host may have been silent for as long as a dead one."""
-    clock, looks, reconciled, draining = [100.0], asyncio.Queue[int](), list[float](), asyncio.Event()
+    clock, looks, reconciled, draining = [100.0], 0, list[float](), asyncio.Event()
     read = desired.read
 
     async def late(bus: Bus) -> desired.DesiredRoles:
-        looks.put_nowait(looks.qsize())
-        if looks.qsize() == 3:
-            clock[0] += 3.0
+        nonlocal looks
+        looks += 1
+        clock[0] += 3.0 if looks == 3 else 0.5  # as long as this read takes
         return await read(bus)
 
     monkeypatch.setattr(desired, "read", late)
@@ -268,14 +268,12 @@ async def test_after_a_short_outage_a_host_waits_for_the_rows_of_the_others(
         one = host.Host(bus, supervisor, desired.LiveHost("a", ""), arguments=lambda role, id: [], drain_s=1)
         monkeypatch.setattr(one, "reconcile", lambda counts, revision: reconciled.append(clock[0]))
         running = asyncio.create_task(one.run(draining))
-        while looks.qsize() < 6:  # noqa: ASYNC110 - counted, too
-            await asyncio.sleep(0.01)
-        assert reconciled == [100.0, 100.0], "not by what was read at 103"
-        clock[0] += SETTLE_S
-        while len(reconciled) < 3:  # noqa: ASYNC110
+        while len(reconciled) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         draining.set()
         await running
+    assert reconciled[:2] == [100.5, 101.0], "before"
+    assert reconciled[2:4] == [104.0 + SETTLE_S, 104.5 + SETTLE_S], "and when all others have had the time to write their rows"
 
 
 async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
