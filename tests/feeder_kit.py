@@ -53,7 +53,7 @@ class World:
     metadata: bool = False
     """True if the ranks ask for the metadata of samples."""
     most_tasks: int | None = None
-    """Tasks of training that the actors take before they wait for ever, at most one more for each but the first. None = all."""
+    """Number of training tasks after which the actors take no more; each may take one beyond it. None = no limit."""
     taken: set[int] = field(default_factory=set)
     """The tasks that they have taken."""
 

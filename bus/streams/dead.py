@@ -59,7 +59,7 @@ class DeadLetters:
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
-            # It may be this one, stored at the first try, whose answer was lost.
+            # The first try may have stored this one, and its answer may be lost.
             stored = await self._jet.last(self._stream, subject)
             return stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
         return True

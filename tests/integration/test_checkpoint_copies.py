@@ -3,13 +3,14 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bus.streams.bus import Bus
+from bus.system.coroutines import beside
 from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
@@ -190,16 +191,9 @@ def test_kept_are_those_that_pruning_keeps(tmp_path: Path) -> None:
     assert wanted == [one.path.name for one in disk.listed(tmp_path)]
 
 
-@asynccontextmanager
-async def running(opened: list[Keeper]) -> AsyncIterator[None]:
+def running(opened: list[Keeper]) -> AbstractAsyncContextManager[None]:
     """Let the opened keepers of the nodes copy and remove, as their agents do."""
-    tasks = [asyncio.create_task(keeper.run()) for keeper in opened]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return beside(*(keeper.run() for keeper in opened))
 
 
 async def latest(learner: Learner, step: int) -> None:

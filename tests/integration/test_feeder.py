@@ -551,7 +551,7 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
             FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as fails,
             FeedClient(url, keys=KEYS, rank=1, dp_rank=1, dp_size=2) as other,
         ):
-            for client in (other, fails):  # each is answered, hence registered: a rank that comes later is told nothing
+            for client in (other, fails):  # an answer means registered; a rank that registers after the failure gets no message
                 await asyncio.to_thread(client.hello)
             waiting = asyncio.create_task(asyncio.to_thread(other.next, 1))
             fails.failed("out of memory", 78)

@@ -55,7 +55,9 @@ async def test_another_process_and_a_silent_one_are_told_apart() -> None:
 
 
 async def test_the_learner_s_verdict_arrives_in_the_engine(open_bus: BusOpener) -> None:
-    engine = LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", address="http://127.0.0.1:9", nonce="abc")  # nobody is there
+    engine = LiveRow(
+        role="engine", id="e", host="h", pid=1, phase="serving", address="http://127.0.0.1:9", nonce="abc"
+    )  # nothing listens there
     learner = LiveRow(role="learner", id="l", host="h", pid=2, phase="working")
     async with open_bus() as bus, HeartbeatPublisher(bus, engine) as row, HeartbeatPublisher(bus, learner) as heartbeat:
         own, changed = OwnAddress(bus, "abc"), asyncio.Event()

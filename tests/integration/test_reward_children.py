@@ -156,6 +156,15 @@ async def test_a_label_that_json_lacks_fails() -> None:
 
 
 async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop() -> None:
+    """The least of three measurements counts: a busy machine stops the loop, too, but not each time."""
+    for _ in range(3):
+        if (longest := await _longest_stop_s()) < 0.2:
+            break
+    assert longest < 0.2
+
+
+async def _longest_stop_s() -> float:
+    """Return the longest time between two turns of the event loop while four calls backtrack."""
     longest, last, ended = 0.0, 0.0, asyncio.Event()
 
     def now() -> float:
@@ -175,7 +184,7 @@ async def test_a_regular_expression_that_backtracks_does_not_stop_the_event_loop
         found = await asyncio.gather(*(score(request("a" * 60)) for _ in range(4)), return_exceptions=True)
         ended.set()
     assert [type(error) for error in found] == [TimeoutError] * 4
-    assert longest < 10, "a loop that is stopped has no end"
+    return longest
 
 
 @pytest.mark.parametrize("response", ["hang", "ignore"])

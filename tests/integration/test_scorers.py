@@ -52,7 +52,7 @@ class Scene:
         self.bus, self.actor, self._url, self._config = bus, actor, url, config
 
     def scorer(self, id: str) -> AbstractAsyncContextManager[ActorProcess]:
-        """Start a scorer; a drained one finishes what it has, however long others take meanwhile."""
+        """Start a scorer, which has five minutes to drain."""
         return actor_process(self._url, self.bus.run, self._config, id=id, drain_s=300.0, program=actor_child.scorer)
 
     async def at_work(self, id: str, requests: int) -> None:

@@ -23,7 +23,7 @@ from weightstore.transport.broadcast import BroadcastGroup, _translated
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
 DEADLINE_S = 120.0
-"""Seconds for a group whose peers all answer."""
+"""Seconds within which all ranks of a group join and answer."""
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: below and above the size of socket buffers."""
 

@@ -306,7 +306,7 @@ async def test_cutting_short_keeps_the_engines_last_answer() -> None:
 
 
 async def test_cutting_short_does_not_wait_for_a_hung_engine() -> None:
-    for _ in range(5):  # a process that stands still meanwhile says it once
+    for _ in range(5):  # only one abort is sent if the process is stopped meanwhile
         unfinished, aborted = await leaving(EngineUnavailable("a", "never said"), cut_short_s=2.0)
         assert unfinished.partial is not None
         assert unfinished.partial.tokens.tolist() == [5, 6], "what was there before stays"
