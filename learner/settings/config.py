@@ -149,7 +149,8 @@ class LearnerConfig:
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: str = "auto"
-    """auto | sdpa | varlen. varlen = torch's flash attention over rows of any lengths, on CUDA in half precision; auto = where it works."""
+    """auto | sdpa | varlen | cudnn. varlen = torch's flash attention over rows of any lengths, on CUDA in half precision; cudnn = the same,
+    with cuDNN's attention for long sequences, on Hopper and with ``deterministic: false``; auto = the last of these that works."""
     recompute: str = "none"
     """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
     fused_activation: str = "auto"
@@ -410,13 +411,24 @@ class LearnerConfig:
         self._refuse_experts()
 
     def _check_kernels(self) -> None:
-        choices = {"attention": ("auto", "sdpa", "varlen"), "recompute": RECOMPUTE}
+        choices = {"attention": ("auto", "sdpa", "varlen", "cudnn"), "recompute": RECOMPUTE}
         choices |= dict.fromkeys(("fused_activation", "grouped_experts", *BY_TRITON), ("auto", "always", "never"))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: want {', '.join(allowed[:-1])} or {allowed[-1]}, got {getattr(self, name)!r}")
-        for name, forced in (("attention", "varlen"), ("fused_activation", "always"), *((name, "always") for name in BY_TRITON)):
+        for name, forced in (
+            ("attention", "varlen"),
+            ("attention", "cudnn"),
+            ("fused_activation", "always"),
+            *((name, "always") for name in BY_TRITON),
+        ):
             if getattr(self, name) == forced and self.device == "cpu":
                 raise ValueError(f"{name}: want auto on the CPU, got {forced!r}: it is a kernel for CUDA")
-        if self.attention == "varlen" and self.dtype == "float32":
-            raise ValueError("attention: want auto or sdpa with dtype: float32, got 'varlen': flash attention computes in half precision")
+        if self.attention in ("varlen", "cudnn") and self.dtype == "float32":
+            raise ValueError(
+                f"attention: want auto or sdpa with dtype: float32, got {self.attention!r}: flash attention computes in half precision"
+            )
+        if self.attention == "cudnn" and self.deterministic:
+            raise ValueError(
+                "attention: want auto or varlen with deterministic: true, got 'cudnn': its gradients are not the same bits each time"
+            )

@@ -40,7 +40,11 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_tokenizer
 from weightstore.transport.nccl import own_end
 
-SHAPE = {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936}
+SHAPES = {
+    "qwen3-1.7b": {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
+    "qwen3-8b": {"layers": 36, "hidden": 4096, "intermediate": 12_288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
+}
+"""Sizes of their configurations; the larger one's output layer is not that of its embedding, but here it is."""
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
 PARTS = ("steps", "pushes", "responses")
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -49,7 +53,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
 }
 """None of them is the name of a benchmark, with which the options of the next one would begin."""
-VARIANTS = ("deterministic", "fast", "recompute", "transformers")
+VARIANTS = ("deterministic", "fast", "varlen", "recompute", "transformers")
 START_S = 180.0
 """Time limit in seconds for an engine process to be live."""
 KERNELS = {
@@ -125,8 +129,8 @@ def make_step(lengths: Sequence[int], vocab: int, micro_batches: int) -> StepBat
     return make_batches(samples, max_tokens=sum(lengths))[0]
 
 
-def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, recompute: str = "none") -> Callable[[], Any]:
-    """Return a step of the learner in bfloat16."""
+def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, **wanted: Any) -> Callable[[], Any]:
+    """Return a step of the learner in bfloat16. ``wanted``: settings about kernels."""
     from learner.algorithms.config import AlgorithmConfig
     from learner.megatron.layers.kernels import Wanted
     from learner.megatron.model import build_policy
@@ -136,7 +140,7 @@ def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel
 
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    policy = build_policy(directory, dtype="bfloat16", parallel=parallel, kernels=Wanted(recompute=recompute))
+    policy = build_policy(directory, dtype="bfloat16", parallel=parallel, kernels=Wanted(**wanted))
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1000)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(advantage="reinforce"), max_lag=2)
     return lambda: trainer.train(batch)
@@ -208,7 +212,8 @@ def split(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
 def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
     """Return the results by name, for each length of sequences.
 
-    They are those of the learner with and without deterministic kernels and with recomputation, and of transformers.
+    They are those of the learner with and without deterministic kernels, with flash attention alone and with recomputation, and of
+    transformers.
     """
     device, found = args.torch_device, {}
     counted = StepFlops.read(directory)
@@ -220,6 +225,9 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
             steps: dict[str, Callable[[], Callable[[], Any]]] = {
                 "deterministic": lambda batch=batch: our_step(directory, batch, deterministic=True, parallel=parallel),  # type: ignore[misc]
                 "fast": lambda batch=batch: our_step(directory, batch, deterministic=False, parallel=parallel),  # type: ignore[misc]
+                "varlen": lambda batch=batch: our_step(  # type: ignore[misc]
+                    directory, batch, deterministic=False, parallel=parallel, attention="varlen"
+                ),
                 "recompute": lambda batch=batch: our_step(  # type: ignore[misc]
                     directory, batch, deterministic=False, parallel=parallel, recompute="full"
                 ),
@@ -382,6 +390,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, which shows that everything runs; on a CPU always")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="kinds of steps")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, help="layers of the model")
     parser.add_argument("--sequence", type=int, nargs="+", help="tokens of a sequence; each is measured")
     parser.add_argument("--row-tokens", type=int, help="tokens of a micro-batch")
@@ -415,7 +424,7 @@ def main() -> None:
         return
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         os.environ.setdefault(name, value)
-    shape = (TINY if args.tiny else SHAPE) | ({"layers": args.layers} if args.layers else {})
+    shape = (TINY if args.tiny else SHAPES[args.shape]) | ({"layers": args.layers} if args.layers else {})
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if args.torch_device.type == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from learner.layout.parallel import Parallel
+from learner.megatron.layers.kernels import CUDNN_CAPABILITY
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 
@@ -66,6 +67,14 @@ def cuda(device: torch.device) -> torch.device:
     if device.type != "cuda":
         pytest.skip("of CUDA only")
     return device
+
+
+@pytest.fixture(scope="session")
+def hopper(cuda: torch.device) -> torch.device:
+    """Device for tests of kernels that are chosen on Hopper alone."""
+    if torch.cuda.get_device_capability() != CUDNN_CAPABILITY:
+        pytest.skip(f"of compute capability {CUDNN_CAPABILITY[0]}.{CUDNN_CAPABILITY[1]} only")
+    return cuda
 
 
 @pytest.fixture(scope="session")

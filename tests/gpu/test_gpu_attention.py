@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.layout.parallel import Parallel
 from learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
-from learner.megatron.layers.kernels import SDPA, VARLEN
+from learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
 from learner.megatron.model import build_policy
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +83,30 @@ def test_bfloat16_runs_on_flash_kernels(cuda: torch.device, kernel: str) -> None
     assert any(("flash" in name and "fwd" in name) or (kernel == SDPA and "cudnn" in name) for name in names), names
 
 
+@pytest.mark.parametrize("lengths", [(LONG_SEQUENCE,), (5, LONG_SEQUENCE + 30, 700, 5, LONG_SEQUENCE + 600)], ids=["alone", "among others"])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 8, 128), (8, 2, 64), (4, 4, 96)])
+def test_long_sequences_by_cudnn(hopper: torch.device, lengths: tuple[int, ...], heads: int, groups: int, size: int) -> None:
+    """Values and gradients as near to float64 as flash attention's; the kernels are cuDNN's."""
+    found = {}
+    for kernel in (CUDNN, VARLEN, "float64"):
+        dtype = torch.float64 if kernel == "float64" else torch.bfloat16
+        inputs = [
+            each.detach().to(torch.bfloat16).to(dtype).requires_grad_()
+            for each in made_inputs(sum(lengths), heads, groups, size, torch.bfloat16, hopper)
+        ]
+        out = attention(SDPA if kernel == "float64" else kernel)(*inputs, None, packed_seq_params=row_of(lengths, hopper))
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(hopper, torch.bfloat16)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            out.backward(weights.to(dtype))
+            torch.cuda.synchronize()
+        assert any("cudnn" in event.key.lower() for event in profile.key_averages()) == (kernel == CUDNN)
+        found[kernel] = [out.detach().double(), *(each.grad.double() for each in inputs if each.grad is not None)]
+    for ours, flash, exact in zip(*found.values(), strict=True):
+        wanted = (flash - exact).square().mean().sqrt()
+        assert (ours - exact).square().mean().sqrt() <= 1.2 * wanted
+        assert wanted < 0.01 * exact.square().mean().sqrt()
+
+
 @pytest.mark.usefixtures("deterministic")
 def test_flash_attentions_gradients_are_the_same_bits_twice(cuda: torch.device) -> None:
     """Long sequences, for which many blocks add to one gradient."""
@@ -98,11 +122,14 @@ def test_flash_attentions_gradients_are_the_same_bits_twice(cuda: torch.device) 
 
 
 def test_a_model_in_bfloat16_takes_flash_attention(rank: Parallel, model_dir: Path, on_gpu: bool) -> None:
-    assert build_policy(model_dir, dtype="bfloat16", parallel=rank).bridge.kernels.attention == (VARLEN if on_gpu else SDPA)
+    """With cuDNN's for long sequences on Hopper: the rank need not be deterministic."""
+    hopper = on_gpu and torch.cuda.get_device_capability() == CUDNN_CAPABILITY
+    wanted = CUDNN if hopper else VARLEN if on_gpu else SDPA
+    assert build_policy(model_dir, dtype="bfloat16", parallel=rank).bridge.kernels.attention == wanted
     assert build_policy(model_dir, dtype="float32", parallel=rank).bridge.kernels.attention == SDPA
 
 
-@pytest.mark.parametrize("kernel", [SDPA, VARLEN])
+@pytest.mark.parametrize("kernel", [SDPA, VARLEN, CUDNN])
 @pytest.mark.parametrize("lengths", [(8192,), (2048,) * 4], ids=["one of 8k", "four of 2k"])
 def test_eight_thousand_tokens_take_less_than_a_gigabyte(
     cuda: torch.device, kernel: str, lengths: tuple[int, ...], peak: Callable[[], int]

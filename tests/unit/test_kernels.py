@@ -12,11 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from learner.errors import ConfigRefused
+from learner.megatron.layers import attention as layers
 from learner.megatron.layers import kernels
-from learner.megatron.layers.attention import CORE_ATTENTION, PackedRow, SDPACoreAttention, attend_varlen, packed_row
+from learner.megatron.layers.attention import (
+    CORE_ATTENTION,
+    CudnnCoreAttention,
+    PackedRow,
+    Piece,
+    SDPACoreAttention,
+    attend_varlen,
+    packed_row,
+    padded_length,
+)
 from learner.megatron.layers.kernels import (
+    CUDNN,
+    LONG_SEQUENCE,
     SDPA,
     VARLEN,
     Kernels,
@@ -40,7 +53,9 @@ HOPPER = Site(
     varlen=frozenset({"query", "window_size", "scale", "enable_gqa"}),
     deterministic=True,
     compiler="",
+    cudnn=91900,
 )
+FAST = HOPPER._replace(deterministic=False)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,25 @@ def test_varlen_is_chosen_where_it_works(change: dict[str, Any]) -> None:
     assert choose_attention("sdpa", site).kernel == SDPA
     assert "not deterministic" not in choose_attention("auto", site).reason
     assert "not deterministic" in choose_attention("auto", site._replace(deterministic=False)).reason
+
+
+def test_cudnn_is_chosen_for_long_sequences_where_it_has_been_checked() -> None:
+    kernel, why = choose_attention("auto", FAST)
+    assert kernel == CUDNN == choose_attention("cudnn", FAST).kernel
+    assert why.startswith(f"cuDNN for sequences of {LONG_SEQUENCE} tokens and more, else flash attention")
+    assert choose_attention("varlen", FAST).kernel == VARLEN
+    for change, obstacle in (
+        ({"deterministic": True}, "its gradients are not the same bits"),
+        ({"capability": (10, 0)}, "capability 9.0 alone, and this is 10.0"),
+        ({"cudnn": 0}, "from cuDNN 91900 on, and this is 0"),
+        ({"head_size": 256}, "heads of size 256"),
+    ):
+        site = FAST._replace(**change)  # type: ignore[arg-type]
+        assert choose_attention("auto", site).kernel == VARLEN
+        with pytest.raises(ConfigRefused, match=f"learner.attention: want varlen or auto, got 'cudnn: .*{obstacle}"):
+            choose_attention("cudnn", site)
+    with pytest.raises(ConfigRefused, match=r"learner.attention: want sdpa or auto, got 'cudnn: the device is cpu"):
+        choose_attention("cudnn", FAST._replace(device="cpu"))
 
 
 def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() -> None:
@@ -149,13 +183,13 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
         "kernel of=log-probs chosen=separate",
         "kernel of=rotary chosen=separate",
     ]
-    assert CORE_ATTENTION.keys() == {SDPA, VARLEN}
+    assert CORE_ATTENTION.keys() == {SDPA, VARLEN, CUDNN}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attention": "flash"}, "attention: want auto, sdpa or varlen, got 'flash'"),
+        ({"attention": "flash"}, "attention: want auto, sdpa, varlen or cudnn, got 'flash'"),
         ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
         ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
         ({"fused_log_probs": "yes"}, "fused_log_probs: want auto, always or never, got 'yes'"),
@@ -166,6 +200,9 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
         ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
         ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
         ({"attention": "varlen", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
+        ({"attention": "cudnn", "device": "cpu"}, "attention: want auto on the CPU"),
+        ({"attention": "cudnn", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
+        ({"attention": "cudnn"}, "attention: want auto or varlen with deterministic: true"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -179,6 +216,10 @@ LENGTHS = (1, 5, 0, 33, 64, 7, 17)
 def row_of(lengths: tuple[int, ...]) -> PackedRow:
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return packed_row(bounds, torch.cat([torch.arange(length) for length in lengths]))
+
+
+def whole(row: PackedRow) -> Piece:
+    return Piece(sum(LENGTHS), row.max_seqlen_q, row.bounds_S)
 
 
 def by_formula(
@@ -252,10 +293,45 @@ def test_a_row_by_flash_attentions_arguments_equals_sdpa(operator: Callable[...,
         return out.detach(), leaf.grad
 
     with RaisingOnCuda() as seen:
-        ours = found(lambda q, k, v: attend_varlen(q, k, v, row, operator=operator, scale=scale).flatten(1))
+        ours = found(lambda q, k, v: attend_varlen(q, k, v, whole(row), operator=operator, scale=scale).flatten(1))
     assert seen.found == []
     wanted = found(lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=row)[:, 0])
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+class OnTheCpu(CudnnCoreAttention):
+    """With the formula for flash attention, and torch's own attention for cuDNN's."""
+
+    _backend = SDPBackend.MATH
+
+    def _attend_sequences(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        return attend_varlen(q, k, v, piece, operator=by_formula, scale=self.softmax_scale)
+
+
+@pytest.mark.parametrize("lengths", [(150,), (5, 150, 3, 0, 7, 128, 200, 1), (128, 1, 2), (1, 2), (129, 130)])
+def test_long_sequences_apart_equal_the_whole_row(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients in float64: a row cut into pieces, its long sequences padded, against sequence by sequence."""
+    monkeypatch.setattr(layers, "LONG_SEQUENCE", 128)
+    row = row_of(lengths)
+    assert sum(piece.tokens for piece in row.pieces) in (0, sum(lengths))
+    assert [piece.tokens for piece in row.pieces if piece.bounds_S is None] == [length for length in lengths if length >= 128]
+    config = type("Config", (), {"context_parallel_size": 1, "attention_dropout": 0.0})()
+    generator = torch.Generator().manual_seed(0)
+    joint = torch.randn(sum(lengths), 1, 8, 16, generator=generator, dtype=torch.float64)
+    weights = torch.randn(sum(lengths), 1, 64, generator=generator, dtype=torch.float64)
+    found = []
+    for attention in (OnTheCpu(config, 1, None, "self", softmax_scale=0.3), SDPACoreAttention(config, 1, None, "self", softmax_scale=0.3)):
+        leaf = joint.clone().requires_grad_()
+        out = attention(*leaf.split([4, 2, 2], 2), None, packed_seq_params=row)
+        out.backward(weights)
+        found.append((out.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+def test_long_sequences_have_few_lengths_for_which_cudnn_makes_plans() -> None:
+    padded = {length: padded_length(length) for length in range(LONG_SEQUENCE, 4 * LONG_SEQUENCE + 1)}
+    assert all(length <= found <= length * 17 / 16 and found % 128 == 0 for length, found in padded.items())
+    assert len(set(padded.values())) == 2 * 16 + 1
 
 
 def test_torchs_operator_takes_the_arguments_and_gives_the_shape() -> None:
@@ -265,7 +341,7 @@ def test_torchs_operator_takes_the_arguments_and_gives_the_shape() -> None:
     row = row_of(LENGTHS)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k = (torch.empty(sum(LENGTHS), heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
-        out = attend_varlen(q, k, k, row, operator=operator, scale=None)
+        out = attend_varlen(q, k, k, whole(row), operator=operator, scale=None)
         assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
         out.sum().backward()
         assert q.grad is not None

@@ -22,7 +22,7 @@ from learner.errors import ConfigRefused
 from learner.layout.sizes import rope_arguments
 from learner.megatron.bridges.files import ModelFiles
 from learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
-from learner.megatron.layers.kernels import SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
+from learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from learner.megatron.layers.lora import is_adapter
 from learner.megatron.layers.mixture import Mixture
 from learner.megatron.layers.norms import FusedHeadNorm, Norm
@@ -93,8 +93,8 @@ class LocalLayers:
         """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where one is demanded."""
         if self._FLASH_HEADS:
             return wanted
-        if wanted.attention == VARLEN:
-            want, got = "sdpa or auto", f"varlen: keys and values of {self.hf_config.model_type} have heads of different sizes"
+        if wanted.attention in (VARLEN, CUDNN):
+            want, got = "sdpa or auto", f"{wanted.attention}: keys and values of {self.hf_config.model_type} have heads of different sizes"
             raise ConfigRefused("learner.attention", want, got)
         if wanted.fused_rotary == "always":
             got = f"always: the attention of {self.hf_config.model_type} turns a part of its queries and keys itself"

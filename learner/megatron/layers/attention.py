@@ -8,6 +8,7 @@ Shape letters: T = tokens of the row, P = padded positions of all buckets, n = h
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
-from learner.megatron.layers.kernels import SDPA, VARLEN, varlen_operator
+from learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
 
 Group = dist.ProcessGroup
 """Ranks of a collective."""
@@ -38,6 +40,16 @@ class Rotation(NamedTuple):
     """Both float32."""
     interleaved: bool
     """A pair is two neighbours; else its elements are F apart."""
+
+
+class Piece(NamedTuple):
+    """Neighbouring sequences of a row: one long one, or all between two long ones."""
+
+    tokens: int
+    longest: int
+    """Tokens of the longest sequence."""
+    bounds_S: Tensor | None
+    """Boundaries of the sequences from the first of them on, as in ``PackedRow``; None = a long sequence."""
 
 
 @dataclass
@@ -54,6 +66,8 @@ class PackedRow(PackedSeqParams):
     """True for padding in this rank's tokens; None = the whole row has none. Routers do not count it."""
     bounds_S: Tensor | None = None
     """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty."""
+    pieces: tuple[Piece, ...] = ()
+    """The row cut before and after each long sequence; empty = it has none."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(sequences, padded length) of each bucket."""
     take_P: Tensor | None = None
@@ -78,17 +92,33 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T:
     buckets, take, give = _bucketed(starts, lengths)
     in_order = len(take) == len(give) and bool((take == np.arange(len(take))).all())
     longest = int(lengths.max())
+    bounds_S = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
     return PackedRow(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids_T=position_ids_T,
         padding_T=padding_T,
-        bounds_S=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device),
+        bounds_S=bounds_S,
+        pieces=_cut(lengths, bounds_S),
         buckets=buckets,
         take_P=None if in_order else torch.from_numpy(take).to(device),
         give_T=None if in_order else torch.from_numpy(give).to(device),
     )
+
+
+def _cut(lengths: NDArray[np.int64], bounds_S: Tensor) -> tuple[Piece, ...]:
+    """Return the pieces of a row of these lengths, none of which is 0."""
+    long = lengths >= LONG_SEQUENCE
+    if not long.any():
+        return ()
+    starts = np.flatnonzero(long | np.append(True, long[:-1]))  # each long sequence begins a piece, and so does the one behind it
+    pieces = []
+    for first, after in itertools.pairwise([*starts.tolist(), len(lengths)]):
+        part = lengths[first:after]
+        bounds = None if long[first] else bounds_S[first : after + 1] - bounds_S[first]
+        pieces.append(Piece(int(part.sum()), int(part.max()), bounds))
+    return tuple(pieces)
 
 
 def _bucketed(
@@ -225,19 +255,56 @@ class VarlenCoreAttention(SDPACoreAttention):
     """
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
+        return self._attend_sequences(q, k, v, Piece(len(q), row.max_seqlen_q, row.bounds_S)).flatten(1)
+
+    def _attend_sequences(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
         operator = varlen_operator()
         assert operator is not None  # ``choose_attention`` has looked
-        return attend_varlen(q, k, v, row, operator=operator, scale=self.softmax_scale).flatten(1)
+        return attend_varlen(q, k, v, piece, operator=operator, scale=self.softmax_scale)
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, *, operator: Callable[..., Any], scale: float | None) -> Tensor:
-    """Attend causally within each sequence of a row: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
+class CudnnCoreAttention(VarlenCoreAttention):
+    """The same, but each long sequence by itself through cuDNN's attention, which is faster for it. Hopper only, not deterministic."""
+
+    _backend = SDPBackend.CUDNN_ATTENTION
+    """Backend of a long sequence."""
+
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
+        if not row.pieces:
+            return super()._attend_row(q, k, v, row)
+        sizes = [piece.tokens for piece in row.pieces]
+        found = [
+            self._attend_long(q_P, k_P, v_P) if piece.bounds_S is None else self._attend_sequences(q_P, k_P, v_P, piece)
+            for piece, q_P, k_P, v_P in zip(row.pieces, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        ]
+        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
+
+    def _attend_long(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
+
+        cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. That is exact: see above.
+        """
+        padding = padded_length(len(q)) - len(q)
+        parts = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (q, k, v))
+        with sdpa_kernel(self._backend):
+            out = self._attend(*(x[None].transpose(1, 2) for x in parts))
+        return out.transpose(1, 2)[0, : len(q)]
+
+
+def padded_length(length: int) -> int:
+    """Return the next one of sixteen lengths between a power of two and the next, all multiples of 128."""
+    step = max(128, (1 << (length.bit_length() - 1)) // 16)
+    return -(-length // step) * step
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, operator: Callable[..., Any], scale: float | None) -> Tensor:
+    """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
     ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1, 0). Where it has no
     ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
     """
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
-    bounds, longest = row.bounds_S, row.max_seqlen_q
+    bounds, longest = piece.bounds_S, piece.longest
     out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **more)
     return out
 
@@ -253,7 +320,11 @@ def _turned(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     return rotated(q, k, rotation.cos_TF, rotation.sin_TF, interleaved=rotation.interleaved)
 
 
-CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {SDPA: SDPACoreAttention, VARLEN: VarlenCoreAttention}
+CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {
+    SDPA: SDPACoreAttention,
+    VARLEN: VarlenCoreAttention,
+    CUDNN: CudnnCoreAttention,
+}
 """Core attention by the name of its kernel."""
 
 

@@ -25,12 +25,18 @@ log = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
 """Keyword arguments of Megatron's configuration and model."""
-SDPA, VARLEN = "sdpa", "varlen"
+SDPA, VARLEN, CUDNN = "sdpa", "varlen", "cudnn"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
 """Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA does."""
 FLASH_CAPABILITY = (8, 0)
 """Oldest compute capability of torch's flash attention: Ampere."""
+LONG_SEQUENCE = 4096
+"""Tokens from which ``cudnn`` gives a sequence to cuDNN: forward and backward pass took 0.70 of flash attention's time there on an H200,
+and 0.57 from 8,192 tokens on (16 heads of 128); with 2,048 tokens and less there is little or no gain."""
+CUDNN_CAPABILITY, CUDNN_VERSION, CUDNN_HEAD_SIZE = (9, 0), 91900, 128
+"""Compute capability and oldest cuDNN (9.19) with which cuDNN's attention has run here, and its largest head size. On capability 10.0 it
+was wrong for fewer than eight heads of keys (PyTorch issue 193893)."""
 FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask"),
@@ -68,6 +74,8 @@ class Site(NamedTuple):
     """Sizes of an expert's inputs and outputs; empty for a model without experts."""
     grouped: bool = True
     """True if the installed torch has a grouped product."""
+    cudnn: int = 0
+    """Version of cuDNN, as 91900 for 9.19.0; 0 = there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +124,27 @@ class Kernels:
 
 
 def choose_attention(wanted: str, site: Site) -> Choice:
-    """Return ``varlen`` or ``sdpa`` for ``auto | varlen | sdpa``, with the reason. Raises ConfigRefused for a ``varlen`` that cannot work.
+    """Return the kernel for ``auto | cudnn | varlen | sdpa``, with the reason. Raises ConfigRefused for one that cannot work.
 
     ``varlen`` is torch's flash attention over sequences of any length (``torch.nn.attention.varlen``). Its backward pass is deterministic
     where torch's switch is on. Sources: ``varlen_attn`` of torch 2.13 (flash attention 2: half precision; causal = window (-1, 0), which
     came in 2.11; 2.10 had another argument); PyTorch pull requests 172245 and 179468; ``attention_backward.cu``.
+    ``cudnn`` is the same, but for long sequences, which cuDNN computes (docs/decisions/049).
     """
     if wanted == SDPA:
         return Choice(SDPA, "learner.attention: sdpa")
-    obstacle = _obstacle(site)
-    if not obstacle:
-        return Choice(VARLEN, f"flash attention over the lengths of a row, {'' if site.deterministic else 'not '}deterministic")
+    if obstacle := _obstacle(site):
+        if wanted in (VARLEN, CUDNN):
+            raise ConfigRefused("learner.attention", "sdpa or auto", f"{wanted}: {obstacle}")
+        return Choice(SDPA, obstacle)
+    flash = f"flash attention over the lengths of a row, {'' if site.deterministic else 'not '}deterministic"
     if wanted == VARLEN:
-        raise ConfigRefused("learner.attention", "sdpa or auto", f"varlen: {obstacle}")
-    return Choice(SDPA, obstacle)
+        return Choice(VARLEN, flash)
+    if obstacle := _cudnn_obstacle(site):
+        if wanted == CUDNN:
+            raise ConfigRefused("learner.attention", "varlen or auto", f"cudnn: {obstacle}")
+        return Choice(VARLEN, flash)
+    return Choice(CUDNN, f"cuDNN for sequences of {LONG_SEQUENCE} tokens and more, else {flash}")
 
 
 def _obstacle(site: Site) -> str:
@@ -145,6 +160,18 @@ def _obstacle(site: Site) -> str:
         return f"compute capability {site.capability[0]}.{site.capability[1]} is below {FLASH_CAPABILITY[0]}.{FLASH_CAPABILITY[1]}"
     if site.head_size > FLASH_HEAD_SIZE or site.head_size % FLASH_MULTIPLE:
         return f"heads of size {site.head_size}: flash attention has multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD_SIZE}"
+    return ""
+
+
+def _cudnn_obstacle(site: Site) -> str:
+    if site.deterministic:
+        return "learner.deterministic: its gradients are not the same bits each time"
+    if site.capability != CUDNN_CAPABILITY:
+        return f"it has been checked with compute capability 9.0 alone, and this is {site.capability[0]}.{site.capability[1]}"
+    if site.cudnn < CUDNN_VERSION:
+        return f"it has been checked from cuDNN {CUDNN_VERSION} on, and this is {site.cudnn}"
+    if site.head_size > CUDNN_HEAD_SIZE:
+        return f"heads of size {site.head_size}: it has been checked up to {CUDNN_HEAD_SIZE}"
     return ""
 
 
@@ -253,6 +280,7 @@ def _this_site(dtype: torch.dtype, head_size: int) -> Site:
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiler=_compile_obstacle(),
         grouped=hasattr(torch.nn.functional, "grouped_mm"),
+        cudnn=(torch.backends.cudnn.version() or 0) if cuda else 0,
     )
 
 
