@@ -93,6 +93,8 @@ EVERYWHERE = (EVERY_TERM, EVERY_REJECTION)
 running baseline."""
 SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
 """Groups of demonstrations among the six of a step."""
+OWN_TEMPERATURES = (EVERY_REJECTION,)
+"""Cases whose groups have temperatures of their own."""
 FRESH = (EVERY_TERM,)
 """Cases with samples that the newest weights alone have made, others that are older than usual, responses that ran into their limit, and a
 group of equal rewards."""

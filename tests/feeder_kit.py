@@ -187,5 +187,5 @@ class World:
 def digest(batch: StepBatch) -> str:
     """Return the digest of everything a rank trains on; the repetition flag and the checkpoint's bytes are not part of it."""
     frames = encode(batch)
-    header = (batch.step, batch.dp_rank, batch.num_tokens, batch.temperature, len(batch.micro_batches))
+    header = (batch.step, batch.dp_rank, batch.num_tokens, len(batch.micro_batches))
     return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,16 @@ def make_samples(
     group_size: int = 4,
     step: int = 3,
     seed: int = 0,
-    temperature: float = 1.0,
+    temperature: float | Sequence[float] = 1.0,
     top_k: int | None = None,
 ) -> list[Sample]:
     """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v).
 
-    ``top_k``: tokens that their teacher listed at each position; None = they have no teacher.
+    ``temperature``: of all, or of the groups in turn. ``top_k``: tokens that their teacher listed at each position; None = they have no
+    teacher.
     """
     generator = np.random.default_rng((seed, step))
+    temperatures = [temperature] if isinstance(temperature, float) else temperature
     samples = []
     for task in range(1, groups + 1):
         prompt = generator.integers(3, vocab, int(generator.integers(2, 7)))
@@ -56,7 +58,7 @@ def make_samples(
                     spans=(Span(version=max(0, step - 2), num_tokens=old), Span(version=step - 1, num_tokens=length - old)),
                     reward={"score": (score := float(generator.integers(0, 3))), "right": score, "even": float(index % 2 == 0)},
                     status=Status.COMPLETED,
-                    sampling=Sampling(temperature=temperature, max_new_tokens=12),
+                    sampling=Sampling(temperature=temperatures[task % len(temperatures)], max_new_tokens=12),
                 )
             )
     return samples if top_k is None else [_taught(sample, vocab, top_k, seed=seed) for sample in samples]

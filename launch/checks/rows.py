@@ -48,14 +48,15 @@ def _refuse_other_task(row: Row, taskset: str) -> None:
 
 def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> None:
     """Raise PromptError for recorded responses that the loss of the run cannot train."""
-    algorithm, temperature = config.learner.algorithm, config.sampling.temperature
+    algorithm, own = config.learner.algorithm, row.sampling.temperature
+    temperature, place_of = (config.sampling.temperature, "sampling.temperature") if own is None else (own, "its own temperature")
     for number, one in enumerate(row.responses):
         place = f"response {number + 1}"
         if vocab_size is not None and max((*one.tokens, *one.prompt_tokens), default=0) >= vocab_size:
             raise PromptError(row.where, f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}", max(one.tokens))
         if one.log_probs:
             if one.temperature not in (None, temperature):
-                raise PromptError(row.where, f"log-probs at sampling.temperature, {temperature:g}, in {place}", one.temperature)
+                raise PromptError(row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", one.temperature)
             continue
         if not algorithm.demonstration_coef:
             want = (
@@ -64,7 +65,7 @@ def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> No
             )
             raise PromptError(row.where, want, "none")
         if temperature != 1:
-            want = f"sampling.temperature: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
+            want = f"{place_of}: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
             raise PromptError(row.where, want, temperature)
         of_entropy = next((name for name in ("entropy_coef", "entropy_target") if getattr(algorithm, name)), "")
         if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else of_entropy):

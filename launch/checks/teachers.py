@@ -89,6 +89,12 @@ def _check_server(report: Report, config: RunConfig, teacher: TeacherConfig, url
         got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "sampling.temperature: 1, or `tidemill teacher`"
         report.error("teachers", where, want=want, got=got, cure=cure)
         return
+    if config.data.limits_rows and server.get("engine") != "builtin":
+        got, cure = (
+            f"{teacher.name}: {url}, which scores at 1, as SGLang does",
+            "no temperature in data.sampling_key, or `tidemill teacher`",
+        )
+        report.warning("teachers", where, want="a teacher that scores at the temperatures of rows, if they have any", got=got, cure=cure)
     report.good("teachers", f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids")
 
 

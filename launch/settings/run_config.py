@@ -390,10 +390,6 @@ def _refuse_rollouts(config: RunConfig) -> None:
         if unknown := sorted(named - set(rollouts)):
             want = f"a name in rollouts ({', '.join(sorted(rollouts)) or 'which has none'}) or {SINGLE_TURN}"
             raise ValueError(f"{place}.rollout: want {want}, got {unknown[0]!r}")
-        if named and data.limits_rows:
-            raise ValueError(
-                f"{place}.sampling_key: want none with {place}.rollout: the limits of a program are its own and rollouts.NAME.budget"
-            )
 
 
 def _refuse_megatron(config: RunConfig) -> None:

@@ -68,12 +68,12 @@ class StepBatch:
     """Trainable tokens of the step on all ranks, after the gate."""
     num_minibatches: int
     """Optimizer steps; each takes the same number of micro-batches, in order."""
-    temperature: float
-    """Sampling temperature of every sample in the step, at which log-probs are computed."""
     max_new_tokens: int
     """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else ``max_new_tokens``."""
     num_sequences: int
     """M."""
+    temperatures_N: NDArray[np.float64]
+    """Sampling temperature of each sample, at which its log-probs are computed."""
     rewards_N: NDArray[np.float32]
     groups_N: NDArray[np.int64]
     """Task id of each sample; samples of one group are neighbours."""
@@ -128,6 +128,7 @@ class StepBatch:
 
 
 STEP_ARRAYS = (
+    "temperatures_N",
     *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
     "demonstration_N",
     *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
@@ -152,6 +153,7 @@ DTYPES: Mapping[str, str] = {
     "teacher_top_ids_TK": "<i4",
     "teacher_top_log_probs_TK": "<f4",
     "experts": "<i2",
+    "temperatures_N": "<f8",
     "rewards_N": "<f4",
     "groups_N": "<i8",
     "response_lengths_N": "<i4",

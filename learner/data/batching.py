@@ -50,7 +50,6 @@ def build_batches(
             micro_batches=_pack_rank(plan, aligned, rank, pad_to),
             num_tokens=num_tokens,
             num_minibatches=plan.num_minibatches,
-            temperature=samples[0].sampling.temperature,
             max_new_tokens=max(limits.get(sample.task, sample.sampling.max_new_tokens) for sample in samples),
             num_sequences=len(aligned),
             teacher_top_k=max(_teacher_top_k(samples), 0),
@@ -70,6 +69,7 @@ def _rows(plan: Plan, samples: Sequence[Sample], eos_ids: frozenset[int]) -> dic
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     return {
+        "temperatures_N": np.array([sample.sampling.temperature for sample in samples], np.float64),
         "rewards_N": rewards_N,
         "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
         "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
@@ -108,10 +108,8 @@ def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, 
 
 
 def _check_samples(plan: Plan, samples: Sequence[Sample]) -> None:
-    """Assert that these are the samples of the plan, with one temperature."""
+    """Assert that these are the samples of the plan."""
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
-    temperatures = {sample.sampling.temperature for sample in samples}
-    assert len(temperatures) == 1, f"plan {plan.step}: samples of several temperatures: {temperatures}"
     rows = np.ones(len(samples), np.int32) if plan.rows is None else plan.rows
     found = [len(sample.sizes) for sample in samples]
     assert rows.tolist() == found, f"plan {plan.step}: rows {rows.tolist()}, sequences of its samples {found}"

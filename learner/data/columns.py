@@ -1,9 +1,9 @@
-"""Columns of a row besides prompt, label and metadata: its limits of sampling, the name of its reward, its tools."""
+"""Columns of a row besides prompt, label and metadata: its temperature and limits of sampling, the name of its reward, its tools."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from bus.config import RUN_NAME, SINGLE_TURN
 from bus.wire.json_object import JsonObject
@@ -18,21 +18,26 @@ REWARD = "reward"
 TOOLS = "tools"
 """Key in a task's metadata with the tools of its row, as the chat template has rendered them."""
 MOST_TOOLS = 128
-ONE_DISTRIBUTION = ("temperature", "top_p", "top_k", "seed")
+HIGHEST_TEMPERATURE = 100.0
+"""An engine's log-probs are those of an even distribution from far below it on."""
+OF_THE_RUN = ("top_p", "top_k", "seed")
+OF_A_ROW = "temperature, max_new_tokens, stop or stop_token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """When responses to a row end. A field that is None is as in the run."""
+    """The temperature of responses to a row, and when they end. A field that is None is as in the run."""
 
+    temperature: float | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
 
     def of(self, run: Sampling) -> Sampling:
-        """Return the run's sampling with these limits."""
+        """Return the run's sampling with these settings."""
         return replace(
             run,
+            temperature=run.temperature if self.temperature is None else self.temperature,
             max_new_tokens=run.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens,
             stop=run.stop if self.stop is None else self.stop,
             stop_token_ids=run.stop_token_ids if self.stop_token_ids is None else self.stop_token_ids,
@@ -40,7 +45,7 @@ class RowSampling:
 
 
 def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSampling:
-    """Return the limits in column ``key``; null stands for none. Raises PromptError."""
+    """Return the settings in column ``key``; null stands for none. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.sampling_key") if key else None
     if found is None:
         return RowSampling()
@@ -50,11 +55,14 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
     # Columns of Parquet and Arrow have the same keys in every row; those that a row does not set are null.
     said = {name: value for name, value in found.items() if value is not None}
     for name in said:
-        if name in ONE_DISTRIBUTION:
-            want = f"max_new_tokens, stop or stop_token_ids in {key!r} (a run samples from one distribution: sampling.{name})"
-            raise PromptError(where, want, name)
-        if name not in ("max_new_tokens", "stop", "stop_token_ids"):
-            raise PromptError(where, f"max_new_tokens, stop or stop_token_ids in {key!r}", repr(name)[:80])
+        if name in OF_THE_RUN:
+            raise PromptError(where, f"{OF_A_ROW} in {key!r} (all rows of a run have its sampling.{name})", name)
+        if name not in ("temperature", "max_new_tokens", "stop", "stop_token_ids"):
+            raise PromptError(where, f"{OF_A_ROW} in {key!r}", repr(name)[:80])
+    temperature = said.get("temperature")
+    if temperature is not None and not _is_temperature(temperature):
+        want = f"a number above 0 and at most {HIGHEST_TEMPERATURE:g} in '{key}.temperature' (of 0 there is no distribution to correct for)"
+        raise PromptError(where, want, repr(temperature)[:80])
     longest = said.get("max_new_tokens")
     if longest is not None and not _whole(longest, at_least=1):
         raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
@@ -63,7 +71,21 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
         raise PromptError(where, f"at most {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
     if ids is not None and not (len(ids) <= MOST_STOPS and all(_whole(one, at_least=0) for one in ids)):
         raise PromptError(where, f"at most {MOST_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
-    return RowSampling(max_new_tokens=longest, stop=stop, stop_token_ids=ids)
+    return RowSampling(
+        temperature=None if temperature is None else float(temperature), max_new_tokens=longest, stop=stop, stop_token_ids=ids
+    )
+
+
+def _is_temperature(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= HIGHEST_TEMPERATURE
+
+
+def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
+    """Raise PromptError for limits of a row that a program answers."""
+    limits = (sampling.max_new_tokens, sampling.stop, sampling.stop_token_ids)
+    if rollout and limits != (None, None, None):
+        want = f"temperature alone in {key!r}, as rollout {rollout} answers the row: the limits of a program are its own and its budget"
+        raise PromptError(where, want, "max_new_tokens, stop or stop_token_ids")
 
 
 def reward_in(values: Mapping[str, object], key: str, *, where: str) -> str:

@@ -33,7 +33,8 @@ class DataConfig:
     reward_key: str = ""
     """Column with the name of a row's reward, or null; empty = none."""
     sampling_key: str = ""
-    """Column with a row's own max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty = none."""
+    """Column with a row's own temperature, max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty =
+    none."""
     tools_key: str = ""
     """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
     rollout: str = ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt
-from learner.data.columns import REWARD, TOOLS, RowSampling, reward_in, rollout_in, sampling_in, tools_in
+from learner.data.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
 from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
 from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
@@ -116,6 +116,11 @@ class PromptFile:
     def rows(self) -> Sequence[Row]:
         """All rows of all sources, used or not."""
         return self._rows
+
+    @property
+    def samples_rows(self) -> bool:
+        """True if rows may have settings of sampling of their own."""
+        return any(source.sampling_key for source in self._sources)
 
     @property
     def num_too_long(self) -> int:
@@ -292,6 +297,7 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
     sampling = sampling_in(values, source.sampling_key, where=row.where)
     rollout = rollout_in(values, source.rollout_key, where=row.where)
     rollout = rollout_named(source.rollout) if rollout is None else rollout
+    refuse_limits(sampling, rollout, where=row.where, key=source.sampling_key)
     responses = responses_in(values, source.responses_key, where=row.where)
     row = replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout, responses=responses)
     return _worded(row, source)

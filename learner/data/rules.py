@@ -28,7 +28,10 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
 
 
 _LATER = frozenset(
-    {"num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"}
+    {
+        *("num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"),
+        "row_temperatures",
+    }
 )
 """Rules that came after the first release."""
 
@@ -62,6 +65,8 @@ class DataRules:
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
     temperature: float = 1.0
+    row_temperatures: bool = False
+    """True if a row may have another temperature; its tasks have it then."""
     top_p: float = 1.0
     top_k: int = -1
     seed: int = 0

@@ -54,7 +54,9 @@ class EvalPrompts:
             label=drawn.row.label,
             metadata={**drawn.row.metadata, MARK: rounds.mark(place)},
             group_size=self.samples,
-            sampling=replace(drawn.row.sampling.of(self.sampling), seed=sampler_seed(seed, 0, place.row, 0)),
+            sampling=replace(  # a set has one temperature, also where its file is that of training
+                drawn.row.sampling.of(self.sampling), temperature=self.sampling.temperature, seed=sampler_seed(seed, 0, place.row, 0)
+            ),
             prompt_epoch=0,
             offset=place.row,
             min_version=place.version,

@@ -26,7 +26,7 @@ def log_probs_and_entropy(
     weight_VH: Tensor,
     targets_T: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -34,8 +34,11 @@ def log_probs_and_entropy(
 
     Both are differentiable, and float32 (float64 for float64). Matrix products are in the dtype of the inputs, as those of a linear layer;
     sums over chunks (the normaliser, the entropy, the gradient of the hidden states) are float32. Temperature 0 (greedy) leaves the logits
-    unscaled, as the engines do. ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one
-    = this rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
+    unscaled, as the engines do. A tensor has the temperature of each token, [T], above 0: the hidden states are divided by it, in float32
+    at least, and rounded to their dtype.
+
+    ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this rank has all. Its
+    ranks have the same hidden states, and the gradients of these are summed over it here.
 
     ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but float64.
 
@@ -56,7 +59,7 @@ def listed_log_probs(
     targets_T: Tensor,
     listed_TK: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +103,10 @@ def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _log_probs(
-    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float, group: dist.ProcessGroup | None, fused: bool
+    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float | Tensor, group: dist.ProcessGroup | None, fused: bool
 ) -> tuple[Tensor, Tensor]:
+    if isinstance(temperature, Tensor):
+        hidden_TH, temperature = (hidden_TH / temperature[:, None]).to(hidden_TH.dtype), 1.0
     scale = 1.0 if temperature == 0 else 1.0 / temperature
     if group is not None and dist.get_world_size(group) == 1:
         group = None

@@ -29,6 +29,8 @@ class Row:
     targets_T: Tensor
     position_T: Tensor
     """Index of the target in its response, from 0."""
+    temperature: float | Tensor
+    """Sampling temperature of all samples of the step, or, where they differ, that of each token's sample, [T]; 1 for padding."""
     packed: PackedRow
     turn_T: Tensor
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
@@ -47,7 +49,6 @@ class Row:
 class Step:
     """Values that all rows of a step share."""
 
-    temperature: float
     rewards_N: Tensor
     groups_N: Tensor
     lengths_N: Tensor
@@ -78,7 +79,6 @@ class Step:
 def step_of(batch: StepBatch, *, constant: float) -> Step:
     """Return the values that the rows of a batch share. ``constant``: that of the denominators; 0 = the longest response."""
     return Step(
-        temperature=batch.temperature,
         rewards_N=tensor_of(batch.rewards_N).double(),
         groups_N=tensor_of(batch.groups_N),
         lengths_N=tensor_of(batch.response_lengths_N),
@@ -103,8 +103,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
 
 def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) -> list[Row]:
     """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model they are for."""
-    demonstration_N = tensor_of(batch.demonstration_N)
-    rows = [_row(micro_batch, demonstration_N, batch.num_sequences, here, batch.teacher_top_k) for micro_batch in batch.micro_batches]
+    rows = [_row(micro_batch, batch, here) for micro_batch in batch.micro_batches]
     if routing is not None and batch.routing != (0, 0):
         for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
             experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
@@ -118,7 +117,8 @@ def _part_of_router(values_T: Tensor, here: Parallel) -> Tensor:
     return own_part(part, here.tp_rank, here.tp_size)  # with experts, tensor parallelism is never without sequence parallelism
 
 
-def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, here: Parallel, top_k: int) -> Row:
+def _row(micro_batch: MicroBatch, batch: StepBatch, here: Parallel) -> Row:
+    demonstration_N, temperatures_N, top_k = tensor_of(batch.demonstration_N), tensor_of(batch.temperatures_N), batch.teacher_top_k
     to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
     part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
@@ -126,11 +126,13 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
     padding_T = sample_T < 0
     rollout_T = to(tensor_of(micro_batch.rollout_log_probs_T))
     demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
+    own_T = temperatures_N[sample_T.clamp(min=0)].where(~padding_T, 1.0).float()
     return Row(
         tokens_T=to(part(tensor_of(micro_batch.tokens_T))),
         targets_T=to(part(tensor_of(micro_batch.targets_T))),
         position_T=to(_places(mask_T, sequence_T)),
         turn_T=to(tensor_of(micro_batch.turn_T).long()),
+        temperature=float(temperatures_N[0]) if (temperatures_N == temperatures_N[0]).all() else to(part(own_T)),
         packed=packed_row(
             micro_batch.cu_seqlens,
             to(part(tensor_of(micro_batch.position_ids_T))),
@@ -146,7 +148,7 @@ def _row(micro_batch: MicroBatch, demonstration_N: Tensor, num_sequences: int, h
             lag_T=to(tensor_of(micro_batch.lag_T)),
             advantages_T=torch.zeros_like(rollout_T),
             sequence_T=to(sequence_T),
-            num_sequences=num_sequences,
+            num_sequences=batch.num_sequences,
             teacher_T=to(tensor_of(micro_batch.teacher_log_probs_T)) if len(micro_batch.teacher_log_probs_T) else None,
             teacher_top_TK=to(tensor_of(micro_batch.teacher_top_log_probs_TK).view(-1, top_k)) if top_k else None,
         ),

@@ -184,7 +184,7 @@ class Trainer:
         with megatron_device():
             if self._collector is not None:
                 with self._policy.routing.given():
-                    first_pass = self._forward_only(rows, step.temperature)
+                    first_pass = self._forward_only(rows)
                 passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
                 self._collector.begin(batch, passed, _routed(rows))
             rows = self._with_log_probs(rows, batch)
@@ -220,7 +220,7 @@ class Trainer:
         self._policy.memory.want("log-probs")
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         with megatron_device(), self._policy.routing.given():
-            return [scores.log_probs_T for scores in self._forward_only(rows, batch.temperature)]
+            return [scores.log_probs_T for scores in self._forward_only(rows)]
 
     # ---- parts of a step
 
@@ -243,7 +243,7 @@ class Trainer:
                     others.take(self._proximal)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="proximal", batch=batch, chunks=chunks))
                 with self._policy.routing.recording():
-                    old = self._forward_only(rows, batch.temperature)
+                    old = self._forward_only(rows)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=scores.log_probs_T, old_entropy_T=scores.entropy_T))
                     for row, scores in zip(rows, old, strict=True)
@@ -251,7 +251,7 @@ class Trainer:
             if self._reference is not None:
                 others.take(self._reference)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="reference", batch=batch, chunks=chunks))
-                reference = self._forward_only(rows, batch.temperature, list_most=self._algorithm.listed_by_reference)
+                reference = self._forward_only(rows, list_most=self._algorithm.listed_by_reference)
                 rows = [_referred(row, scores) for row, scores in zip(rows, reference, strict=True)]
         return rows
 
@@ -431,14 +431,14 @@ class Trainer:
 
     # ---- through the model
 
-    def _forward_only(self, rows: list[Row], temperature: float, *, list_most: int = 0) -> list[_Scores]:
+    def _forward_only(self, rows: list[Row], *, list_most: int = 0) -> list[_Scores]:
         """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable tokens to list."""
         here = self._policy.parallel
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
             """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
             ids_TK = most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=here.tp_group) if list_most else None
-            *both, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, temperature, listed=True)
+            *both, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
             return both[0].sum(), (torch.stack(both, dim=1), (ids_TK, listed_TK))
 
         results = run_rows(self._policy, rows, collect, forward_only=True)
@@ -457,10 +457,11 @@ class Trainer:
             return merged
         return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
 
-    def _log_probs(self, row: Row, hidden_TH: Tensor, temperature: float, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on all ranks of it."""
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
+        temperature = row.temperature
         if listed and row.listed_TK is not None:
             *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, temperature=temperature, group=here.tp_group, fused=fused)
             found = torch.cat([torch.stack(both, dim=1), listed_TK], dim=1)
@@ -480,7 +481,7 @@ class Trainer:
         coupled: Coupled,
         supervised: Supervised | None,
     ) -> tuple[Tensor, Sums]:
-        log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, step.temperature, listed=self._objective.by_listed)
+        log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, listed=self._objective.by_listed)
         seen = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
             log_probs_T,
@@ -497,7 +498,7 @@ class Trainer:
             at_K = seen.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):
                 weight_VH = output_weight(self._policy.chunks[-1])
-                logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=step.temperature)
+                logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
                 self._collector.logits(logits_KV, at_K)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets

@@ -107,7 +107,7 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
         recorded=False,
         micro_batches=(micro_batch,),
         num_tokens=int(joined["mask"].sum()),
-        temperature=1.0,
+        temperatures_N=np.ones(sequences),
         rewards_N=generator.integers(0, 2, sequences).astype(np.float32),
         groups_N=np.repeat(np.arange(sequences // GROUP), GROUP).astype(np.int64),
         response_lengths_N=lengths_N.astype(np.int32),

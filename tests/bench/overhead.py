@@ -57,7 +57,7 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     bare, bare_policy, bare_optimizer = trainer()
 
     def ppo(row: Any, hidden_TH: Tensor) -> tuple[Tensor, None]:
-        log_probs_T, _, _ = bare._log_probs(row, hidden_TH, batch.temperature)
+        log_probs_T, _, _ = bare._log_probs(row, hidden_TH)
         ratio_T = (log_probs_T - log_probs_T.detach()).exp()
         advantages_T = row.seen.advantages_T
         loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)

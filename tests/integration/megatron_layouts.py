@@ -19,7 +19,7 @@ from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherModels, Trainer
 from learner.settings.config import OptimizerConfig
-from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, SHOWN_GROUPS, algorithm
+from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMPERATURES, SHOWN_GROUPS, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
@@ -134,7 +134,9 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
 def samples_of(case: str, step: int) -> list[Sample]:
     """Return six groups: with the scores of a teacher, demonstrations and fresh samples where the case has them."""
     config, shown = algorithm(case), SHOWN_GROUPS.get(case, 0)
-    samples = make_samples(vocab=VOCAB, step=step, groups=6, top_k=config.distill_top_k if config.needs_teacher else None)
+    temperature = (0.7, 1.0, 1.3) if case in OWN_TEMPERATURES else 1.0
+    top_k = config.distill_top_k if config.needs_teacher else None
+    samples = make_samples(vocab=VOCAB, step=step, groups=6, temperature=temperature, top_k=top_k)
     if case in FRESH:
         versions = {0: step - 1, 1: 0}
         samples = [_by_one_version(sample, versions[sample.index]) if sample.index in versions else sample for sample in samples]

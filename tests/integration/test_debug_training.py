@@ -99,7 +99,7 @@ def test_a_dump_has_every_field_and_the_step_the_same_numbers(make: Any, tmp_pat
 
 def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) -> None:
     """The saved log-probs of every response are those of the trainer's own pass; a row of logits gives its token's log-prob."""
-    samples = make_samples(vocab=VOCAB, temperature=0.7)
+    samples = make_samples(vocab=VOCAB, temperature=(0.7, 1.3, 0.4))
     batch = make_batches(samples, max_tokens=60)[0]
     trainer, _ = make(reference=True, kl=KLConfig(coef=0.01))
     want = trainer.log_probs(batch)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Status
+from bus.wire.messages import Sample, Status
 from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
@@ -92,12 +92,23 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here
     ids=["qwen3", "qwen3-tied", "qwen2", "llama", "llama-tied"],
 )
 def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """Packed rows of many lengths give the log-probs of each sequence alone, at the sampling temperature; export is exact."""
+    """Packed rows of many lengths give the log-probs of each sequence alone, at its sampling temperature; export is exact."""
     directory = write_tiny_model(tmp_path, family, **changes)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     policy = build_policy(directory, dtype="float32", parallel=here)
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
     samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
+    mixed = make_samples(vocab=reference.config.vocab_size, temperature=(0.7, 1.0, 1.4))
+    for each in (samples, mixed):
+        _compare_log_probs(trainer, each, reference)
+    exported = dict(policy.export())
+    wanted_weights = {name: tensor for name, tensor in reference.named_parameters()}
+    assert exported.keys() == wanted_weights.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, wanted_weights[name]), name
+
+
+def _compare_log_probs(trainer: Trainer, samples: list[Sample], reference: Any) -> None:
     batch = make_batches(samples, max_tokens=100)[0]
     assert len(batch.micro_batches) > 1
     for row, ours_T in zip(batch.micro_batches, trainer.log_probs(batch), strict=True):
@@ -105,14 +116,9 @@ def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Pa
             at = np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)
             tokens = torch.from_numpy(samples[sample].tokens).long()
             with torch.no_grad():
-                logits = reference(tokens[None]).logits[0] / 0.7
+                logits = reference(tokens[None]).logits[0] / samples[sample].sampling.temperature
             wanted = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-len(at) :, 0]
             torch.testing.assert_close(ours_T[at], wanted, atol=2e-5, rtol=0)
-    exported = dict(policy.export())
-    wanted_weights = {name: tensor for name, tensor in reference.named_parameters()}
-    assert exported.keys() == wanted_weights.keys()
-    for name, tensor in exported.items():
-        assert torch.equal(tensor, wanted_weights[name]), name
 
 
 def _train(trainer: Trainer, *, max_tokens: int = 1 << 20) -> list[dict[str, float]]:

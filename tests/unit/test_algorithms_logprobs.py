@@ -23,7 +23,7 @@ def _inputs(dtype: torch.dtype = torch.float64, *, tokens: int = T, vocab: int =
     return hidden_TH, weight_VH, torch.randint(vocab, (tokens,), generator=generator)
 
 
-def _reference(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def _reference(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     log_p = ((hidden_TH @ weight_VH.t()) / temperature).log_softmax(-1)
     return log_p.gather(-1, targets_T[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -47,15 +47,16 @@ def test_gradcheck(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CHUNKS
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("each", [0.6, 1.0, "by token"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_values_and_gradients(
-    temperature: float, dtype: torch.dtype, tolerance: float, columns: int, monkeypatch: pytest.MonkeyPatch
+    each: float | str, dtype: torch.dtype, tolerance: float, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    temperature = torch.linspace(0.3, 1.7, T) if isinstance(each, str) else each
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", T * columns + 1)
     hidden_TH, weight_VH, targets_T = _inputs(dtype)
     ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T, temperature=temperature)
-    wanted = _reference(hidden_TH, weight_VH, targets_T, temperature)
+    wanted = _reference(hidden_TH, weight_VH, targets_T, temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
     for parts in ((0,), (1,), (0, 1)):
         found = _gradients(ours, (hidden_TH, weight_VH), parts)

@@ -120,12 +120,13 @@ def test_lag_is_the_time_in_flight_and_the_time_in_the_queue(samples: list[Sampl
 def test_rows_of_the_step_are_the_same_on_every_rank() -> None:
     samples = [sample(task(id), index, reward={"score": float(id), "format": 1.0}) for id in (1, 2) for index in (0, 1)]
     samples[3] = replace(samples[3], status=Status.TRUNCATED)
+    samples[2:] = [replace(one, sampling=replace(one.sampling, temperature=0.7)) for one in samples[2:]]
     for batch in build_batches(plan_of(samples, data_parallel=2), samples, recorded=True, state=b"s"):
         assert batch.rewards_N.tolist() == [1, 1, 2, 2]
         assert batch.groups_N.tolist() == [1, 1, 2, 2]
         assert batch.response_lengths_N.tolist() == [3, 3, 3, 3]
         assert batch.truncated_N.tolist() == [False, False, False, True]
-        assert (batch.recorded, batch.state, batch.temperature) == (True, b"s", 1.0)
+        assert (batch.recorded, batch.state, batch.temperatures_N.tolist()) == (True, b"s", [1.0, 1.0, 0.7, 0.7])
 
 
 @given(steps(), st.integers(1, 2), st.sampled_from([None, 1, 2]), st.integers(1, 3))

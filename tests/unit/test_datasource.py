@@ -558,6 +558,7 @@ def test_restore_refuses_another_run() -> None:
 def test_tasks_of_another_temperature_are_refused() -> None:
     with pytest.raises(ConfigRefused, match="as in task 1 of this run"):
         Pond(temperature=0.7).issue(1)
+    Pond(temperature=0.7, row_temperatures=True).issue(1)
 
 
 # ---- rules

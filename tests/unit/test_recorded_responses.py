@@ -303,6 +303,13 @@ def test_log_probs_of_another_temperature_and_foreign_tokens_are_refused(tmp_pat
         write_prompts(tmp_path / "prompts.jsonl", {"prompt": "what is one", "label": "x", "r": response})
         report = check(load([run], [*SFT[:2], "data.responses_key=r", "learner.algorithm.correction=topr"], {}), Purpose())
         assert [str(error) for error in report.errors if complaint in str(error)], report.errors
+    settings = [*SFT[:2], "data.responses_key=r", "data.sampling_key=s", "learner.algorithm.correction=topr"]
+    for temperature, complaint in ((0.5, ""), (0.7, "want log-probs at its own temperature, 0.7, in response 1, got 0.5")):
+        response = {"tokens": [5], "log_probs": [-1.0], "temperature": 0.5}
+        row = {"prompt": "what is one", "label": "x", "r": response, "s": {"temperature": temperature}}
+        write_prompts(tmp_path / "prompts.jsonl", row)
+        errors = [str(error) for error in check(load([run], settings, {}), Purpose()).errors if "temperature" in str(error)]
+        assert not errors if not complaint else [error for error in errors if complaint in error], errors
 
 
 def test_a_template_that_rewrites_turns_is_found_by_the_checks(tmp_path: Path) -> None:

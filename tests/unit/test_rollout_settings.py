@@ -137,15 +137,10 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
         (TWO + "actor: {rollouts: [a, other]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn, b, a), got 'other'"),
         ("actor: {rollouts: [a]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn), got 'a'"),
         (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
-        (TWO + "data: {rollout: a, path: x.jsonl, sampling_key: s}", "data.sampling_key: want none with data.rollout"),
         ("rollouts: {a: {use: x}}", "rollouts.a.use"),
         ("rollouts: {single_turn: {use: 'agent:mine:A'}}", "rollouts.single_turn: want another name"),
         (TWO + "data: {sources: {x: {path: x.jsonl, rollout: c}}}", "data.rollout: want a name in rollouts (a, b) or single_turn, got 'c'"),
         (TWO + "eval: {every: 1, sets: {held: {path: x.jsonl, rollout: c}}}", "eval.sets.held.rollout: want a name in rollouts (a, b)"),
-        (
-            TWO + "data: {rollout: a}\neval: {every: 1, sets: {held: {path: x.jsonl, sampling_key: s}}}",
-            "eval.sets.held.sampling_key: want none",
-        ),
     ],
 )
 def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:

@@ -74,14 +74,14 @@ def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] 
 
 def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
     own = {"max_new_tokens": 8, "stop": "\n", "stop_token_ids": [3]}
-    file = write_prompts(tmp_path / "a.jsonl", row(s=own), row(s=None), row(s={"max_new_tokens": 9}), row(s={"stop": []}))
+    file = write_prompts(tmp_path / "a.jsonl", row(s=own), row(s=None), row(s={"max_new_tokens": 9}), row(s={"stop": [], "temperature": 1}))
     prompts = opened(DataConfig(path=str(file), sampling_key="s", shuffle=False))
 
     def task(offset: int, **again: Any) -> Any:
         return issued_task(prompts, offset, **again)
 
     sampling = [task(offset).sampling for offset in range(4)]
-    assert [one.temperature for one in sampling] == [0.7] * 4 and None not in [one.seed for one in sampling]
+    assert [one.temperature for one in sampling] == [0.7, 0.7, 0.7, 1.0] and None not in [one.seed for one in sampling]
     assert [one.max_new_tokens for one in sampling] == [8, 64, 9, 64]
     assert [one.stop for one in sampling] == [("\n",), ("###",), ("###",), ()]
     assert [one.stop_token_ids for one in sampling] == [(3,), (), (), ()]
@@ -93,7 +93,7 @@ def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_p
 
 
 def test_evaluation_rows_have_their_own_limits(tmp_path: Path) -> None:
-    file = write_prompts(tmp_path / "a.jsonl", row(s={"max_new_tokens": 8}), row(s=None))
+    file = write_prompts(tmp_path / "a.jsonl", row(s={"max_new_tokens": 8, "temperature": 0.5}), row(s=None))
     one = EvalPrompts(
         name="held",
         prompts=opened(DataConfig(path=str(file), sampling_key="s", shuffle=False)),
@@ -153,9 +153,18 @@ def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -
     ("sampling", "complaint"),
     [
         (7, "want a map or null in 's', got a number"),
-        ({"temperature": 0.5}, "one distribution: sampling.temperature"),
-        ({"top_p": 0.5}, "one distribution: sampling.top_p"),
-        ({"max_tokens": 5}, "want max_new_tokens, stop or stop_token_ids in 's', got 'max_tokens'"),
+        (
+            {"temperature": 0},
+            "want a number above 0 and at most 100 in 's.temperature' (of 0 there is no distribution to correct for), got 0",
+        ),
+        ({"temperature": -0.5}, "'s.temperature' (of 0 there is no distribution to correct for), got -0.5"),
+        ({"temperature": float("nan")}, "want"),
+        ({"temperature": 101}, "'s.temperature'"),
+        ({"temperature": True}, "'s.temperature'"),
+        ({"temperature": "0.5"}, "'s.temperature'"),
+        ({"top_p": 0.5}, "all rows of a run have its sampling.top_p"),
+        ({"top_k": 5}, "all rows of a run have its sampling.top_k"),
+        ({"max_tokens": 5}, "want temperature, max_new_tokens, stop or stop_token_ids in 's', got 'max_tokens'"),
         ({"max_new_tokens": 0}, "want a whole number >= 1 in 's.max_new_tokens', got 0"),
         ({"max_new_tokens": True}, "want a whole number >= 1 in 's.max_new_tokens', got True"),
         ({"max_new_tokens": 2.5}, "'s.max_new_tokens', got 2.5"),
@@ -173,6 +182,17 @@ def test_wrong_limits_are_refused_by_line(tmp_path: Path, sampling: object, comp
     first, bad, last = found(file, sampling_key="s")
     assert isinstance(bad, PromptError) and str(bad).startswith(f"{file}:2: ") and complaint in str(bad)
     assert (first.sampling, last.sampling) == (RowSampling(), RowSampling(max_new_tokens=5))
+
+
+def test_a_row_that_a_program_answers_has_a_temperature_and_no_limits(tmp_path: Path) -> None:
+    rows = [
+        row(s=own, r=rollout)
+        for own, rollout in (({"temperature": 0.5}, None), ({"max_new_tokens": 5}, None), ({"stop": "x"}, "single_turn"))
+    ]
+    file = write_prompts(tmp_path / "a.jsonl", *rows)
+    warm, bad, single = found(file, sampling_key="s", rollout="agent", rollout_key="r")
+    assert (warm.sampling, single.sampling) == (RowSampling(temperature=0.5), RowSampling(stop=("x",)))
+    assert isinstance(bad, PromptError) and "want temperature alone in 's', as rollout agent answers the row" in str(bad)
 
 
 def test_columns_that_are_named_must_be_there(tmp_path: Path) -> None:

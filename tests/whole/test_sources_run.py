@@ -24,8 +24,8 @@ def rows(path: Path, first: int, count: int, **columns: object) -> Path:
     return path
 
 
-async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int]]:
-    """Return how many training tasks of each reward and length limit are in the streams of a run that has ended."""
+async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int, float]]:
+    """Return how many training tasks of each reward, length limit and temperature are in the streams of a run that has ended."""
     server = EmbeddedServer(directory / "bus", BusConfig())
     await asyncio.to_thread(server.start)
     try:
@@ -33,7 +33,7 @@ async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int]]:
             tasks = [task async for task in bus.tasks.scan() if task.kind is Kind.TRAIN and not task.reissues]
     finally:
         await asyncio.to_thread(server.stop)
-    return Counter((task.metadata.get("reward"), task.sampling.max_new_tokens) for task in tasks)
+    return Counter((task.metadata.get("reward"), task.sampling.max_new_tokens, task.sampling.temperature) for task in tasks)
 
 
 @pytest.mark.slow
@@ -42,7 +42,10 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     sources = {
         "plain": {"path": str(rows(tmp_path / "plain.jsonl", 10, 12)), "reward": "copied"},
         "half": {"path": str(rows(tmp_path / "half.jsonl", 30, 8, grader="exactly")), "weight": 0.5, "reward_key": "grader"},
-        "short": {"path": f"{rows(tmp_path / 'short.jsonl', 50, 20, limits={'max_new_tokens': 3})}@[4:10]", "sampling_key": "limits"},
+        "short": {
+            "path": f"{rows(tmp_path / 'short.jsonl', 50, 20, limits={'max_new_tokens': 3, 'temperature': 0.8})}@[4:10]",
+            "sampling_key": "limits",
+        },
     }
     parts = {
         "copied": {"reward": "digits", "when": {"reward": "copied"}},
@@ -67,7 +70,11 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     assert (summary["steps"], summary["ended_by"]) == (3, "all prompts of 1 pass are used (learner.num_epochs)")
     assert summary["samples_trained"] == 22 * 4
     assert "ended after step 3: all prompts" in run.log
-    assert asyncio.run(prompts_of(run.directory, summary["run"])) == {("copied", 6): 12, ("exactly", 6): 4, (None, 3): 6}
+    assert asyncio.run(prompts_of(run.directory, summary["run"])) == {
+        ("copied", 6, 1.0): 12,
+        ("exactly", 6, 1.0): 4,
+        (None, 3, 0.8): 6,
+    }
     scored = {line["version"]: line["mean"] for line in summary["evaluations"]}
     assert {0, 3} <= scored.keys()
     best = max((value, -version) for version, value in scored.items() if version)
