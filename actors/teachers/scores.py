@@ -72,7 +72,7 @@ def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> Non
         raise EngineFailed(
             url,
             f"its scores are at temperature {found:g}, the samples at {temperature:g}; want a teacher that scores at the sampling "
-            "temperature (tidemill teacher), or sampling.temperature: 1",
+            "temperature (tidemill teacher), or temperature 1 in the run and in its rows",
         )
 
 

@@ -37,6 +37,8 @@ class Prompts:
     first: Row
     longest: int = 0
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
+    warm: Row | None = None
+    """The first row read with a temperature of its own other than 1."""
 
 
 def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
@@ -67,7 +69,8 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         report.good("data", f"{_place(config.data)}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
         if complete and config.learner.num_epochs:
             _check_passes(report, config, _in_pass(config.data))
-    return Prompts(first=rows[0], longest=longest if complete else 0)
+    warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
+    return Prompts(first=rows[0], longest=longest if complete else 0, warm=warm)
 
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None) -> Prompts | None:

@@ -51,7 +51,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_reward(report, config, None if first is None else first.first, here=rewards_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
     check_renderer(report, config, model, here=actors_here)
-    check_teachers(report, config, model, None if data is None else data.first, reach=purpose.starts_workers)
+    check_teachers(report, config, model, data, reach=purpose.starts_workers)
     check_filters(report, config)
     check_algorithm(report, config)
     check_bridge(report, config)

@@ -8,25 +8,26 @@ from pathlib import Path
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Row
 
 ANSWER_S = 2.0
 """Seconds for a teacher to answer."""
 TOKENIZER = "tokenizer.json"
 
 
-def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None, row: Row | None, *, reach: bool) -> None:
-    """Report teachers that cannot score the samples of the run. ``row``: the first of the prompts; ``reach``: ask their servers."""
+def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
+    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their servers."""
     teachers = parse_teachers(config.actor.teachers)
     for teacher in teachers:
         where = report.at("actor.teachers")
         if teacher.model:
             _check_directory(report, config, teacher, where, model)
         for url in teacher.urls if reach and not teacher.model else ():
-            _check_server(report, config, teacher, url, where, model)
+            _check_server(report, config, teacher, url, where, model, data)
+    row = None if data is None else data.first
     if row is not None and teachers and chosen(teachers, row.metadata) is None:
         want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
         report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it")
@@ -73,8 +74,13 @@ def _tokens(file: Path) -> object:
         return file.read_bytes()
 
 
-def _check_server(report: Report, config: RunConfig, teacher: TeacherConfig, url: str, where: str, model: CheckedModel | None) -> None:
-    """Ask a server for its model, and with a temperature other than 1 whether it scores at it. One that is away is a warning."""
+def _check_server(
+    report: Report, config: RunConfig, teacher: TeacherConfig, url: str, where: str, model: CheckedModel | None, data: Prompts | None
+) -> None:
+    """Ask a server for its model, and with a temperature other than 1, of the run or a row, whether it scores at it.
+
+    One that is away is a warning.
+    """
     try:
         info, server = _get(f"{url}/model_info"), _get(f"{url}/server_info")
     except (OSError, ValueError) as error:
@@ -84,17 +90,14 @@ def _check_server(report: Report, config: RunConfig, teacher: TeacherConfig, url
     vocabulary = info.get("vocab_size") or server.get("vocab_size")
     if isinstance(vocabulary, int) and not _same_vocabulary(report, f"{teacher.name}: {url}", vocabulary, where, model):
         return
-    if config.sampling.temperature != 1 and server.get("engine") != "builtin":
+    warm = None if data is None else data.warm
+    if (config.sampling.temperature != 1 or warm is not None) and server.get("engine") != "builtin":
         want = f"a teacher that scores at sampling.temperature {config.sampling.temperature:g}"
-        got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "sampling.temperature: 1, or `tidemill teacher`"
+        if config.sampling.temperature == 1 and warm is not None:
+            want = f"a teacher that scores at the temperature {warm.sampling.temperature:g} of {warm.where}"
+        got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "temperature 1, or `tidemill teacher`"
         report.error("teachers", where, want=want, got=got, cure=cure)
         return
-    if config.data.limits_rows and server.get("engine") != "builtin":
-        got, cure = (
-            f"{teacher.name}: {url}, which scores at 1, as SGLang does",
-            "no temperature in data.sampling_key, or `tidemill teacher`",
-        )
-        report.warning("teachers", where, want="a teacher that scores at the temperatures of rows, if they have any", got=got, cure=cure)
     report.good("teachers", f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids")
 
 

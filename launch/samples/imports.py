@@ -47,6 +47,7 @@ class Rows:
         else:
             self._seen.add((group, sample.index))
             row = {"prompt": sample.prompt, "label": sample.label, "metadata": sample.metadata, "responses": []}
+            row["sampling"] = {"temperature": sample.sampling.temperature}
             self.groups.setdefault(group, row)["responses"].append(_response(sample))
 
     def add_line(self, where: str, file: str, number: int, values: JsonObject) -> None:

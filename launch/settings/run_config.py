@@ -49,7 +49,7 @@ class SamplingConfig:
     """The distribution actors sample from; it travels with every sample."""
 
     temperature: float = 1.0
-    """Sampling temperature; the learner divides its logits by the same value."""
+    """Sampling temperature, by which the learner divides its logits; a row may have its own (``data.sampling_key``)."""
     top_p: float = 1.0
     """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
     top_k: int = -1

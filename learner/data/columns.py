@@ -10,6 +10,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
 from learner.data.config import MOST_LETTERS, MOST_STOPS
 from learner.data.formats import kind_of, refuse_unsendable, value_at
+from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from learner.data.source import rollout_named
 from learner.errors import PromptError
 
@@ -18,8 +19,6 @@ REWARD = "reward"
 TOOLS = "tools"
 """Key in a task's metadata with the tools of its row, as the chat template has rendered them."""
 MOST_TOOLS = 128
-HIGHEST_TEMPERATURE = 100.0
-"""An engine's log-probs are those of an even distribution from far below it on."""
 OF_THE_RUN = ("top_p", "top_k", "seed")
 OF_A_ROW = "temperature, max_new_tokens, stop or stop_token_ids"
 
@@ -56,12 +55,13 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
     said = {name: value for name, value in found.items() if value is not None}
     for name in said:
         if name in OF_THE_RUN:
-            raise PromptError(where, f"{OF_A_ROW} in {key!r} (all rows of a run have its sampling.{name})", name)
+            raise PromptError(where, f"{OF_A_ROW} in {key!r}; {name} is the same for all rows of a run", name)
         if name not in ("temperature", "max_new_tokens", "stop", "stop_token_ids"):
             raise PromptError(where, f"{OF_A_ROW} in {key!r}", repr(name)[:80])
     temperature = said.get("temperature")
     if temperature is not None and not _is_temperature(temperature):
-        want = f"a number above 0 and at most {HIGHEST_TEMPERATURE:g} in '{key}.temperature' (of 0 there is no distribution to correct for)"
+        numbers = f"a number from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+        want = f"{numbers} in '{key}.temperature' (of 0 there is no distribution to correct for)"
         raise PromptError(where, want, repr(temperature)[:80])
     longest = said.get("max_new_tokens")
     if longest is not None and not _whole(longest, at_least=1):
@@ -77,14 +77,14 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
 
 
 def _is_temperature(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= HIGHEST_TEMPERATURE
+    return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
 
 
 def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
-    """Raise PromptError for limits of a row that a program answers."""
+    """Raise PromptError for limits of a row whose rollout has its own."""
     limits = (sampling.max_new_tokens, sampling.stop, sampling.stop_token_ids)
     if rollout and limits != (None, None, None):
-        want = f"temperature alone in {key!r}, as rollout {rollout} answers the row: the limits of a program are its own and its budget"
+        want = f"temperature alone in {key!r}: the row is answered by rollout {rollout}, which has its own limits"
         raise PromptError(where, want, "max_new_tokens, stop or stop_token_ids")
 
 

@@ -119,7 +119,7 @@ class DataConfig:
 
     @property
     def limits_rows(self) -> bool:
-        """True if rows may have limits of sampling of their own."""
+        """True if rows may have settings of sampling of their own."""
         return any(one.sampling_key for one in self.used)
 
     def _source(self, one: SourceConfig) -> Source:

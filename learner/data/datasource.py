@@ -110,9 +110,8 @@ class DataSource:
             self._abandon(issued.id, "dead")
 
     def _refuse_other_sampling(self, task: Task) -> None:
-        temperature = task.sampling.temperature if self.rules.row_temperatures else self.rules.temperature
-        want = (temperature, self.rules.top_p, self.rules.top_k)
-        got = (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k)
+        want = (self.rules.top_p, self.rules.top_k)  # log-probs are at the temperature of each sample
+        got = (task.sampling.top_p, task.sampling.top_k)
         if want != got:
             raise ConfigRefused("sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want)
 

@@ -118,11 +118,6 @@ class PromptFile:
         return self._rows
 
     @property
-    def samples_rows(self) -> bool:
-        """True if rows may have settings of sampling of their own."""
-        return any(source.sampling_key for source in self._sources)
-
-    @property
     def num_too_long(self) -> int:
         """Number of distinct rows skipped so far because they have more than ``max_tokens`` tokens."""
         return len(self._too_long)

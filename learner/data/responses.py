@@ -50,7 +50,7 @@ class Response:
     reward: float | dict[str, float] = 0.0
     truncated: bool = False
     temperature: float | None = None
-    """Temperature of the log-probs; None = that of the run."""
+    """Temperature of the log-probs; None = that of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,10 +15,18 @@ def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
         raise ConfigRefused("weights.push_every", want, push_every)
 
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second every token is equally
+probable."""
+
+
 def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
     """Raise ConfigRefused for a sampling distribution that importance weights cannot be computed for."""
-    if temperature <= 0:
-        raise ConfigRefused("sampling.temperature", "> 0 (greedy samples have no distribution to correct for)", temperature)
+    if not temperature >= LOWEST_TEMPERATURE:
+        want = f">= {LOWEST_TEMPERATURE:g} (greedy samples have no distribution to correct for)"
+        raise ConfigRefused("sampling.temperature", want, temperature)
+    if temperature > HIGHEST_TEMPERATURE:
+        raise ConfigRefused("sampling.temperature", f"<= {HIGHEST_TEMPERATURE:g}", temperature)
     if top_p != 1.0 or top_k not in (-1, 0):
         want = (
             "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance weights of a truncated one "
@@ -28,10 +36,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
 
 
 _LATER = frozenset(
-    {
-        *("num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"),
-        "row_temperatures",
-    }
+    {"num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"}
 )
 """Rules that came after the first release."""
 
@@ -65,8 +70,7 @@ class DataRules:
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
     temperature: float = 1.0
-    row_temperatures: bool = False
-    """True if a row may have another temperature; its tasks have it then."""
+    """That of the run; a row may have its own, which its task and its samples have then."""
     top_p: float = 1.0
     top_k: int = -1
     seed: int = 0

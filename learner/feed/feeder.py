@@ -105,7 +105,6 @@ def _data_rules(
         max_context=model.max_context,
         push_every=push_every,
         temperature=sampling.temperature,
-        row_temperatures=prompts.samples_rows,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=prompts.seed,

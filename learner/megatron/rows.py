@@ -126,13 +126,15 @@ def _row(micro_batch: MicroBatch, batch: StepBatch, here: Parallel) -> Row:
     padding_T = sample_T < 0
     rollout_T = to(tensor_of(micro_batch.rollout_log_probs_T))
     demonstrated_T = mask_T & demonstration_N[sample_T.clamp(min=0)]
-    own_T = temperatures_N[sample_T.clamp(min=0)].where(~padding_T, 1.0).float()
+    temperature: float | Tensor = float(temperatures_N[0])
+    if (temperatures_N != temperature).any():
+        temperature = to(part(temperatures_N[sample_T.clamp(min=0)].where(~padding_T, 1.0).float()))
     return Row(
         tokens_T=to(part(tensor_of(micro_batch.tokens_T))),
         targets_T=to(part(tensor_of(micro_batch.targets_T))),
         position_T=to(_places(mask_T, sequence_T)),
         turn_T=to(tensor_of(micro_batch.turn_T).long()),
-        temperature=float(temperatures_N[0]) if (temperatures_N == temperatures_N[0]).all() else to(part(own_T)),
+        temperature=temperature,
         packed=packed_row(
             micro_batch.cu_seqlens,
             to(part(tensor_of(micro_batch.position_ids_T))),

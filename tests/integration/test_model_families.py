@@ -221,6 +221,7 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
     [
         ("qwen3_moe", Wanted(fused_activation="always"), "learner.fused_activation: want auto or never for a model with experts"),
         ("deepseek_v3", Wanted(attention="varlen"), "learner.attention: want sdpa or auto, got 'varlen: keys and values"),
+        ("deepseek_v3", Wanted(attention="cudnn"), "learner.attention: want sdpa or auto, got 'cudnn: keys and values"),
     ],
 )
 def test_a_kernel_that_a_family_cannot_use_is_refused(here: Any, tmp_path: Path, family: str, wanted: Wanted, message: str) -> None:

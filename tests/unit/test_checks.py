@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,52 @@ def test_all_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_stream_that_exists_has_its_room(tmp_path: Path) -> None:
     (tmp_path / "run" / "bus").mkdir(parents=True)
     assert "disk" not in [error.topic for error in checked(tmp_path, f"bus.samples_max_bytes={10**18}").errors]
+
+
+class _Teacher(BaseHTTPRequestHandler):
+    """Answers as a server of the model with 128 ids."""
+
+    engine = ""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"vocab_size": 128, "model_path": "big", "engine": self.engine}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Write nothing."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "run", "row", "want"),
+    [
+        ("builtin", 0.5, 0.7, ""),
+        ("sglang", 1, 1, ""),
+        ("sglang", 1, None, ""),
+        ("sglang", 0.5, None, "want a teacher that scores at sampling.temperature 0.5, got big: http://"),
+        ("sglang", 1, 0.7, "want a teacher that scores at the temperature 0.7 of "),
+    ],
+)
+def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
+    tmp_path: Path, engine: str, run: float, row: float | None, want: str
+) -> None:
+    file = write_run(tmp_path)
+    rows = [{"prompt": "what is one", "label": "3", "s": own} for own in (None, {"temperature": row} if row else {"max_new_tokens": 4})]
+    write_prompts(tmp_path / "prompts.jsonl", *rows)
+    with HTTPServer(("127.0.0.1", 0), type("Server", (_Teacher,), {"engine": engine})) as server:
+        answering = threading.Thread(target=server.serve_forever)
+        answering.start()
+        try:
+            teachers = f"actor.teachers={json.dumps({'big': {'urls': [f'http://127.0.0.1:{server.server_port}']}})}"
+            settings = (teachers, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine")
+            report = check(load(file, (*settings, "data.sampling_key=s", f"sampling.temperature={run}")), Purpose())
+        finally:
+            server.shutdown()
+            answering.join()
+    errors = [str(error) for error in report.errors if error.topic == "teachers"]
+    assert len(errors) == bool(want) and all(want in error for error in errors), report.findings
 
 
 def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:

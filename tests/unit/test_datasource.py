@@ -555,10 +555,10 @@ def test_restore_refuses_another_run() -> None:
         DataSource.restore(rules(), b"\x80")
 
 
-def test_tasks_of_another_temperature_are_refused() -> None:
+def test_tasks_of_another_distribution_are_refused_and_a_row_may_have_its_temperature() -> None:
+    (issued,) = Pond(temperature=0.7).issue(1)
     with pytest.raises(ConfigRefused, match="as in task 1 of this run"):
-        Pond(temperature=0.7).issue(1)
-    Pond(temperature=0.7, row_temperatures=True).issue(1)
+        Pond().source.issued(replace(issued, sampling=replace(issued.sampling, top_p=0.9)), 0.0)
 
 
 # ---- rules
@@ -568,7 +568,7 @@ def test_tasks_of_another_temperature_are_refused() -> None:
     ("changes", "message"),
     [
         ({"push_every": 3, "max_lag": 1}, r"weights\.push_every: want <= .* = 2 .*, got 3"),
-        ({"temperature": 0.0}, r"sampling\.temperature: want > 0"),
+        ({"temperature": 0.0}, r"sampling\.temperature: want >= 0.01"),
         ({"top_p": 0.9}, r"sampling: want top_p 1"),
         ({"top_k": 50}, r"sampling: want top_p 1"),
     ],

@@ -187,7 +187,7 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["sampling.top_p=0.9"], "truncated"),
         (["sampling.top_k=5"], "truncated"),
         (["sampling.top_k=-5"], "sampling: want top_p 1 and top_k -1"),
-        (["sampling.temperature=0"], "--set: sampling.temperature: want > 0"),
+        (["sampling.temperature=0"], "--set: sampling.temperature: want >= 0.01"),
         (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
         (["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"], "multiple of weights.push_every"),
         (["learner.colocated=true", "weights.overlap=true"], "weights.overlap: want false with learner.colocated"),

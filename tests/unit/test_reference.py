@@ -86,7 +86,7 @@ def test_shipped_configurations_are_valid(file: Path) -> None:
         ({"learner": {"stepz": 3}}, "learner: unknown key 'stepz'"),
         ({"staleness": {"gate": "maybe"}}, "staleness.gate: want one of"),
         ({"learner": {"steps": "many"}}, "learner.steps: want ['integer']"),
-        ({"sampling": {"temperature": 0}}, "sampling.temperature: want exclusiveMinimum 0"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: want minimum 0.01"),
         ({"sampling": {"stop": "word"}}, "sampling.stop: want ['array']"),
         ({"bus": {"cluster": 2}}, "bus.cluster: want one of [1, 3]"),
         ({"learner": {"device": "gpu"}}, "learner.device: want one of"),

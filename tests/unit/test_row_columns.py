@@ -155,15 +155,15 @@ def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -
         (7, "want a map or null in 's', got a number"),
         (
             {"temperature": 0},
-            "want a number above 0 and at most 100 in 's.temperature' (of 0 there is no distribution to correct for), got 0",
+            "want a number from 0.01 to 100 in 's.temperature' (of 0 there is no distribution to correct for), got 0",
         ),
         ({"temperature": -0.5}, "'s.temperature' (of 0 there is no distribution to correct for), got -0.5"),
         ({"temperature": float("nan")}, "want"),
         ({"temperature": 101}, "'s.temperature'"),
         ({"temperature": True}, "'s.temperature'"),
         ({"temperature": "0.5"}, "'s.temperature'"),
-        ({"top_p": 0.5}, "all rows of a run have its sampling.top_p"),
-        ({"top_k": 5}, "all rows of a run have its sampling.top_k"),
+        ({"top_p": 0.5}, "top_p is the same for all rows of a run"),
+        ({"top_k": 5}, "top_k is the same for all rows of a run"),
         ({"max_tokens": 5}, "want temperature, max_new_tokens, stop or stop_token_ids in 's', got 'max_tokens'"),
         ({"max_new_tokens": 0}, "want a whole number >= 1 in 's.max_new_tokens', got 0"),
         ({"max_new_tokens": True}, "want a whole number >= 1 in 's.max_new_tokens', got True"),
@@ -192,7 +192,7 @@ def test_a_row_that_a_program_answers_has_a_temperature_and_no_limits(tmp_path: 
     file = write_prompts(tmp_path / "a.jsonl", *rows)
     warm, bad, single = found(file, sampling_key="s", rollout="agent", rollout_key="r")
     assert (warm.sampling, single.sampling) == (RowSampling(temperature=0.5), RowSampling(stop=("x",)))
-    assert isinstance(bad, PromptError) and "want temperature alone in 's', as rollout agent answers the row" in str(bad)
+    assert isinstance(bad, PromptError) and "want temperature alone in 's': the row is answered by rollout agent" in str(bad)
 
 
 def test_columns_that_are_named_must_be_there(tmp_path: Path) -> None:

@@ -92,22 +92,25 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T:
     buckets, take, give = _bucketed(starts, lengths)
     in_order = len(take) == len(give) and bool((take == np.arange(len(take))).all())
     longest = int(lengths.max())
-    bounds_S = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
     return PackedRow(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids_T=position_ids_T,
         padding_T=padding_T,
-        bounds_S=bounds_S,
-        pieces=_cut(lengths, bounds_S),
+        bounds_S=_bounds(lengths, device),
+        pieces=_cut(lengths, device),
         buckets=buckets,
         take_P=None if in_order else torch.from_numpy(take).to(device),
         give_T=None if in_order else torch.from_numpy(give).to(device),
     )
 
 
-def _cut(lengths: NDArray[np.int64], bounds_S: Tensor) -> tuple[Piece, ...]:
+def _bounds(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
+
+
+def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
     """Return the pieces of a row of these lengths, none of which is 0."""
     long = lengths >= LONG_SEQUENCE
     if not long.any():
@@ -116,8 +119,7 @@ def _cut(lengths: NDArray[np.int64], bounds_S: Tensor) -> tuple[Piece, ...]:
     pieces = []
     for first, after in itertools.pairwise([*starts.tolist(), len(lengths)]):
         part = lengths[first:after]
-        bounds = None if long[first] else bounds_S[first : after + 1] - bounds_S[first]
-        pieces.append(Piece(int(part.sum()), int(part.max()), bounds))
+        pieces.append(Piece(int(part.sum()), int(part.max()), None if long[first] else _bounds(part, device)))
     return tuple(pieces)
 
 
@@ -282,7 +284,8 @@ class CudnnCoreAttention(VarlenCoreAttention):
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
 
-        cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. That is exact: see above.
+        cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. Padding comes behind
+        all queries, which attend to nothing after them, so it changes nothing.
         """
         padding = padded_length(len(q)) - len(q)
         parts = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (q, k, v))
