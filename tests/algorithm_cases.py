@@ -94,7 +94,7 @@ running baseline."""
 SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
 """Groups of demonstrations among the six of a step."""
 OWN_TEMPERATURES = (EVERY_REJECTION,)
-"""Cases whose groups have temperatures of their own."""
+"""Cases with another temperature for each group."""
 FRESH = (EVERY_TERM,)
 """Cases with samples that the newest weights alone have made, others that are older than usual, responses that ran into their limit, and a
 group of equal rewards."""

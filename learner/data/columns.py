@@ -81,7 +81,7 @@ def _is_temperature(value: object) -> TypeGuard[int | float]:
 
 
 def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
-    """Raise PromptError for limits of a row whose rollout has its own."""
+    """Raise PromptError for a row with limits and a rollout, which has limits, too."""
     limits = (sampling.max_new_tokens, sampling.stop, sampling.stop_token_ids)
     if rollout and limits != (None, None, None):
         want = f"temperature alone in {key!r}: the row is answered by rollout {rollout}, which has its own limits"

@@ -158,7 +158,7 @@ def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -
             "want a number from 0.01 to 100 in 's.temperature' (of 0 there is no distribution to correct for), got 0",
         ),
         ({"temperature": -0.5}, "'s.temperature' (of 0 there is no distribution to correct for), got -0.5"),
-        ({"temperature": float("nan")}, "want"),
+        ({"temperature": float("nan")}, "NaN is not JSON"),
         ({"temperature": 101}, "'s.temperature'"),
         ({"temperature": True}, "'s.temperature'"),
         ({"temperature": "0.5"}, "'s.temperature'"),

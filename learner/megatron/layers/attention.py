@@ -266,7 +266,7 @@ class VarlenCoreAttention(SDPACoreAttention):
 
 
 class CudnnCoreAttention(VarlenCoreAttention):
-    """The same, but each long sequence by itself through cuDNN's attention, which is faster for it. Hopper only, not deterministic."""
+    """The same, but each long sequence goes by itself through cuDNN's attention, which is faster there. For Hopper; not deterministic."""
 
     _backend = SDPBackend.CUDNN_ATTENTION
     """Backend of a long sequence."""
