@@ -9,8 +9,9 @@ Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,15 +29,14 @@ class Routing:
 
     def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
         """``given``: the rows have their experts already."""
-        self._all: dict[int, Any] = {
-            layer.layer_number - 1: layer.mlp.router
-            for chunk in chunks
-            for layer in chunk.decoder.layers
-            if getattr(layer.mlp, "router", None) is not None
-        }
-        routers = [(layer, router) for layer, router in self._all.items() if router.router_replay is not None]
+        self._all: dict[int, Any] = {layer: router for chunk in chunks for layer, router in _routers(chunk)}
         self._row: PackedRow | None = None
-        self._replays: list[Any] = [router.router_replay for _, router in routers]
+        by_chunk = [[(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay] for chunk in chunks]
+        routers = [one for own in by_chunk for one in own]
+        self._replays: list[Any] = [replay for _, replay in routers]
+        ends = list(accumulate(map(len, by_chunk), initial=0))
+        self._of_chunks = [slice(start, end) for start, end in pairwise(ends)]
+        """Places of each chunk's routers among those of this rank."""
         # The layers of a stage are some of the model's.
         sparse = [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
         self._places = [sparse.index(layer) for layer, _ in routers]
@@ -60,7 +60,10 @@ class Routing:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known ones, choose."""
+        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known ones, choose.
+
+        A row of padding, which the interleaved schedule adds, has none. A layer that is computed again takes the same ones.
+        """
         with self._in("replay"):
             yield
 
@@ -97,34 +100,51 @@ class Routing:
             self._row.routed[layer] = tuple(values.to("cpu", non_blocking=True) for values in found)
 
     @contextmanager
-    def row(self, packed: PackedRow) -> Iterator[None]:
-        """Record or replay one row's pass through the model, which happens inside the context."""
+    def row(self, packed: PackedRow, chunk: int) -> Iterator[None]:
+        """Record or replay one row's pass through a chunk of the model, which happens inside the context."""
         self._row = packed
         try:
-            with self._recorded_or_replayed(packed):
+            with self._recorded_or_replayed(packed, self._of_chunks[chunk]) if self._replays and self._mode else nullcontext():
                 yield
         finally:
             self._row = None
 
     @contextmanager
-    def _recorded_or_replayed(self, packed: PackedRow) -> Iterator[None]:
+    def _recorded_or_replayed(self, packed: PackedRow, own: slice) -> Iterator[None]:
+        """``own``: places of the chunk's routers. The other chunks of a row pass before and after it, those of other rows in between."""
+        replays = self._replays[own]
         if self._mode == "record":
-            self._act(RouterReplayAction.RECORD)
+            _act(replays, RouterReplayAction.RECORD)
             yield
-            packed.experts = tuple(replay.get_recorded_indices().to(torch.int16) for replay in self._replays)
-        elif self._mode == "replay" and packed.experts:
-            for replay, experts in zip(self._replays, packed.experts, strict=True):
-                replay.set_target_indices(experts)
-            self._act(RouterReplayAction.REPLAY_FORWARD)
-            yield
-            # The backward pass computes rows again in their order, and takes their experts in that order.
-            self._act(RouterReplayAction.REPLAY_BACKWARD)
-        else:
-            yield
+            packed.experts = (*packed.experts[: own.start], *_recorded(replays))
+            return
+        known = packed.experts[own]
+        for replay, experts in zip(replays, known):  # noqa: B905  # none of a row without known experts
+            replay.set_target_indices(experts)
+        _act(replays, RouterReplayAction.REPLAY_FORWARD if known else RouterReplayAction.RECORD)
+        yield
+        if not known:
+            for replay, experts in zip(replays, _recorded(replays), strict=True):
+                replay.replay_backward_list.append(experts)
+        # The backward pass computes rows again in their order, and takes their experts in that order.
+        _act(replays, RouterReplayAction.REPLAY_BACKWARD)
 
-    def _act(self, action: RouterReplayAction) -> None:
-        for replay in self._replays:
-            replay.set_router_replay_action(action)
+
+def _routers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
+    """Yield the number in the whole model and the router of each layer with experts."""
+    for layer in chunk.decoder.layers:
+        if (router := getattr(layer.mlp, "router", None)) is not None:
+            yield layer.layer_number - 1, router
+
+
+def _recorded(replays: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the experts of the last pass of each router, [T, K]."""
+    return tuple(replay.get_recorded_indices().to(torch.int16) for replay in replays)
+
+
+def _act(replays: Sequence[Any], action: RouterReplayAction) -> None:
+    for replay in replays:
+        replay.set_router_replay_action(action)
 
 
 def _affinities(router: Any, hidden: Tensor) -> Tensor:

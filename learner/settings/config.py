@@ -308,8 +308,6 @@ class LearnerConfig:
         """Raise ValueError for settings about mixtures of experts that cannot be."""
         if self.routing_replay not in REPLAYS:
             raise ValueError(f"routing_replay: want {' or '.join(REPLAYS)}, got {self.routing_replay!r}")
-        if self.routing_replay != "none" and self.virtual_pipeline > 1:
-            raise ValueError(f"routing_replay: want none with virtual_pipeline > 1, got {self.routing_replay!r}")
         for name in ("moe_aux_loss_coef", "moe_bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")

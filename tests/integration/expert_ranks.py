@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 ONE = [
     *((family, "plain") for family in (*EXPERTS, DEEP)),
     *(("qwen3_moe", way) for way in ("moved", "replayed", "own rows", "balanced")),
-    (DEEP, "balanced"),
+    *((DEEP, way) for way in ("balanced", "moved", "replayed")),
     (DEEP_BIASED, "biased"),
     *(("glm4_moe", way) for way in ("own rows", "biased", "moved", "replayed", "all of it")),
 ]
@@ -119,6 +119,7 @@ RUNS = [
     (DEEP, "PP2 VP2", "plain"),
     *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
     ("qwen3_moe", "PP2", "replayed, full"),
+    *((DEEP, "PP2 VP2", way) for way in ("replayed", "replayed, full")),
     ("glm4_moe", "TP2", "replayed"),
     *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "TP2", "CP2")),
     (DEEP, "PP2 VP2", "balanced"),

@@ -30,6 +30,7 @@ GIVEN = Mixture(replay=True, given=True)
 WAYS = {
     "given": Way(mixture=GIVEN, minibatches=3, lr=1e-2),
     "given, full": Way(mixture=GIVEN, minibatches=3, lr=1e-2, recompute="full"),
+    "given, one by one, full": Way(mixture=GIVEN, own_rows=True, recompute="full"),
     "unknown": Way(mixture=GIVEN, minibatches=3, lr=1e-2),
     "moved": Way(minibatches=3, lr=1e-2),
     "given, balanced": Way(mixture=replace(GIVEN, aux_loss_coef=0.1), own_rows=True),
@@ -37,8 +38,8 @@ WAYS = {
 }
 USED = {family: MODELS[family] for family in ("qwen3_moe", "glm4_moe", DEEP)}
 ONE = [
-    *(("qwen3_moe", way) for way in WAYS if way != "given, biased"),
-    (DEEP, "given"),
+    *(("qwen3_moe", way) for way in WAYS if way not in ("given, biased", "given, one by one, full")),
+    *((DEEP, way) for way in ("given", "given, one by one, full")),
     *(("glm4_moe", way) for way in ("given", "given, biased")),
 ]
 """Runs of one process."""
@@ -46,6 +47,7 @@ RUNS = [
     *(("qwen3_moe", layout, "given") for layout in ("EP2", "CP2", "CP2 EP2", "TP2 EP2")),
     *(("qwen3_moe", layout, "given, full") for layout in ("TP2", "PP2")),
     (DEEP, "PP2", "given"),
+    *((DEEP, "PP2 VP2", way) for way in ("given", "given, one by one, full")),
     ("glm4_moe", "TP2", "given"),
     *(("qwen3_moe", layout, "given, balanced") for layout in ("EP2", "CP2")),
     ("glm4_moe", "EP2", "given, biased"),

@@ -8,6 +8,7 @@ import pytest
 from learner.layout.parallel import Parallel
 from tests.integration import expert_ranks
 from tests.integration.expert_ranks import (
+    DEEP,
     GRADIENTS,
     GRADIENTS_OF_FOUR,
     MODELS,
@@ -177,8 +178,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: st
 @pytest.mark.parametrize(
     ("family", "one", "other"),
     [
-        ("qwen3_moe", "moved", "replayed"),
-        ("glm4_moe", "moved", "replayed"),
+        *((family, "moved", "replayed") for family in ("qwen3_moe", "glm4_moe", DEEP)),
         ("qwen3_moe", "own rows", "balanced"),
         ("glm4_moe", "own rows", "biased"),
         ("glm4_moe", "replayed", "all of it"),

@@ -120,11 +120,6 @@ def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict
         ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
         ({"bridge": "mine"}, r"bridge: want module:Class, got 'mine'"),
         ({"routing_replay": "all"}, r"routing_replay: want none or old or rollout, got 'all'"),
-        (
-            {"routing_replay": "rollout", "pipeline_parallel": 2, "virtual_pipeline": 2},
-            r"routing_replay: want none with virtual_pipeline > 1",
-        ),
-        ({"routing_replay": "old", "pipeline_parallel": 2, "virtual_pipeline": 2}, r"routing_replay: want none with virtual_pipeline > 1"),
         ({"moe_aux_loss_coef": -0.1}, r"moe_aux_loss_coef: want >= 0"),
         ({"moe_bias_update_rate": -1.0}, r"moe_bias_update_rate: want >= 0"),
     ],
