@@ -79,7 +79,7 @@ def _score(args: argparse.Namespace) -> int:
     else:
         if not (args.model / "config.json").exists():
             raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
-        require(args.by)
+        require("learner" if args.by == "learner" else "engine")
         dtype, source = args.dtype or "float32", f"{args.by} {args.model}"
         outputs = _outputs_of_directory(args, prompts, dtype)
     if args.out is not None:
@@ -104,16 +104,35 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
 
 
 def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "dict[str, Array]":
-    """Compute the outputs in this process."""
+    """Compute the outputs in this process, or in a server of its own. Raises ValueError."""
     names = args.names
+    if args.config and args.by != "sglang":
+        raise ValueError(f"--config: want it with --by sglang, got --by {args.by}")
     if args.by == "engine":
         from actors.serving.builtin.scoring import score_directory
 
         return score_directory(args.model, prompts, names, dtype=dtype)
+    if args.by == "sglang":
+        return _outputs_of_sglang(args, prompts, dtype)
     from launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return score_by_learner(args.model, prompts, names, dtype=dtype)
+
+
+def _outputs_of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "dict[str, Array]":
+    from dataclasses import replace
+
+    from actors.errors import EngineError
+    from actors.serving.sglang.scoring import score_directory
+    from launch.settings.config_loader import load
+
+    config = load(args.config).config.engine
+    print(f"starting SGLang with {config.sglang.python}", file=sys.stderr)
+    try:
+        return score_directory(args.model, prompts, args.names, replace(config, dtype=dtype))
+    except EngineError as failed:
+        raise ValueError(str(failed)) from None
 
 
 def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:

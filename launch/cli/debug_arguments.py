@@ -26,7 +26,10 @@ def add(commands: "Commands") -> None:
     score.add_argument("--key-env", default="", metavar="VARIABLE", help="with --engine: variable with the run's api key, if it wants one")
     score.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a JSON list of token ids per line")
     score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
-    score.add_argument("--by", choices=("engine", "learner"), default="engine", help="with --model: which implementation computes")
+    implementation = "with --model: which implementation computes; engine: the built-in one; sglang: a server started for it"
+    score.add_argument("--by", choices=("engine", "learner", "sglang"), default="engine", help=implementation)
+    config = "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of the server"
+    score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
     score.add_argument("--names", default="*", metavar="PATTERN", help="modules to write, such as 'layers.0.*' (default: all)")
     dtype = "with --model: dtype to compute in (default float32); with --engine: that of an engine that reports none (default bfloat16)"
     score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)

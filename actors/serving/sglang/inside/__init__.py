@@ -1,0 +1,1 @@
+"""Modules that run in the processes of an SGLang server."""
