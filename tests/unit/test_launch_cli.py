@@ -62,14 +62,14 @@ def test_every_command_has_one_function_of_its_name() -> None:
     ids=["help", "print-config", "config", "config-error", "no-file"],
 )
 def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int, torch_s: float) -> None:
-    """The best of five: the machine is shared, the imports are not."""
-    times = []
-    for _ in range(5):
+    """One of five runs: the machine is shared, the imports are not."""
+    times: list[float] = []
+    while not times or (times[-1] >= FAST * torch_s and len(times) < 5):
         before = processor_s()
         result = tidemill(*arguments)
         times.append(processor_s() - before)
         assert result.returncode == code, result.stderr
-    assert min(times) < FAST * torch_s, (times, torch_s)
+    assert times[-1] < FAST * torch_s, (times, torch_s)
 
 
 @pytest.mark.parametrize(

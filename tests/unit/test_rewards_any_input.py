@@ -232,7 +232,7 @@ def test_any_program_that_is_run_ends_with_a_score_within_its_processor_time(pro
 
 # ---- rewards in child processes
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.3
 """Limit of one call there; a call that hangs costs the test so much."""
 DRAWN_S = 30.0
 """Seconds in which requests are drawn: where each ends a child, a slow machine starts few of them."""

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,14 +35,14 @@ PATTERNS = ("model", "model.embed_tokens", "model.norm", *(f"model.layers.*.{par
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
-def hook(config: Mapping[str, str]) -> Callable[[nn.Module, Any, Any], None]:
+def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], None]:
     """Return the hook for all ``PATTERNS``, which writes ``<directory>/<number>.safetensors`` after each pass.
 
     Names in the file begin with their place in the order of computation.
     """
     directory, numbers, outputs = Path(config["directory"]), count(), list[tuple[nn.Module, list[Tensor]]]()
 
-    def take(module: nn.Module, inputs: Any, output: Any) -> None:
+    def take(module: nn.Module, inputs: object, output: object) -> None:
         layers = getattr(module, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             outputs.append((module, _copies(output)))  # later modules may compute in place
@@ -58,7 +57,7 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, Any, Any], None]:
     return take
 
 
-def _copies(output: Any) -> list[Tensor]:
+def _copies(output: object) -> list[Tensor]:
     """Return the tensors of an output; of a router's choice, 1 for each token and expert to which it is sent, else 0."""
     chosen, scores = getattr(output, "topk_ids", None), getattr(output, "router_logits", None)
     if isinstance(chosen, Tensor) and isinstance(scores, Tensor):
