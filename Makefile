@@ -66,13 +66,14 @@ TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integra
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
-# Four files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
+# Several files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+ALL_BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
 # Two, each with a server of SGLang: a start of one needs both cores.
 TWO_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(BESIDE)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
 
 # Runs of which processes are killed at chosen instants, frozen, replaced or cut off. `.ci/run` runs these too.
 test-chaos: setup

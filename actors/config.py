@@ -6,6 +6,9 @@ from actors.teacher_settings import parse_teachers
 from bus.wire.json_object import JsonObject
 from rewards.part_settings import read_parts
 
+OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
+"""Arguments of SGLang, each with its other names; their product is the number of its devices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SglangConfig:
@@ -34,6 +37,11 @@ class SglangConfig:
         for name in ("start_timeout_s", "silent_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+
+    def argument(self, *names: str) -> object:
+        """Return an argument under any of its names, with hyphens or underscores; None if it is not given."""
+        given = {name.replace("-", "_"): value for name, value in self.arguments.items()}
+        return next((given[name] for name in names if name in given), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class PeerTransferRefused(EngineError):
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """The built-in engine has no decoder for this model directory. The reason names the unsupported setting."""
+    """An implementation cannot compute this model or prompt. The reason names the setting, the values it accepts and the one received."""
 
     exit_code = exit_codes.CONFIG
 

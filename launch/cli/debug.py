@@ -3,9 +3,11 @@
 import argparse
 import json
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +72,8 @@ def _print(found: "Comparison", *, as_json: bool) -> None:
 
 def _score(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts)
+    if args.config and (args.engine or args.by != "sglang"):
+        raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
         from launch.cli.debug_engine import Engine
 
@@ -80,8 +84,8 @@ def _score(args: argparse.Namespace) -> int:
         if not (args.model / "config.json").exists():
             raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
         require("learner" if args.by == "learner" else "engine")
-        dtype, source = args.dtype or "float32", f"{args.by} {args.model}"
-        outputs = _outputs_of_directory(args, prompts, dtype)
+        source = f"{args.by} {args.model}"
+        outputs, dtype = _of_sglang(args, prompts) if args.by == "sglang" else _of_this_process(args, prompts, args.dtype or "float32")
     if args.out is not None:
         from learner.debug.module_file import write_modules
 
@@ -103,35 +107,36 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
             print(f"prompt {number}: {len(tokens)} tokens, mean log-prob {sum(values) / len(values):.4f}, least {min(values):.4f}")
 
 
-def _outputs_of_directory(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "dict[str, Array]":
-    """Compute the outputs in this process, or in a server of its own. Raises ValueError."""
-    names = args.names
-    if args.config and args.by != "sglang":
-        raise ValueError(f"--config: want it with --by sglang, got --by {args.by}")
+def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "tuple[dict[str, Array], str]":
+    """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
         from actors.serving.builtin.scoring import score_directory
 
-        return score_directory(args.model, prompts, names, dtype=dtype)
-    if args.by == "sglang":
-        return _outputs_of_sglang(args, prompts, dtype)
+        return score_directory(args.model, prompts, args.names, dtype=dtype), dtype
     from launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    return score_by_learner(args.model, prompts, names, dtype=dtype)
+    return score_by_learner(args.model, prompts, args.names, dtype=dtype), dtype
 
 
-def _outputs_of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "dict[str, Array]":
-    from dataclasses import replace
-
+def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
+    """Return the outputs of a server that is started for them, and their dtype. Raises ValueError."""
     from actors.errors import EngineError
     from actors.serving.sglang.scoring import score_directory
     from launch.settings.config_loader import load
 
-    config = load(args.config).config.engine
-    print(f"starting SGLang with {config.sglang.python}", file=sys.stderr)
+    engine = load(args.config, environment=os.environ).config.engine
+    settings = engine.sglang
+    settings = replace(settings, log=settings.log or str(Path(tempfile.gettempdir()) / f"tidemill-score-{os.getpid()}.log"))
+    if args.dtype:
+        settings = replace(settings, arguments={name: value for name, value in settings.arguments.items() if name != "dtype"})
+        engine = replace(engine, dtype=args.dtype)
+    print(f"starting SGLang with {settings.python}; its output: {settings.log}", file=sys.stderr)
     try:
-        return score_directory(args.model, prompts, args.names, replace(config, dtype=dtype))
+        return score_directory(args.model, prompts, args.names, replace(engine, sglang=settings))
     except EngineError as failed:
+        if isinstance(failed, ValueError):
+            raise
         raise ValueError(str(failed)) from None
 
 

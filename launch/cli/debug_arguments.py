@@ -31,7 +31,8 @@ def add(commands: "Commands") -> None:
     config = "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of the server"
     score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
     score.add_argument("--names", default="*", metavar="PATTERN", help="modules to write, such as 'layers.0.*' (default: all)")
-    dtype = "with --model: dtype to compute in (default float32); with --engine: that of an engine that reports none (default bfloat16)"
+    dtype = "with --model: dtype to compute in (default float32; --by sglang: that of the configuration); "
+    dtype += "with --engine: that of an engine that reports none (default bfloat16)"
     score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)
     score.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 

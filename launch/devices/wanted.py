@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.config import EngineConfig
+from actors.config import OF_RANKS, EngineConfig
 from launch.devices.errors import Refused
 from launch.devices.memory_table import ITEM_BYTES, STAGED_COPIES, dtype_on, training_bytes
 from launch.devices.nccl import nccl_of
@@ -26,8 +26,6 @@ for colocated ranks; memory that other processes open is not tried with it."""
 AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
 same; a built-in engine has the defaults of the NCCL that the ranks have."""
-OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
-"""Arguments of SGLang, each with its other names; their product is the number of its devices."""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 
@@ -93,13 +91,13 @@ def devices_of(engine: EngineConfig) -> int:
         return 0
     if engine.kind != SGLANG:
         return 1
-    if engine.sglang.url or _argument(engine, "device") == "cpu":
+    if engine.sglang.url or engine.sglang.argument("device") == "cpu":
         return 0
     count = 1
     for names in OF_RANKS:
-        if names[0] == "dp_size" and _argument(engine, "enable_dp_attention"):
+        if names[0] == "dp_size" and engine.sglang.argument("enable_dp_attention"):
             continue  # its replicas share the tensor-parallel ranks
-        value = _argument(engine, *names)
+        value = engine.sglang.argument(*names)
         count *= int(value) if isinstance(value, int) and value > 0 else 1
     return count
 
@@ -111,14 +109,8 @@ def nccl_of_engine(engine: EngineConfig) -> str:
     return "" if engine.sglang.url else nccl_of(engine.sglang.python)
 
 
-def _argument(engine: EngineConfig, *names: str) -> object:
-    """Return an argument of SGLang under any of its names, with hyphens or underscores; None if it is not given."""
-    given = {name.replace("-", "_"): value for name, value in engine.sglang.arguments.items()}
-    return next((given[name] for name in names if name in given), None)
-
-
 def _fraction(engine: EngineConfig) -> float | None:
-    value = _argument(engine, "mem_fraction_static") if engine.kind == SGLANG else None
+    value = engine.sglang.argument("mem_fraction_static") if engine.kind == SGLANG else None
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -126,7 +118,7 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
     if engine.kind != SGLANG:
         return
     for name in BY_HAND:
-        if (value := _argument(engine, name)) is not None:
+        if (value := engine.sglang.argument(name)) is not None:
             where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
             raise Refused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:

@@ -111,7 +111,7 @@ class Routing:
 
     @contextmanager
     def _recorded_or_replayed(self, packed: PackedRow, own: slice) -> Iterator[None]:
-        """``own``: places of the chunk's routers. The other chunks of a row pass before and after it, those of other rows in between."""
+        """``own``: places of the chunk's routers. Chunks of different rows alternate; each chunk gets the rows in their order."""
         replays = self._replays[own]
         if self._mode == "record":
             _act(replays, RouterReplayAction.RECORD)
@@ -119,7 +119,7 @@ class Routing:
             packed.experts = (*packed.experts[: own.start], *_recorded(replays))
             return
         known = packed.experts[own]
-        for replay, experts in zip(replays, known):  # noqa: B905  # none of a row without known experts
+        for replay, experts in zip(replays, known, strict=bool(known)):  # a row without known experts has none to set
             replay.set_target_indices(experts)
         _act(replays, RouterReplayAction.REPLAY_FORWARD if known else RouterReplayAction.RECORD)
         yield

@@ -101,7 +101,7 @@ def run_rows(
         row = next(rows_left)
         if policy.parallel.pp_size == 1:
             turned.clear()  # the backward pass of the row before is over
-        chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+        chunk = policy.ddps.index(model) if several else 0
         with turned.during(row.packed), plain_torch(), policy.routing.row(row.packed, chunk):
             # The hidden states stay in bfloat16, for the product with the output weight in the loss.
             output = model(

@@ -1,7 +1,6 @@
 """docs/bringing_your_own.md is true: its files are those of the example, its commands run, its defaults are the program's."""
 
 import dataclasses
-import os
 import re
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from bus.wire.messages import Status
 from launch.settings.run_config import RunConfig
 from rewards.port import RewardRequest
 from rewards.registry import load
+from tests.launched import run_tidemill
 from tests.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,15 +83,13 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     """They run in a directory of its own with a small random Qwen2, its own tokenizer, data and reward; then the run is inspected."""
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     write_tiny_model(tmp_path / "my-model", "qwen2")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     told: dict[str, str] = {}
     for program, command, *words in commands():
         assert program == "tidemill"
         settings = [word for setting in SMALL for word in ("--set", setting)] if command == "up" else []
-        line = [sys.executable, "-m", "launch", command, *words, *settings]
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        told[command] = done.stdout
+        done = run_tidemill(command, *words, *settings, cwd=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.output}"
+        told[command] = done.out
     assert "right" in told["tail"] and "What is" in told["tail"], "reward parts and prompt"
     assert "trained in step" in told["show"]
     assert "no dead task" in told["dead"]

@@ -2,7 +2,7 @@
 
     prompt --/generate--> a server with one rank, started here --forward hooks (``inside.tidemill_module_outputs``)--> a file for each pass
 
-A server computes a prompt in one pass: without a cache of prefixes, graphs and chunks. Shape letters: T = tokens of one prompt.
+A server computes a prompt in one pass, in which every module is called once. Shape letters: T = tokens of one prompt.
 """
 
 import asyncio
@@ -19,11 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from actors.config import EngineConfig
-from actors.errors import BadRequest, EngineFailed, UnsupportedModel
+from actors.config import OF_RANKS, EngineConfig
+from actors.errors import BadRequest, EngineError, EngineFailed, UnsupportedModel
 from actors.serving.sglang.inside import tidemill_module_outputs as hooks
 from actors.serving.sglang.releases import release_of
-from actors.serving.sglang.server_process import ServerProcess
+from actors.serving.sglang.server_process import INFO_S, ServerProcess, server_arguments
+from bus.wire.json_object import JsonMapping
+
+Outputs = dict[str, NDArray[np.float32]]
+"""``<module>`` or ``<prompt>.<module>`` -> [T, size], in the order of computation."""
 
 ONE_PASS: Mapping[str, object] = {
     "chunked_prefill_size": -1,
@@ -32,36 +36,64 @@ ONE_PASS: Mapping[str, object] = {
     "skip_server_warmup": True,
 }
 """Arguments with which each prompt is computed in a pass of its own, by calls of the modules."""
-PARALLEL = ("tp", "tp_size", "tensor_parallel_size", "pp_size", "pipeline_parallel_size", "dp_size", "data_parallel_size", "ep_size", "ep")
-"""Arguments with which a rank computes a part of an output."""
+GRAPHS = "cuda_graph_"
+"""Prefix of arguments about graphs, in which no module is called; they change no number, and are left out."""
+REFUSED = {
+    "allow_auto_truncate": "a prompt would be cut off",
+    "disaggregation_mode": "prompts would be computed by another server",
+    "enable_pdmux": "modules would be called in parts",
+    "enable_two_batch_overlap": "modules would be called in parts",
+    "forward_hooks": "the outputs are written by hooks of their own",
+    "speculative_algorithm": "the outputs of the draft model would be among them",
+}
+"""Arguments with which the outputs would be others, and why."""
+ONE_RANK = "each rank computes a part of the outputs"
+WITHOUT = "give a configuration without it"
 ANSWER_S = 600.0
 """Seconds for a prompt."""
 
 
-def score_directory(directory: Path, prompts: Sequence[Sequence[int]], names: str, config: EngineConfig) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+def score_directory(directory: Path, prompts: Sequence[Sequence[int]], names: str, config: EngineConfig) -> tuple[Outputs, str]:
+    """Return the outputs of the modules with matching names, ``<prompt>.<module>`` -> [T, size], and the dtype in which they were computed.
 
     ``config``: how the server is started. ``log_probs`` has one value for each token but the first, at temperature 1. Raises EngineFailed
-    for a server that does not start, UnsupportedModel for a prompt or a model that it does not take, ValueError for arguments of several
-    ranks and for a server that runs already.
+    and EngineUnavailable for a server that does not start or answer, UnsupportedModel for a prompt or a model that it does not take,
+    ValueError for settings with which it would not compute them all in one process.
     """
-    for name in PARALLEL:
-        if config.sglang.arguments.get(name, 1) != 1:
-            cure = "each rank computes a part; give a configuration without it"
-            raise ValueError(f"engine.sglang.arguments.{name}: want 1, got {config.sglang.arguments[name]!r}; {cure}")
-    if config.sglang.url:
-        raise ValueError(f"engine.sglang.url: want none, a server is started; got {config.sglang.url}; --engine asks a running one")
+    _refuse_settings(config)
+    _refuse_unknown_tokens(directory, prompts)
     outputs = asyncio.run(_scored(directory, prompts, config))
-    return {name: value for name, value in outputs.items() if fnmatchcase(name.split(".", 1)[1], names)}
+    matching = {name: value for name, value in outputs.items() if fnmatchcase(name.split(".", 1)[1], names)}
+    return matching, str(server_arguments(config)["dtype"])
 
 
-async def _scored(directory: Path, prompts: Sequence[Sequence[int]], config: EngineConfig) -> dict[str, NDArray[np.float32]]:
+def _refuse_settings(config: EngineConfig) -> None:
+    settings = config.sglang
+    if settings.url:
+        raise ValueError(f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one")
+    for one in OF_RANKS:
+        if (ranks := settings.argument(*one)) not in (None, 1):
+            raise ValueError(f"engine.sglang.arguments.{one[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
+    for name, reason in REFUSED.items():
+        if (value := settings.argument(name)) not in (None, False, "null"):
+            raise ValueError(f"engine.sglang.arguments.{name}: want none, got {value!r}: {reason}; {WITHOUT}")
+
+
+def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise UnsupportedModel for a prompt with a token that the model does not have: SGLang would end."""
+    size = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    for number, tokens in enumerate(prompts):
+        if isinstance(size, int) and max(tokens) >= size:
+            raise UnsupportedModel(f"prompt {number}", f"want tokens below {size}, got {max(tokens)}")
+
+
+async def _scored(directory: Path, prompts: Sequence[Sequence[int]], config: EngineConfig) -> Outputs:
     passes = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-passes-"))
-    found: dict[str, NDArray[np.float32]] = {}
+    found: Outputs = {}
     try:
         server = await ServerProcess.open(directory, _hooked(config, passes))
         try:
-            release_of(server.api.url, (await server.api.call("GET", "/server_info"))["version"])
+            _refuse_server(server.api.url, await server.api.call("GET", "/server_info", timeout_s=INFO_S))
             for number, tokens in enumerate(prompts):
                 outputs = await _of_prompt(server, passes, tokens, f"prompt {number}")
                 found |= {f"{number}.{name}": value for name, value in outputs.items()}
@@ -81,14 +113,26 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
         "hook_factory": f"{file.stem}:{hooks.hook.__name__}",
         "config": {"directory": str(passes)},
     }
-    given = settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join(filter(None, (str(file.parent), given)))
-    arguments = {**settings.arguments, **ONE_PASS, "forward_hooks": json.dumps([hook]), "dtype": config.dtype}
+    path = os.pathsep.join(filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))))
+    given = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
+    arguments = {name: value for name, value in given.items() if not name.startswith(GRAPHS)}
+    arguments |= {**ONE_PASS, "forward_hooks": json.dumps([hook])}
     return replace(config, sglang=replace(settings, arguments=arguments, environment=settings.environment | {"PYTHONPATH": path}))
 
 
-async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs for one prompt, log-probs included."""
+def _refuse_server(url: str, info: JsonMapping) -> None:
+    """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are refused."""
+    release_of(url, info["version"])
+    for name in (one[0] for one in OF_RANKS):
+        if info.get(name, 1) != 1:
+            raise ValueError(f"{name} of the server: want 1, got {info[name]!r}: {ONE_RANK}; {WITHOUT}")
+    for name, reason in REFUSED.items():
+        if name != "forward_hooks" and info.get(name) not in (None, False, "null"):
+            raise ValueError(f"{name} of the server: want none, got {info[name]!r}: {reason}; {WITHOUT}")
+
+
+async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:
+    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included. Raises as ``score_directory``."""
     _taken(passes)  # those of health checks
     body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True}
     try:
@@ -96,6 +140,8 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
         log_probs = [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
     except BadRequest as refused:
         raise UnsupportedModel(name, refused.reason) from None
+    except EngineError as error:
+        raise await server.cause_of(error) from None
     except (LookupError, TypeError, ValueError) as error:
         raise EngineFailed(server.api.url, f"want log-probs of {name}, got {error!r}") from None
     passed = _taken(passes)
@@ -107,8 +153,8 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
     return values | {"log_probs": np.array(log_probs, np.float32)[:, None]}
 
 
-def _taken(passes: Path) -> list[dict[str, NDArray[np.float32]]]:
-    """Return the outputs of the passes that were written since the last call."""
+def _taken(passes: Path) -> list[Outputs]:
+    """Return the outputs of each pass that was written since the last call, ``<place>.<module>`` -> [T, size]."""
     files = sorted(passes.glob("*.safetensors"))
     outputs = [load_file(file) for file in files]
     for file in files:

@@ -28,6 +28,8 @@ RETURNS_EXPERTS = "enable_return_routed_experts"
 """Argument of a server that returns the experts of tokens; without it, it passes over ``return_routed_experts`` in silence."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
+ENDED_S = 2.0
+"""Seconds after a failed call within which the end of the server counts as its cause."""
 INFO_S = 60.0
 """Time limit in seconds of a request for the server's settings."""
 POLL_S = 2.0
@@ -68,6 +70,14 @@ class ServerProcess:
         """Wait until the server has ended or is silent, then raise EngineFailed with its last lines."""
         await self.lost.wait()
         raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
+
+    async def cause_of(self, error: EngineError) -> EngineError:
+        """Return the error that the server has ended, with its last lines, if it ends within ``ENDED_S``; else ``error``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDED_S):
+                await until_ended(self._child)
+                return _failure(self.api, self._child, "")
+        return error
 
     async def watch(self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]) -> None:
         """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.

@@ -1,11 +1,13 @@
-"""Runs in the scheduler of an SGLang server: writes what the modules of its model computed. Needs torch and safetensors, nothing of ours.
+"""Runs in the scheduler of an SGLang server: writes what the modules of its model computed. It imports nothing of this package.
 
 SGLang calls ``hook`` for ``--forward-hooks``; the folder of this file is on the server's PYTHONPATH, hence a name that no other module has.
 Outputs are [T, width], float32: T = tokens of one pass.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -24,12 +26,12 @@ PARTS = {
     "block_sparse_moe": ".mlp",
     "post_mlp_layernorm": ".mlp",
 }
-"""Modules of a layer by their names in SGLang, and the ends of ours; of two in one layer the later one, which is added to the stream.
-
-Source: ``sglang/srt/models``, release 0.5.23.
-"""
+"""SGLang's name of a module in a layer -> the end of the shared name. Where two have the same, the later output counts: it is what the
+residual stream adds. Source: ``sglang/srt/models``, release 0.5.23."""
+ROUTER = ".topk"
 STREAM = "input_layernorm"
-"""Of a layer but the first; returns the residual stream, too, as does the norm behind the last layer: the output of the layer before."""
+"""The norm before attention. From the second layer on it also returns the residual stream, which is the output of the layer before; so does
+the norm behind the last layer."""
 PATTERNS = ("model", "model.embed_tokens", "model.norm", *(f"model.layers.*.{part}" for part in (*PARTS, STREAM)))
 """The modules that the hook is for; ``model`` runs around all others."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -40,44 +42,57 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
 
     Names in the file begin with their place in the order of computation.
     """
-    directory, numbers, outputs = Path(config["directory"]), count(), list[tuple[nn.Module, list[Tensor]]]()
+    directory, numbers, outputs = Path(config["directory"]), count(), list[tuple[nn.Module, Taken]]()
+    writer = f"{os.getpid()}-{id(outputs)}"
+    """SGLang may ask for the hook of two models in one process; a prompt then has two passes, which is refused."""
 
     def take(module: nn.Module, inputs: object, output: object) -> None:
         layers = getattr(module, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            outputs.append((module, _copies(output)))  # later modules may compute in place
+            outputs.append((module, _taken(output)))
             return
         names = {id(one): name for name, one in module.named_modules()}
-        found = dict(pair for one, values in outputs for pair in _named(names[id(one)], values, len(layers)))
+        found = dict(pair for one, taken in outputs for pair in _named(names[id(one)], taken, len(layers)))
         outputs.clear()
-        file = directory / f"{next(numbers):06d}"
+        file = directory / f"{next(numbers):06d}-{writer}"
         save_file({f"{place:06d}.{name}": value for place, (name, value) in enumerate(found.items())}, file)
         file.rename(file.with_suffix(".safetensors"))
 
     return take
 
 
-def _copies(output: object) -> list[Tensor]:
-    """Return the tensors of an output; of a router's choice, 1 for each token and expert to which it is sent, else 0."""
-    chosen, scores = getattr(output, "topk_ids", None), getattr(output, "router_logits", None)
-    if isinstance(chosen, Tensor) and isinstance(scores, Tensor):
-        return [torch.zeros(scores.shape).scatter_(-1, chosen.long().cpu(), 1.0)]
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Copies of what a module returned: later ones compute in place."""
+
+    values: list[Tensor]
+    """Its tensors with a row for each token, [T, width]."""
+    sent: Tensor | None
+    """Of the choice of experts, where it names them: 1 for each token and expert to which it is sent, else 0, [T, experts]."""
+
+
+def _taken(output: object) -> Taken:
     values = output if isinstance(output, tuple) else (output,)
-    return [value.detach().float().cpu().flatten(1).clone() for value in values if isinstance(value, Tensor)]
+    copies = [value.detach().float().cpu().flatten(1).clone() for value in values if isinstance(value, Tensor) and value.ndim > 1]
+    chosen, scores = getattr(output, "topk_ids", None), getattr(output, "router_logits", None)
+    if not (isinstance(chosen, Tensor) and isinstance(scores, Tensor)):
+        return Taken(copies, None)
+    # An expert that all tokens share has the number behind the others, and padding -1.
+    experts, ids = scores.shape[-1], chosen.long().cpu()
+    ids = ids.where((ids >= 0) & (ids < experts), experts)
+    return Taken(copies, torch.zeros(len(ids), experts + 1).scatter_(-1, ids, 1.0)[:, :experts].contiguous())
 
 
-def _named(name: str, values: list[Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield our names for the output of a module."""
-    if not values:
-        return
+def _named(name: str, taken: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the shared names of what a module returned, and its outputs."""
+    values, found = taken.values, _LAYER.fullmatch(name)
     if name == "embed_tokens":
-        yield "embedding", values[0]
+        yield from (("embedding", value) for value in values[:1])
     elif name == "norm":
         yield from ((f"layers.{layers - 1}", stream) for stream in values[1:])
-        yield name, values[0]
-    elif found := _LAYER.fullmatch(name):
-        layer, part = int(found[1]), found[2]
-        if part == STREAM:
-            yield from ((f"layers.{layer - 1}", stream) for stream in values[1:])
-        else:
-            yield f"layers.{layer}{PARTS[part]}", values[0]
+        yield from (("norm", value) for value in values[:1])
+    elif found and found[2] == STREAM:
+        yield from ((f"layers.{int(found[1]) - 1}", stream) for stream in values[1:])
+    elif found:
+        outputs = values[:1] if not name.endswith(ROUTER) else [] if taken.sent is None else [taken.sent]
+        yield from ((f"layers.{found[1]}{PARTS[found[2]]}", value) for value in outputs)
