@@ -238,7 +238,7 @@ def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str)
 def gradients(model_dir: Path, here: parallel.Parallel, way: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the gradient of each weight of the whole model in one step, and the step's metrics."""
     made = learner(model_dir, here, WAYS[way], PLAIN)
-    return taken(made.policy, lambda: take(made, STEPS[:1], here, WAYS[way])[0])
+    return taken(made.policy.export, lambda: take(made, STEPS[:1], here, WAYS[way])[0])
 
 
 Runs = list[tuple[str, str, str]]

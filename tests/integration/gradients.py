@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from learner.megatron.model import Policy
 from learner.settings.config import OptimizerConfig
 
 PLAIN = OptimizerConfig(lr=1e9, eps=1e6, clip_grad=0.0)
@@ -19,14 +18,14 @@ NO_PARAMETER = "e_score_correction_bias"
 """End of the names of the biases of routers, which have no gradient."""
 RELATIVE = 1e-5
 """Of the largest element of a tensor."""
-Gradients = dict[str, torch.Tensor]
+Gradients = dict[str, Tensor]
 
 
-def taken(policy: Policy, train: Callable[[], dict[str, float]]) -> tuple[Gradients, dict[str, float]]:
-    """Return the gradient of each weight of the whole model in a step with ``PLAIN``, and the step's metrics. Collective."""
-    before = {name: tensor.clone() for name, tensor in policy.export()}
+def taken(export: Callable[[], Iterator[tuple[str, Tensor]]], train: Callable[[], dict[str, float]]) -> tuple[Gradients, dict[str, float]]:
+    """Return the gradient of each exported weight in a step with ``PLAIN``, and the step's metrics. Collective."""
+    before = {name: tensor.clone() for name, tensor in export()}
     metrics = train()
-    after = {name: tensor for name, tensor in policy.export() if not name.endswith(NO_PARAMETER)}
+    after = {name: tensor for name, tensor in export() if not name.endswith(NO_PARAMETER)}
     return {name: (before[name] - tensor) * (PLAIN.eps / PLAIN.lr) for name, tensor in after.items()}, metrics
 
 

@@ -169,7 +169,7 @@ def gradients(
     batches = make_batches(
         samples, step=STEPS[0], data_parallel=here.dp_size, max_tokens=max_tokens or layout.max_tokens, pad_to=here.tp_size * here.cp_size
     )
-    return taken(policy, lambda: trainer.train(batches[here.dp_rank]))
+    return taken(policy.export, lambda: trainer.train(batches[here.dp_rank]))
 
 
 @torch.no_grad()

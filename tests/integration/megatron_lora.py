@@ -17,6 +17,7 @@ from learner.megatron.trainer import OtherModels, Trainer
 from learner.megatron.tuning import Tuning
 from learner.settings.lora import LoraConfig
 from learner.settings.schedule import OptimizerConfig
+from tests.integration.gradients import PLAIN, Gradients, save, taken
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
@@ -57,14 +58,21 @@ class Learner:
 
 
 def learner(
-    model_dir: Path, here: Parallel, way: Way = WAYS["plain"], *, lora: LoraConfig = LORA, dtype: str = "float32", whole: bool = False
+    model_dir: Path,
+    here: Parallel,
+    way: Way = WAYS["plain"],
+    *,
+    lora: LoraConfig = LORA,
+    dtype: str = "float32",
+    whole: bool = False,
+    config: OptimizerConfig = OPTIMIZER,
 ) -> Learner:
-    """Return a rank's parts. ``whole``: the reference is a copy of all weights."""
+    """Return a rank's parts. ``whole``: the reference is a copy of all weights. ``config``: of the optimizer."""
     tuning = Tuning(lora=lora, seed=5)
     policy = build_policy(
         model_dir, dtype=dtype, parallel=here, replicas=way.replicas, kernels=Wanted(recompute=way.recompute), tuning=tuning
     )
-    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=way.offload)
+    optimizer = PolicyOptimizer(policy, config, steps=10, offload=way.offload)
     reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
     proximal = WeightBackup(policy)
     trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, others=OtherModels(proximal=proximal, reference=reference))
@@ -95,6 +103,12 @@ def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None =
     return {"metrics": metrics, "norms": norms, "base": ours.policy.adapters.facts()["base"]}
 
 
+def gradients(model_dir: Path, here: Parallel, way: Way, lora: LoraConfig) -> tuple[Gradients, dict[str, float]]:
+    """Return the gradient of each matrix of the adapters in one step, and the step's metrics."""
+    ours = learner(model_dir, here, way, lora=lora, config=PLAIN)
+    return taken(ours.policy.export_adapters, lambda: take(ours, STEPS[0], here))
+
+
 DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp2": ({"tensor_parallel_size": 2}, ("plain", "recompute full")),
     "tp2 sp": ({"tensor_parallel_size": 2, "sequence_parallel": True}, ("plain",)),
@@ -114,6 +128,8 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Layouts of a mixture of experts on two ranks."""
 
 
+IN_REPLICAS = ("plain", "distributed")
+"""Ways of two replicas of which the gradient of each matrix is compared."""
 SAVED = ("ep2", "pp2 vp2")
 """Layouts of which one rank takes over a checkpoint."""
 
@@ -127,24 +143,32 @@ def saved(model_dir: Path, here: Parallel, checkpoint: Path, *, lora: LoraConfig
     state.save(checkpoint, step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)
 
 
-def experts(mixture_dir: Path, checkpoint: Path, out: Path) -> None:
+def experts(mixture_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> None:
+    """``filled``: with adapters of which no matrix is zero."""
     results: dict[str, object] = {}
     for layout, (sizes, ways) in OF_EXPERTS.items():
         with joined(**sizes) as here:
-            results |= {f"{layout} {name}": trained(mixture_dir, here, WAYS[name], lora=ATTENTION) for name in ways}
+            for name in ways:
+                results[f"{layout} {name}"] = trained(mixture_dir, here, WAYS[name], lora=ATTENTION)
+                save(out, f"{layout} {name}", *gradients(mixture_dir, here, WAYS[name], filled))
             results[f"{layout} plain, resumed"] = trained(mixture_dir, here, WAYS["plain"], checkpoint, lora=ATTENTION)
             if layout in SAVED:
                 saved(mixture_dir, here, out / layout, lora=ATTENTION)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
-def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
+def main(model_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> None:
+    """``filled``: with adapters of which no matrix is zero."""
     shared = ("plain", "distributed", "offload", "distributed, offload")
     with joined() as here:
         results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
+        for name in IN_REPLICAS:
+            save(out, f"dp2 {name}", *gradients(model_dir, here, WAYS[name], filled))
         results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
     for layout, (sizes, ways) in DIVIDED.items():
         with joined(**sizes) as here:
-            results |= {f"{layout} {name}": trained(model_dir, here, WAYS[name]) for name in ways}
+            for name in ways:
+                results[f"{layout} {name}"] = trained(model_dir, here, WAYS[name])
+                save(out, f"{layout} {name}", *gradients(model_dir, here, WAYS[name], filled))
             results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -26,9 +26,11 @@ from learner.megatron.tuning import Tuning
 from learner.settings.config import LearnerConfig
 from learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 from tests.integration import megatron_lora
+from tests.integration.gradients import Gradients, differing, load
 from tests.integration.megatron_lora import (
     ATTENTION,
     DIVIDED,
+    IN_REPLICAS,
     LORA,
     OF_EXPERTS,
     OPTIMIZER,
@@ -36,6 +38,7 @@ from tests.integration.megatron_lora import (
     STEPS,
     VOCAB,
     WAYS,
+    gradients,
     learner,
     saved,
     take,
@@ -175,20 +178,28 @@ class World:
     """Of one rank."""
     ranks: list[dict[str, Any]]
     """Of each of two ranks."""
+    gradients: tuple[Gradients, Mapping[str, float]]
+    """Of each matrix of filled adapters in one step of one rank, and the step's metrics."""
     model_dir: Path
     out: Path
     """With the checkpoints of two ranks."""
 
 
-def in_layouts(body: Callable[[Path, Path, Path], None], model_dir: Path, lora: LoraConfig, places: pytest.TempPathFactory) -> World:
+def in_layouts(
+    body: Callable[[Path, Path, LoraConfig, Path], None], model_dir: Path, lora: LoraConfig, places: pytest.TempPathFactory
+) -> World:
     """Train on one rank, and in the layouts of ``body`` from the beginning and from a checkpoint of one rank."""
     out, checkpoint = places.mktemp("out"), places.mktemp("checkpoint")
     with one_rank() as joined:
         saved(model_dir, joined, checkpoint, lora=lora)
         one = trained(model_dir, joined, WAYS["plain"], lora=lora)
         resumed = trained(model_dir, joined, WAYS["plain"], checkpoint, lora=lora)
-    ranks = run_ranks(body, (model_dir, checkpoint), world=2, out=out)
-    return World(one={"plain": one, "resumed": resumed}, ranks=ranks, model_dir=model_dir, out=out)
+        adapter = places.mktemp("adapter")
+        wrote(adapter, lora_policy(model_dir, joined, lora), model_dir)
+        filled = replace(lora, adapter=str(adapter))
+        found = gradients(model_dir, joined, WAYS["plain"], filled)
+    ranks = run_ranks(body, (model_dir, checkpoint, filled), world=2, out=out)
+    return World(one={"plain": one, "resumed": resumed}, ranks=ranks, gradients=found, model_dir=model_dir, out=out)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +231,28 @@ def test_every_layout_trains_what_one_rank_does(world: World, layout: str) -> No
 def test_every_layout_of_a_mixture_trains_what_one_rank_does(world_of_experts: World, layout: str) -> None:
     """Experts spread over ranks, and virtual stages."""
     compared(world_of_experts, layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [*(f"dp2 {name}" for name in IN_REPLICAS), *(f"{layout} {name}" for layout, (_, ways) in DIVIDED.items() for name in ways)]
+)
+def test_every_matrix_has_the_gradient_of_one_rank(world: World, layout: str) -> None:
+    same_gradients(world, layout)
+
+
+@pytest.mark.parametrize("layout", [f"{layout} {name}" for layout, (_, ways) in OF_EXPERTS.items() for name in ways])
+def test_every_matrix_in_a_mixture_has_the_gradient_of_one_rank(world_of_experts: World, layout: str) -> None:
+    same_gradients(world_of_experts, layout)
+
+
+def same_gradients(world: World, layout: str) -> None:
+    wanted, metrics = world.gradients
+    found = [load(world.out, layout, rank) for rank in (0, 1)]
+    of_all = {name: tensor for ours, _ in found for name, tensor in ours.items()}
+    assert differing(of_all, wanted) == {}
+    for ours, theirs in found:
+        assert all(torch.equal(tensor, of_all[name]) for name, tensor in ours.items())
+        close(theirs, metrics, 2e-5)
 
 
 @pytest.mark.parametrize("layout", SAVED)
@@ -260,9 +293,9 @@ def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, mod
     for directory, lora, message in refused:
         policy = build_policy(directory, dtype="float32", parallel=here, tuning=Tuning(lora=lora))
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
-        for load in (state.load, state.load_weights):
+        for loads in (state.load, state.load_weights):
             with pytest.raises(ConfigRefused, match=message):
-                load(tmp_path / "saved", policy=policy, optimizer=optimizer)
+                loads(tmp_path / "saved", policy=policy, optimizer=optimizer)
 
 
 def test_adapter_directories_that_do_not_fit_are_refused(here: Any, model_dir: Path, tmp_path: Path) -> None:
