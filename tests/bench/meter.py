@@ -31,7 +31,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metered:
-    """A command that has ended with code 0."""
+    """A command that has ended with code 0, or was ended after its time."""
 
     lines: list[dict[str, Any]]
     seen: list[Seen]
@@ -46,8 +46,11 @@ class Metered:
         return (end.cpu_s - begin.cpu_s) / max(1, end.lines - begin.lines)
 
 
-def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path) -> Metered:
-    """Run with one torch thread a process. Raises SystemExit with its last log lines when it fails or takes too long."""
+def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path, for_s: float = 0.0) -> Metered:
+    """Run with one torch thread a process. Raises SystemExit with its last log lines when it fails or takes too long.
+
+    ``for_s``: seconds after which it is ended, if it runs so long; 0 = it has to end by itself.
+    """
     lines_file.unlink(missing_ok=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -57,7 +60,7 @@ def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directo
         child = subprocess.Popen(list(command), cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
         tree = [psutil.Process(child.pid)]
         try:
-            while child.poll() is None and time.monotonic() - began_s < LIMIT_S:
+            while child.poll() is None and time.monotonic() - began_s < (for_s or LIMIT_S):
                 num_lines = _count(lines_file)
                 if not num_lines:  # all its processes exist when its first step is done; searching for them costs time
                     tree = [tree[0], *_children(tree[0])]
@@ -65,13 +68,14 @@ def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directo
                     seen.append(Seen(lines=num_lines, wall_s=time.monotonic() - began_s, cpu_s=sum(map(_cpu_s, tree))))
                 time.sleep(LOOK_EVERY_S)
         finally:
-            if child.poll() is None:
+            ended_here = child.poll() is None
+            if ended_here:
                 child.terminate()
             child.wait()
-    if child.returncode:
+    if child.returncode and not (for_s and ended_here):
         raise SystemExit(f"{' '.join(command[:4])} ended with {child.returncode}:\n{log_file.read_text()[-2000:]}")
     lines = [json.loads(line) for line in lines_file.read_text().splitlines()]
-    if seen[-1].lines < len(lines):  # the last lines came between two readings
+    if seen and seen[-1].lines < len(lines):  # the last lines came between two readings
         seen.append(Seen(lines=len(lines), wall_s=time.monotonic() - began_s, cpu_s=seen[-1].cpu_s))
     return Metered(lines=lines, seen=seen)
 

@@ -215,7 +215,7 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
         settings = [f"directory={directory}", f"staleness.max_lag={max_lag}", f"learner.steps={steps}", "up.require_reward=-1"]
         if judge_seconds:  # many responses wait for the judge at the same time: only the bound on staleness limits them
             options = json.dumps({"seconds": judge_seconds})
-            settings += ["actor.reward=bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
+            settings += ["actor.reward=tests.bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
             settings += ["learner.minibatches=4", "learner.optimizer.lr=1e-3", "learner.optimizer.eps=1e-3"]  # as in the pinned sweep
         command = [sys.executable, "-m", "launch", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
         command += [word for setting in settings for word in ("--set", setting)]
