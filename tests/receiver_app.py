@@ -107,8 +107,10 @@ class Engine:
 
     async def push(self, body: Mapping[str, Any]) -> dict[str, Any]:
         await self.asked_to("begin", body)
+        groups = self.groups[body["group_name"]]
         common = {name: body[name] for name in ("group_name", "timeout_s")} | {"load_format": "flattened_bucket", "flush_cache": False}
         for told in body["buckets"]:
+            self.refuse_without(groups)
             await self.asked_to("bucket", common | told)
         return await self.asked_to("end", body) if body["serve"] else {}
 
@@ -167,12 +169,21 @@ class Engine:
                 for thread, group, place in zip(self.threads, groups, into, strict=True)
             ]
         )
+        self.refuse_without(groups)
         receiving.discard(names)
         assert all(torch.equal(other, flat) for other in flats[1:])
         for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
             assert name not in self.received
             self.received.add(name)
             self.standby[name] = part.view(dtype).view(shape)
+
+    def refuse_without(self, groups: list[BroadcastGroup]) -> None:
+        """Raise UpdateRefused when it has left these groups: the request is of a push that was broken off, and the next one has others.
+
+        Gloo ends the process that receives another message than it expects.
+        """
+        if not any(own is groups for own in self.groups.values()):
+            raise UpdateRefused("the group was left meanwhile")
 
     def store(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> None:
         """Store a bucket that came as a handle."""
@@ -299,12 +310,20 @@ def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> N
 
 @contextmanager
 def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, Forked]]]:
-    """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their state."""
+    """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their state.
+
+    The output of those that have ended before is printed.
+    """
     with ExitStack() as stack:
         started = {id: stack.enter_context(piped(main, bus_url, run, id, behaviour)) for id, behaviour in behaviours.items()}
         for id, (ours, process) in started.items():
             assert ours.poll(START_S), f"receiver {id} did not start:\n{process.output.read_text()}"
-        yield {id: (_url_from(ours, process), process) for id, (ours, process) in started.items()}
+        try:
+            yield {id: (_url_from(ours, process), process) for id, (ours, process) in started.items()}
+        finally:
+            for id, (_, process) in started.items():
+                if process.returncode is not None:
+                    print(f"receiver {id} ended with {process.returncode}:\n{process.output.read_text()[-4000:]}")
 
 
 def _url_from(ours: Any, process: Forked) -> str:

@@ -21,6 +21,7 @@ from bus.streams.bus import Bus
 from bus.wire.messages import Sampling
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
+from tests.garbage import freeze_again
 from tests.tiny_models import write_tiny_model
 from weightstore.store.registry import VersionRegistry
 
@@ -78,7 +79,7 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
             stated = {"devices": ["GPU-a"], "visible_devices": ["GPU-a", "GPU-b"], "nccl": "2.29.7", "device_memory_bytes": 80}
             assert first["capabilities"].items() >= {**stated, "single_request_push": True}.items()
             assert gc.get_freeze_count() > 10 * len(gc.get_objects()), "a full collection would hold up decoding"
-            gc.unfreeze()  # the engine runs in the tests' process here
+            freeze_again()  # the engine runs in the tests' process here
             before = await greedy(first["address"])
             # a version that no push brings: the engine misses the push, and fetches it
             row = await registry.reserve(4, 1)

@@ -2,7 +2,6 @@
 processed."""
 
 import asyncio
-import gc
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -38,6 +37,7 @@ from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World
+from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
 from weightstore.store.registry import VersionRegistry
@@ -236,7 +236,7 @@ async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(nats_se
         finally:
             draining.set()
             ended = await asyncio.gather(*running, return_exceptions=True)
-            gc.unfreeze()  # the engine runs in the tests' process here
+            freeze_again()  # the engine runs in the tests' process here
         assert ended == [None] * len(works)
 
 

@@ -16,6 +16,7 @@ from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import OtherModels, Trainer
+from tests.garbage import freeze_again
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 
@@ -63,12 +64,9 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _older_objects_are_not_searched() -> Iterator[None]:
+def _older_objects_are_not_searched() -> None:
     """Hide the objects of this process from ``gc``: they are millions, and each region searches them twice."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    freeze_again()
 
 
 SHARES = parallel.Replicas(distributed_optimizer=True)
