@@ -36,6 +36,9 @@ Generous: a first import of transformers' models, which a test may do in a callb
 LIMIT_S = {"unit": 120.0}
 """Seconds that an async test in this folder may take."""
 
+FIRST = {"test_weightstore_cohorts.py"}
+"""Files that wait for minutes, and hardly compute: a worker that begins with one later is the last one of all."""
+
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
 
@@ -169,6 +172,12 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put ``FIRST`` first."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 def pytest_report_header() -> str:
