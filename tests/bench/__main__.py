@@ -31,7 +31,7 @@ NAMES = {
     "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",
     "evaluation": "evaluation beside training, against training without it (about 2 minutes)",
     "loop": "the whole loop, against its slower half",
-    "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 15 minutes)",
+    "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 5 minutes)",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }
 

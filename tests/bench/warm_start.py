@@ -57,10 +57,10 @@ def up(config: Path, name: str, *words: str, for_s: float = 0.0) -> Metered:
 
 
 def smoothed(run: Metered, began_s: float) -> Curve:
-    """Return the mean reward of the last steps after each step."""
+    """Return the mean reward of the last ``MEAN_OF`` steps behind each step that has so many."""
     rewards = [line["data/reward_mean"] for line in run.lines]
-    means = [statistics.mean(rewards[max(0, number - MEAN_OF) : number]) for number in range(1, len(rewards) + 1)]
-    return [(began_s + run.at(number).wall_s, mean) for number, mean in enumerate(means, 1)]
+    numbers = range(MEAN_OF, len(rewards) + 1)
+    return [(began_s + run.at(number).wall_s, statistics.mean(rewards[number - MEAN_OF : number])) for number in numbers]
 
 
 def report(curves: dict[str, Curve], seconds: float) -> None:
