@@ -4,7 +4,7 @@ import gc
 
 
 def freeze_again() -> None:
-    """Collect what an engine in this process has frozen and nothing uses any more, and freeze the rest."""
+    """Collect the unused objects among those that an engine in this process has frozen, and freeze the rest."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -179,7 +179,7 @@ class World:
     ranks: list[dict[str, Any]]
     """Of each of two ranks."""
     gradients: tuple[Gradients, Mapping[str, float]]
-    """Of each matrix of filled adapters in one step of one rank, and the step's metrics."""
+    """The gradient of each matrix in one step of one rank, from adapters without zeros, and the metrics of the step."""
     model_dir: Path
     out: Path
     """With the checkpoints of two ranks."""

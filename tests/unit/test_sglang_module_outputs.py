@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 class Postponed(NamedTuple):
-    """The output of a router whose choice is made by the kernel of the experts."""
+    """The output of a router that leaves the choice to the kernel of the experts."""
 
     hidden_states: Tensor
     router_logits: Tensor
@@ -135,9 +135,10 @@ def test_a_pass_is_written_under_the_names_of_the_others(tmp_path: Path, choice:
 
 
 def test_the_models_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    for _ in range(2):
-        model = Model(chosen, "mlp", sandwich=False)
+    models = [Model(chosen, "mlp", sandwich=False) for _ in range(2)]
+    for model in models:
         model.register_forward_hook(hook({"directory": str(tmp_path)}))
+    for model in models:
         model(3)
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -105,7 +105,7 @@ async def _scored(directory: Path, prompts: Sequence[Sequence[int]], config: Eng
 
 
 def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
-    """Return the configuration of a server whose modules' outputs are written to ``passes``."""
+    """Return the configuration of a server that writes the outputs of its modules to ``passes``."""
     settings, file = config.sglang, Path(hooks.__file__)
     hook = {
         "name": "outputs",

@@ -1,4 +1,4 @@
-"""Runs in the scheduler of an SGLang server: writes what the modules of its model computed. It imports nothing of this package.
+"""Runs in the scheduler of an SGLang server: writes the outputs of the modules of its model. It imports nothing of this package.
 
 SGLang calls ``hook`` for ``--forward-hooks``; the folder of this file is on the server's PYTHONPATH, hence a name that no other module has.
 Outputs are [T, width], float32: T = tokens of one pass.
@@ -63,12 +63,12 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Copies of what a module returned: later ones compute in place."""
+    """Copies of the output of a module. The output itself may be overwritten by later modules, which compute in place."""
 
     values: list[Tensor]
-    """Its tensors with a row for each token, [T, width]."""
+    """The tensors of the output that have a row for each token, [T, width]."""
     sent: Tensor | None
-    """Of the choice of experts, where it names them: 1 for each token and expert to which it is sent, else 0, [T, experts]."""
+    """For a router that returns the ids of experts: 1 where a token is sent to an expert, else 0, [T, experts]; otherwise None."""
 
 
 def _taken(output: object) -> Taken:
@@ -84,7 +84,7 @@ def _taken(output: object) -> Taken:
 
 
 def _named(name: str, taken: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the shared names of what a module returned, and its outputs."""
+    """Yield the outputs of a module with their shared names."""
     values, found = taken.values, _LAYER.fullmatch(name)
     if name == "embed_tokens":
         yield from (("embedding", value) for value in values[:1])
