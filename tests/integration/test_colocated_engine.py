@@ -53,7 +53,10 @@ def tensors_of(model: Path) -> list[tuple[str, Any]]:
 async def engine(
     bus: Bus, url: str, model: Path, *, colocated: bool = True, grace_s: float = 0.1, factory: Factory = BuiltinEngine
 ) -> AsyncIterator[None]:
-    """Run an engine process e1, which ends with the block."""
+    """Run an engine process e1, which ends with the block.
+
+    ``grace_s``: time that it leaves the publisher to bring the head to it; then it takes memory and loads the head by itself.
+    """
     draining = asyncio.Event()
     config = EngineConfig(max_running=4, colocated=colocated)
     places = EnginePlaces(run=bus.run, bus_url=url, bus=bus.config, model_dir=model, id="e1")
@@ -95,12 +98,12 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
 ) -> None:
     do = asyncio.to_thread
     async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
-        async with engine(bus, nats_server.url, models[0]):
+        async with engine(bus, nats_server.url, models[0], grace_s=math.inf):
             waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: "memory" in row["waits_for"])
             assert waiting["phase"] == "starting" and not waiting["address"], "the learner builds first"
             assert await do(publisher.release) == ()
             await do(publisher.publish_initial, models[0])
-            assert await do(publisher.resume) == ()
+            assert set(await do(publisher.resume)) <= {"e1"}, "it builds now, and may have an address already"
             url = (await served(bus))["address"]
             first = await greedy(url)
             # a step that makes no version, while the head is a model directory
@@ -147,7 +150,7 @@ async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)
-        async with engine(bus, nats_server.url, models[0]):
+        async with engine(bus, nats_server.url, models[0], grace_s=math.inf):
             await served(bus)
             async with HeartbeatPublisher(bus, hung), HeartbeatPublisher(bus, gone), HeartbeatPublisher(bus, elsewhere):
                 await row_until(bus.rows("live"), "engine.elsewhere", bool)
@@ -283,7 +286,7 @@ async def test_a_turn_of_the_learner_in_the_middle_of_the_probe_is_waited_for(
             assert await do(publisher.release) == ("e1",)
             may_probe.set()
             await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "catching up" and bool(row["waits_for"]))
-            assert await do(publisher.resume) == ("e1",)
+            assert set(await do(publisher.resume)) <= {"e1"}, "it may be taking the version by itself already, as above"
             await greedy((await served(bus))["address"])
 
 

@@ -66,7 +66,7 @@ class Site(NamedTuple):
     capability: tuple[int, int]
     """Compute capability of a CUDA device; (0, 0) on the CPU."""
     varlen: frozenset[str]
-    """Parameters of torch's ``varlen_attn``; empty if this torch has none."""
+    """Parameters of torch's ``varlen_attn``; empty if this torch has none, and without CUDA, where it is not imported."""
     deterministic: bool
     compiler: str
     """Why torch.compile and Triton cannot work here; empty if they can."""
@@ -270,7 +270,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
 
 def _this_site(dtype: torch.dtype, head_size: int) -> Site:
     cuda = torch.cuda.is_available()
-    operator = varlen_operator()
+    operator = varlen_operator() if cuda else None
     return Site(
         device="cuda" if cuda else "cpu",
         dtype=dtype,
