@@ -161,12 +161,23 @@ gpu-wheels: setup
 	ls -l $(WHEELS)
 	du -sh $(WHEELS)
 
-# Style, formatting, types and import directions; the first part of `.ci/run`.
-check: setup
+# Style, formatting, types, import directions, and that every test can be imported; the first part of `.ci/run`.
+check: check-style check-types check-imports collected
+
+.PHONY: check-style check-types check-imports collected
+check-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types: setup
 	$(BIN)/mypy
+
+check-imports: setup
 	$(BIN)/lint-imports
+
+# pytest rewrites the asserts of a file and keeps the result: here once, in a fresh clone, and not in each of its workers at once.
+collected: setup
+	@out=$$($(BIN)/python -m pytest --collect-only --quiet --quiet $(TESTS) tests/chaos) || { echo "$$out"; exit 1; }
 
 bench: setup
 	$(BIN)/python -m tests.bench

@@ -4,9 +4,8 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from actors.errors import BadRequest
@@ -19,6 +18,9 @@ from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
 from tests.router_kit import routing
 
+if TYPE_CHECKING:
+    import anthropic
+
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
 MORE: Any = {"model": "m", "max_tokens": 40, "tools": [ADD], "system": [{"type": "text", "text": "Be brief."}]}
@@ -30,12 +32,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def client_of(url: str, key: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client_of(url: str, key: str = "none") -> "AsyncIterator[anthropic.AsyncAnthropic]":
+    import anthropic  # on use, as every worker of pytest imports every file of tests
+
     async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
         yield client
 
 
-async def said(client: anthropic.AsyncAnthropic, messages: list[Any], *, streamed: bool, **more: Any) -> Any:
+async def said(client: "anthropic.AsyncAnthropic", messages: list[Any], *, streamed: bool, **more: Any) -> Any:
     """Return the message, of a stream put together by the client."""
     if not streamed:
         return await client.messages.create(messages=messages, **MORE | more)
@@ -43,7 +47,7 @@ async def said(client: anthropic.AsyncAnthropic, messages: list[Any], *, streame
         return await stream.get_final_message()
 
 
-async def play(client: anthropic.AsyncAnthropic, *, streamed: bool) -> list[str]:
+async def play(client: "anthropic.AsyncAnthropic", *, streamed: bool) -> list[str]:
     """Call the tools, and give their results; return the ids of both messages."""
     first = await said(client, ASKED, streamed=streamed)
     assert first.stop_reason == "tool_use" and first.usage.output_tokens > 5 and first.usage.input_tokens > 5
@@ -77,6 +81,8 @@ async def test_an_episode_by_messages_is_one_sequence(model_dir: Path, streamed:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router(model_dir: Path, streamed: bool) -> None:
+    import anthropic
+
     settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
         await play(client, streamed=streamed)
@@ -86,6 +92,8 @@ async def test_through_the_router(model_dir: Path, streamed: bool) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_how_a_message_stops_and_what_is_refused(model_dir: Path, streamed: bool) -> None:
+    import anthropic
+
     async def program(program: Client) -> float:
         async with client_of(program.root, program.api_key) as client:
             stopped = await said(client, ASKED, streamed=streamed, stop_sequences=["add"])

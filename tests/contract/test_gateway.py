@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import openai
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -147,6 +146,8 @@ async def test_an_untrained_call_is_context_only(model_dir: Path) -> None:
 
 
 async def test_a_client_of_openai_chats_streams_and_completes(model_dir: Path) -> None:
+    import openai  # on use, as every worker of pytest imports every file of tests
+
     texts: list[str] = []
 
     async def program(client: Client) -> float:

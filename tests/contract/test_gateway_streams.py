@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from bus.wire.budget import Budget
@@ -136,6 +135,8 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_turn(model_di
 
 
 async def test_several_responses_of_a_stream_with_the_client_of_openai(model_dir: Path) -> None:
+    import openai  # on use, as every worker of pytest imports every file of tests
+
     texts: dict[int, str] = {0: "", 1: "", 2: ""}
 
     async def program(client: Client) -> float:

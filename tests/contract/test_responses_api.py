@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from actors.errors import BadRequest
@@ -30,6 +29,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def client_of(base_url: str, key: str = "none") -> AsyncIterator[Any]:
+    import openai  # on use, as every worker of pytest imports every file of tests
+
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         yield client
 
@@ -82,6 +83,8 @@ async def test_an_episode_by_responses_is_one_sequence(model_dir: Path, streamed
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: Path, streamed: bool) -> None:
+    import openai
+
     settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url + "/v1") as client:
         await play(client, streamed=streamed)

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +41,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def client_of(url: str) -> AsyncIterator[Any]:
+    import openai  # on use, as every worker of pytest imports every file of tests
+
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -112,6 +113,8 @@ async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_d
 
 
 async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
+    import openai
+
     async with serving(model_dir) as served, client_of(served.engine.url) as client:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             with pytest.raises(openai.BadRequestError, match="tool_choice: not supported"):

@@ -47,8 +47,6 @@ class Way:
     lr: float = 1e-3
     own_rows: bool = False
     """An odd number of sequences, each in a row of its own for every layout: a balancing loss is one of rows."""
-    groups: int = 5
-    """Groups of those, an odd number."""
 
 
 REPLAYED = Mixture(replay=True)
@@ -64,13 +62,9 @@ WAYS = {
     "balanced": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1)),
     "balanced, full": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1), recompute="full"),
     "biased": Way(own_rows=True, mixture=Mixture(bias_update_rate=0.01)),
-    "few rows": Way(own_rows=True, groups=3),
-    "few rows, balanced": Way(own_rows=True, groups=3, mixture=Mixture(aux_loss_coef=0.1)),
-    "replayed and balanced": Way(own_rows=True, groups=3, mixture=Mixture(replay=True, aux_loss_coef=0.1), minibatches=3, lr=1e-2),
-    "replayed and biased": Way(own_rows=True, groups=3, mixture=Mixture(replay=True, bias_update_rate=0.01), minibatches=3, lr=1e-2),
-    "all of it": Way(
-        own_rows=True, groups=3, mixture=Mixture(replay=True, aux_loss_coef=0.1, bias_update_rate=0.01), minibatches=3, lr=1e-2
-    ),
+    "replayed and balanced": Way(own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1), minibatches=3, lr=1e-2),
+    "replayed and biased": Way(own_rows=True, mixture=Mixture(replay=True, bias_update_rate=0.01), minibatches=3, lr=1e-2),
+    "all of it": Way(own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1, bias_update_rate=0.01), minibatches=3, lr=1e-2),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel_size": 2},
@@ -148,12 +142,12 @@ RUNS_OF_FOUR = [
 
 
 GRADIENTS = [
-    *(("qwen3_moe", layout, "few rows, balanced") for layout in LAYOUTS if layout != "PP2 VP2"),
-    (DEEP, "PP2 VP2", "few rows, balanced"),
-    ("deepseek_v3", "TP2", "few rows"),
+    *(("qwen3_moe", layout, "balanced") for layout in LAYOUTS if layout != "PP2 VP2"),
+    (DEEP, "PP2 VP2", "balanced"),
+    ("deepseek_v3", "TP2", "own rows"),
 ]
 """Steps of which the gradient of each weight is compared."""
-GRADIENTS_OF_FOUR = [("qwen3_moe", layout, "few rows, balanced") for layout in OF_FOUR]
+GRADIENTS_OF_FOUR = [("qwen3_moe", layout, "balanced") for layout in OF_FOUR]
 SKIPPING = "EP2"
 """Layout in which one rank has a loss or a gradient that is not finite: there are two optimizers, and experts that one rank alone has."""
 
@@ -201,7 +195,7 @@ def take(made: Learner, steps: tuple[int, ...], here: parallel.Parallel, way: Wa
     """Train these steps. Returns their metrics."""
     found = []
     # Two replicas, and the interleaved schedule of two stages, want an even number of rows: both add a row of padding.
-    samples_of = partial(make_samples, groups=way.groups, group_size=3) if way.own_rows else partial(make_samples, groups=6)
+    samples_of = partial(make_samples, groups=3, group_size=3) if way.own_rows else partial(make_samples, groups=6)
     for step in steps:
         batches = make_batches(
             samples_of(vocab=VOCAB, step=step),

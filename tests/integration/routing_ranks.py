@@ -98,7 +98,7 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
     calls = RouterCalls(made.policy, shape)
     share = {"unknown": 1.0, "given, biased": 0.0}.get(way, 0.2)
     # One by one they are an odd number of rows: the interleaved schedule of two stages adds one of padding.
-    groups = {"groups": 5, "group_size": 3} if chosen.own_rows else {"groups": 6}
+    groups = {"groups": 3, "group_size": 3} if chosen.own_rows else {"groups": 6}
     samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, **groups), shape, unknown_share=share)
     if way == "given, biased":  # all tokens go to the first experts
         for sample in samples:
