@@ -54,7 +54,6 @@ class Load:
     read: list[str] = field(default_factory=list)
     issued: list[int] = field(default_factory=list)
     leased: Counter[int] = field(default_factory=Counter)
-    settled: set[int] = field(default_factory=set)
     appended: list[tuple[int, int]] = field(default_factory=list)
     """Appended records: (sequence, step)."""
     written: int = 0
@@ -119,8 +118,7 @@ class Activities:
             if lease is None:
                 continue
             self.load.leased[lease.task.id] += 1
-            if await lease.ack():
-                self.load.settled.add(lease.task.id)
+            if await lease.ack():  # False = stored or not: the server says it at the end
                 self.load.done("settle")
 
     async def append(self) -> None:
@@ -174,7 +172,7 @@ async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus
                 for name in ("issue", "append", "write"):
                     running[name].cancel()
                 await asyncio.gather(*publishing)
-                await until(lambda: set(load.issued) <= load.settled, GOES_ON_S, "all tasks to be settled")
+                await all_settled(load, feeder)
                 await until(lambda: set(load.published) <= set(load.read), GOES_ON_S, "all samples to be read")
                 for task in running.values():
                     task.cancel()
@@ -209,6 +207,13 @@ async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
             name = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get("leader", "")
             if name:
                 return servers.servers[int(name.removeprefix("n"))]
+            await asyncio.sleep(LOOK_S)
+
+
+async def all_settled(load: Load, bus: Bus) -> None:
+    """Wait until the server has an ack of each task."""
+    async with asyncio.timeout(GOES_ON_S):
+        while await bus.jet.retry_for_ever(bus.tasks.acked_to) < load.issued[-1]:  # noqa: ASYNC110 - the server tells nobody
             await asyncio.sleep(LOOK_S)
 
 

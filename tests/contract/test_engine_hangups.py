@@ -127,8 +127,11 @@ async def test_a_response_that_fails_by_itself_fails_alone(model_dir: Path) -> N
     async with serving(model_dir) as served:
         company = await innocent(served)
         assert served.engine.text is not None
-        progress = served.engine._backend.submit(parse_generate({"input_ids": [5]}, served.engine.limits))
+        await served.client.pause()  # nothing is decoded before it has these stop strings
+        request = {"input_ids": [5], "sampling_params": {"ignore_eos": True}}
+        progress = served.engine._backend.submit(parse_generate(request, served.engine.limits))
         progress.sequences[0].stop_strings = Unreadable(served.engine.text, ("x",))
+        await served.client.resume()
         (failed,) = await progress.finished()
         assert "no such token" in (failed.error or "")
         assert len((await company)["output_ids"]) == 200

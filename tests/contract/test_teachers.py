@@ -142,9 +142,9 @@ async def hanging_up(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason", "asked"),
+    ("answer", "reason", "asked"),  # asked: the smallest number of requests
     [
-        (hanging, "no answer within", 1),
+        (hanging, "no answer within", 0),  # its limit begins before the connection is made
         (failing, "HTTP 500: out of memory", 2),
         (refusing, "no such field", 1),
         (babbling, "its scores cannot be parsed", 2),
