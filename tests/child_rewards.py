@@ -120,10 +120,11 @@ _calls = 0
 
 
 async def counted(request: RewardRequest) -> float:
-    """Return the number of the call: all calls have the same process."""
+    """Return the number of the call: all calls have the same process. ``block``: after creating the file ``label``."""
     global _calls
     _calls += 1
     if request.response == "block":
+        Path(str(request.label)).touch()  # noqa: ASYNC240
         while True:
             time.sleep(1)  # noqa: ASYNC251
     if request.response == "wait":

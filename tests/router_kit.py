@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ async def routing(
             door = Door(router, session)
             if wait and urls:
                 while {each["url"] for each in router.engines.overview() if each["serving"]} != set(urls):
-                    await router.engines.refresh()  # otherwise it reads the health checks every second
+                    with suppress(TimeoutError):
+                        await router.engines.refresh()  # otherwise it reads the health checks every second
                 await door.serving(*urls)
             yield door
     finally:

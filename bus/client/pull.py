@@ -199,8 +199,8 @@ class OrderedPull:
             "headers_only": self._headers_only,
             **({"filter_subjects": self._filters} if self._filters else {}),
         }
+        self._consumer, self._consumer_seq, self._requested = name, 0, 0  # a server that answers too late has made it, too
         await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5)
-        self._consumer, self._consumer_seq, self._requested = name, 0, 0
         self._last_message_s = time.monotonic()
         await self._request_more()
         self.reopened += 1

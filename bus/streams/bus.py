@@ -59,8 +59,8 @@ class Bus:
 
     @property
     def js(self) -> JetStreamContext:
-        """The client library's JetStream context; also for tests and benchmarks."""
-        return self._connection.nc.jetstream()
+        """The client library's JetStream context, for tests and benchmarks; it waits a minute for an answer."""
+        return self._connection.nc.jetstream(timeout=60)
 
     @property
     def connected_url(self) -> str:

@@ -92,6 +92,7 @@ async def _played(tmp_path: Path, again: str, blows: list[Blow]) -> None:
 
 async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path) -> None:
     """Start an actor, strike it at its instant, and wait until the sample is made."""
+    so_far = len(survivor.log)
     victim = run.start("actor", name=name, instant=blow.instant, how=blow.how)
     mark = run.directory / f"{name}.died"
     async with asyncio.timeout(PATIENCE_S):
@@ -108,12 +109,13 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
     if blow.instant in (KEPT if blow.how in ("KILL", "STOP") else UNDER_WAY) and (blow.instant, blow.how) != ("taken", "KILL-SERVER"):
         goes_on = re.compile(rf"episode goes on task={task} index={index} again=\w+ turns=(\d+) behind=(\d+)")
         # A victim that had the task from another actor has logged the line itself, before the blow.
-        await _logged(goes_on, blow, survivor, *(() if blow.how in ("KILL", "STOP") else (victim,)))
+        # Of the survivor what follows: it may have gone on with the same episode after an earlier blow.
+        await _logged(goes_on, blow, survivor, *(() if blow.how in ("KILL", "STOP") else (victim,)), after=so_far)
     async with asyncio.timeout(PATIENCE_S):
         while {turn for turn, _ in _told(told / sample)} != {str(turn) for turn in range(TURNS)}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     if blow.instant in KEPT and blow.how in ("KILL", "STOP"):
-        found = goes_on.search(survivor.log)
+        found = goes_on.search(survivor.log[so_far:])
         assert found is not None and sum(map(int, found.groups())) >= KEPT[blow.instant], (blow, found)
     if frozen:
         thaw(frozen)
@@ -124,10 +126,10 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
         assert await victim.code() == 0, f"{blow}: {victim.log[-3000:]}"
 
 
-async def _logged(line: re.Pattern[str], blow: Blow, *by: Part) -> None:
-    """Wait until one of the actors has logged a line."""
+async def _logged(line: re.Pattern[str], blow: Blow, *by: Part, after: int = 0) -> None:
+    """Wait until one of the actors has logged a line; the first one of them behind ``after`` characters of its log."""
     async with asyncio.timeout(PATIENCE_S):
-        while not any(line.search(part.log) for part in by):
+        while not any(line.search(part.log[0 if number else after :]) for number, part in enumerate(by)):
             assert any(part.process.returncode is None for part in by), (blow, line.pattern, [part.log[-3000:] for part in by])
             await asyncio.sleep(0.05)
 

@@ -220,7 +220,8 @@ async def test_chat_calls_tools_until_an_answer_has_no_call() -> None:
     done = {"role": "assistant", "content": "It is 5."}
     first = calling(("calculator", {"expression": "2+3"}), ("nosuch", {}), ("calculator", "{rubbish"))
     async with scripted(first, calling(("python", {"code": "print(7)"})), done) as (url, asked):
-        rollout = MultiTurn(tools=["calculator", "python"], system="Be brief.")
+        python = {"use": "python", "options": {"seconds": 60.0}}  # the limit includes the start of an interpreter
+        rollout = MultiTurn(tools=["calculator", python], system="Be brief.")
         played = await rollout.play({"prompt": "2+3?"}, url, "key")
     assert rollout.reward({}, played) is None
     assert played.answers == ["", "", "It is 5."]

@@ -3,6 +3,7 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - other processes are waited for
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from actors.episodes import children as episode_children
 from actors.episodes.children import LOADS, ChildBounds, Children
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from bus.wire.json_object import JsonMapping
@@ -260,7 +262,10 @@ async def test_a_child_that_writes_rubbish_is_ended(rubbish: str) -> None:
         ("tests.rollout_programs:Hoards", "want at most 256 MB of private memory (rollouts.NAME.memory_mb): MemoryError"),
     ],
 )
-async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_at_once(use: str, reason: str) -> None:
+async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_at_once(
+    use: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_children, "RESTART_S", math.inf)
     async with children(use, options={"colour": "blue"} if "Agent" in use else {}, memory_mb=256) as pool:
         for _ in range(3):
             with pytest.raises(ProgramFailed) as found:
@@ -293,8 +298,9 @@ async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: 
         assert pool.counters.started == LOADS
 
 
-async def test_an_interpreter_that_is_not_there() -> None:
+async def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns of the episodes stay, also of those that fail at once after another one's child was not started: no program has run."""
+    monkeypatch.setattr(episode_children, "RESTART_S", math.inf)
     for python, reason in (("/nowhere/python3", "/nowhere/python3"), ("/bin/false", "exit code 1")):
         async with children(python=python) as pool:
             for _ in range(2):

@@ -171,8 +171,9 @@ async def test_only_requests_that_are_safe_to_repeat_are_repeated(
     async with faulty() as engine, routing(engine.url, retries=2, **bounds) as door:
         engine.does = does
         told, answer = await door.post(path, body)
-        assert (told, len(engine.asked)) == (status, attempts), answer
-        assert "message" in answer["error"]
+        asked = len(engine.asked)
+        assert told == status and (asked == attempts or (does == "hang" and not asked)), "its time may be over before the engine has it"
+        assert "message" in answer["error"], answer
 
 
 async def test_a_request_over_a_broken_connection_is_repeated_if_it_is_a_get_or_has_an_id() -> None:

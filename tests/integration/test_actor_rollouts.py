@@ -17,6 +17,7 @@ from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
+from bus.streams import episode_turns
 from bus.system.coroutines import first_of
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Status
@@ -117,12 +118,14 @@ async def test_a_drain_gives_episodes_the_time_of_their_rollout(
     nats_server: EmbeddedServer,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     rollout: dict[str, Any],
     made: int,
     redone: int,
 ) -> None:
     """After it they are handed back, and the turns so far that are not stored are generated again."""
     caplog.set_level("INFO")
+    monkeypatch.setattr(episode_turns, "STORE_S", 60.0)  # without a log the turns of "replay" would be lost, too
     async with open_bus(rollouts=("script",)) as bus, engine(bus):
         file, goes_on = tmp_path / "up", tmp_path / "on"
         metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}
@@ -172,10 +175,11 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
 
 
 async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
-    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ack or nak by it would be one for the lease of the other actor. The task is delivered again when the lease has run out."""
     caplog.set_level("INFO")
+    monkeypatch.setattr(episode_turns, "STORE_S", 60.0)  # without a log it would not learn of the other one
     async with open_bus(rollouts=("script",), lease_s=2) as bus, engine(bus):
         file, goes_on = tmp_path / "up", tmp_path / "on"
         metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}

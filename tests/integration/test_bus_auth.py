@@ -418,6 +418,8 @@ async def test_the_learner_receives_the_acks_of_an_actor_and_another_actor_does_
         await learner.tasks.fence(1)
         id = await learner.tasks.issue(make_task(RUN))
         async with learner.tasks.acks(received.put_nowait), other.tasks.acks(others.put_nowait):
+            await learner.nc.flush()  # the server knows the subscriptions now
+            await other.nc.flush()
             lease = await actor.tasks.lease(60)
             assert lease is not None and await lease.ack()
             assert await received.get() == id

@@ -19,6 +19,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import until
 
 
 async def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:
@@ -32,7 +33,7 @@ async def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:
 async def test_a_server_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, BusConfig())
     url = server.start()
-    server.stop()
+    server.kill()  # it keeps its port
 
     async def opened() -> bool:
         async with connect(url, "r", name="early", wait_s=20) as bus:
@@ -52,7 +53,7 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
         nats_server.kill()
         with pytest.raises(BusUnavailable):
             await bus.jet.call("INFO", retry_for_s=0.3)
-        assert not bus.connected
+        await until(lambda: not bus.connected)
         with pytest.raises(BusUnavailable, match="not connected for"):
             await bus.wait_connected(0.05)
         nats_server.start()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 
 import msgpack
@@ -409,7 +410,7 @@ async def test_parts_are_fetched_no_further_than_the_first_that_is_not_the_sampl
             found = [received async for received in bus.samples.tail(last=3, follow=False)]
         assert len(found) == 3
         assert all(isinstance(received.sample, WireError) for received in found)
-        assert asked == [*first, third[2], second[1], *third[:2]]
+        assert [seq for seq, _ in groupby(asked)] == [*first, third[2], second[1], *third[:2]], "who answers late is asked again"
 
 
 async def test_parts_named_by_a_manifest_that_is_refused_hold_up_no_trimming(open_bus: BusOpener) -> None:
@@ -437,7 +438,9 @@ async def test_headers_that_cannot_be_parsed_block_nothing(nats_server: Embedded
         size = len(headers)
         writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n')
         writer.write(b"HPUB tm.%s.sample.train.0.x %d %d\r\n%bx\r\nPING\r\n" % (bus.run.encode(), size, size + 1, headers))
-        assert await reader.readline() and await reader.readline() == b"PONG\r\n"
+        async with asyncio.timeout(60):
+            while await reader.readline() != b"PONG\r\n":  # behind INFO, and perhaps a PING of the server
+                pass
         writer.close()
         await publish(bus, 7)
         found = await read_some(bus, 2)

@@ -16,7 +16,7 @@ from bus.wire.budget import Budget
 from bus.wire.codec import encode_dead, encode_task
 from bus.wire.messages import Dead, DeadLetterDecision, Kind
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import Proxy, make_task, take, until_backlog
+from tests.bus_kit import Proxy, make_task, take, until, until_backlog
 
 LONG_S = 600.0
 """Seconds of a lease, or of a wait, that is not over within a test."""
@@ -67,8 +67,11 @@ async def test_a_task_is_leased_once_and_acked(open_bus: BusOpener) -> None:
         await until_backlog(bus, 0, 0)
 
 
-async def test_a_task_that_comes_again_is_passed_over_as_soon_as_it_is_settled(open_bus: BusOpener) -> None:
+async def test_a_task_that_comes_again_is_passed_over_as_soon_as_it_is_settled(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The floor that an actor has read may be old; for a task that others have had it is read again."""
+    monkeypatch.setattr(bus_tasks, "_CONFIRM_S", 60.0)  # a floor that is not read in time is not waited for
     async with open_bus() as bus:
         first, second = await issue(bus, 2)
         held = await lease(bus)
@@ -80,8 +83,9 @@ async def test_a_task_that_comes_again_is_passed_over_as_soon_as_it_is_settled(o
         assert not more
 
 
-async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener) -> None:
+async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
+    monkeypatch.setattr(bus_tasks, "_CONFIRM_S", 60.0)  # an ack that is not confirmed in time is sent again
     heard: asyncio.Queue[int] = asyncio.Queue()
     async with open_bus() as bus, bus.tasks.acks(heard.put_nowait):
         first, second = await issue(bus, 2)
@@ -364,6 +368,7 @@ async def test_a_lease_returns_false_while_the_bus_is_away(nats_server: Embedded
         held = await lease(bus)
         nats_server.kill()
         assert not await held.ack()
+        await until(lambda: not bus.connected)
         assert not await held.renew()
         assert await bus.tasks.lease(0.1) is None
         nats_server.start()

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 
 from bus.server.nats_server import EmbeddedServer
+from launch.checks import machine
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
 from launch.run.roles import LocalSettings, config_on_bus
 from launch.settings.config_loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ANSWER_S", 60.0)
 
 
 def reached(tmp_path: Path, url: str) -> Report:

@@ -23,7 +23,8 @@ NEEDS_NONE = """class Solution:
 
 def judged(row: dict[str, Any], **options: Any) -> float:
     request = RewardRequest(prompt="", response=row["response"], label=row["label"], status=Status.COMPLETED)
-    limit = {"seconds": 60.0 if row.get("reference") else 4.0}  # a right program ends, however busy the machine is
+    right = row.get("ours", row.get("reference", 1))
+    limit = {"seconds": 60.0 if right else 4.0}  # a right program ends, however busy the machine is
     return code(request, **(limit | options))["score"]
 
 

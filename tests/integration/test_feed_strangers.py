@@ -168,7 +168,8 @@ async def test_a_rank_that_fails_before_its_handshake_ends_the_feeder_with_its_r
 
 async def test_the_error_of_a_rank_ends_the_feeder_with_its_reason() -> None:
     def fail(url: str) -> None:
-        with FeedClient(url, keys=KEYS, rank=1, dp_rank=0, dp_size=1):
+        with FeedClient(url, keys=KEYS, rank=1, dp_rank=0, dp_size=1) as client:
+            client._socket.setsockopt(zmq.LINGER, -1)  # the handshake is made in the other thread's loop, however late
             raise KeyError("output_layer.weight")
 
     async with serving() as (server, running):

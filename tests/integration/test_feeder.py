@@ -541,7 +541,7 @@ async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenW
         async with world.feeder() as (url, feeding):
             with pytest.raises(FeederFailed, match="2 more groups for step 1"):
                 await world.train(url)
-            with pytest.raises(NoProgress, match="4 in flight"):
+            with pytest.raises(NoProgress, match=r"[1-4] in flight"):
                 await feeding
 
 
@@ -649,6 +649,7 @@ async def test_versions_lost_while_no_learner_runs_are_written_again_and_none_is
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("publish", 3))
+        planned = len(await world.plans())
         used = await versions_of(world)
         head = await VersionRegistry(world.bus).head()
         assert head is not None and head.version == max(used) == 3
@@ -659,7 +660,8 @@ async def test_versions_lost_while_no_learner_runs_are_written_again_and_none_is
         named = {version for plan in plans for version in plan.version_steps}
         assert named <= after.keys(), "a plan names a version without a row"
         new = {version for version, state in after.items() if state == "published"} - used.keys()
-        assert len(new) == 3 and min(new) > max(used)
+        assert len(new) == 7 - planned and min(new) > max(used), "from the last step that was planned on"
+        assert planned in (3, 4), "the fourth step may be planned while the third version is published"
         assert "registry of versions has lost rows" in caplog.text
 
 

@@ -27,6 +27,7 @@ from launch.settings.config_loader import from_map
 from learner.nodes.node_rows import NodeRow, node_of
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import until
 from tests.forked import Forked
 from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
@@ -196,7 +197,7 @@ async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_n
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
         assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
-        assert "ERROR   host h: launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log
+        await until(lambda: "ERROR   host h: launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log)
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)

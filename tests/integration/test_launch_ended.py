@@ -171,8 +171,11 @@ async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(tmp_
 
 
 @pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
-async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(tmp_path: Path, interrupt: signal.Handlers) -> None:
+async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(
+    tmp_path: Path, interrupt: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This includes a look from a script in the background, where shells ignore SIGINT."""
+    monkeypatch.setattr(nats_server, "_STOP_S", BOUND_S)
     config = await make_ended(tmp_path)
     look = await looker(tmp_path, interrupt)
     servers = EmbeddedBus(tmp_path / "bus", config.run, config.bus, tmp_path / AUTH_DIR)
@@ -189,8 +192,9 @@ async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(tmp_path:
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh: bool) -> None:
+async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of the earlier run must not write into the new files."""
+    monkeypatch.setattr(nats_server, "_STOP_S", BOUND_S)
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):

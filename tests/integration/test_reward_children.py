@@ -235,7 +235,7 @@ async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch
 
 
 async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with scoring("counted", Limits(timeout_s=60.0, workers=3)) as score:
         assert [await score(request("")) for _ in range(3)] == [1.0, 2.0, 3.0]
@@ -246,10 +246,12 @@ async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_i
             waiting.cancel()
             await asyncio.wait({waiting})
         assert await score(request("")) == 6.0, "a call that waits is cancelled, and costs no other"
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await score(request("block"))
+        blocking, begun = asyncio.ensure_future(score(request("block", str(tmp_path / "begun")))), tmp_path / "begun"
         async with asyncio.timeout(120):
+            while not begun.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            blocking.cancel()
+            await asyncio.wait({blocking})
             while True:
                 try:
                     count = await score(request(""))

@@ -27,7 +27,7 @@ from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, Outcome, PushGroup
-from weightstore.transport import senders
+from weightstore.transport import sender_process, senders
 from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.handles import HostMemory
 from weightstore.transport.http_receiver import HttpReceiver
@@ -105,8 +105,11 @@ def test_a_receiver_lost_in_a_broadcast_ends_the_call(how: signal.Signals) -> No
     ("how", "reason"),
     [(signal.SIGSTOP, "has no answer after 1 s, and is killed"), (signal.SIGKILL, "has ended: signal 9"), (signal.SIGABRT, "signal 6")],
 )
-def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(how: signal.Signals, reason: str) -> None:
+def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(
+    how: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL's watchdog ends its process by SIGABRT; a call that cannot be interrupted looks as a stopped process does."""
+    monkeypatch.setattr(sender_process, "GRACE_S", 1.0 if how == signal.SIGSTOP else LIMIT_S)
     memory = HostMemory()
     flat = memory.empty(SMALL)
     with hosted(2, memory, timeout_s=LIMIT_S) as sender, piped(receive_all, sender.port, 1, 2):

@@ -133,7 +133,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
         channel = GroupChannel(group, [], thread, deadline_s=5.0, address="127.0.0.1")
-        await channel.send(pattern(SMALL))
+        await asyncio.to_thread(group.send, pattern(SMALL))  # with the group's own deadline
         os.kill(told(pipe), signal.SIGSTOP)
         found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)
         assert all(isinstance(error, PeerLost) for error in found) and "an earlier message was lost" in str(found[-1])

@@ -96,7 +96,7 @@ def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: st
     """It continues with a bucket of an abandoned push, from memory that has been overwritten since."""
     slow = Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)
     with receivers(bus_url, run_id, {"slow": slow, "good": GOOD}) as engines:
-        with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=8.0, dead_after_s=5.0) as publisher:
+        with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=8.0) as publisher:
             url, process = engines["slow"]
             assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).engines == ("good", "slow")
             assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).evicted["slow"].startswith("bucket 1")

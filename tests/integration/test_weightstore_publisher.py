@@ -134,7 +134,7 @@ def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(
     }
     with (
         receivers(bus_url, run_id, {"good-1": GOOD, "good-2": GOOD, **bad}) as engines,
-        publishing(bus_url, run_id, tmp_path, transport=transport, phase_deadline_s=SOME_HUNG_S, dead_after_s=5.0) as publisher,
+        publishing(bus_url, run_id, tmp_path, transport=transport, phase_deadline_s=SOME_HUNG_S) as publisher,
     ):
         began = time.monotonic()
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)

@@ -126,10 +126,10 @@ async def test_loading_from_a_disk_may_take_longer_than_a_phase() -> None:
 
     app = web.Application()
     app.router.add_post("/{path}", handle)
-    deadlines = Deadlines(0.05, load_s=60.0)
+    short, patient = Deadlines(0.05, load_s=60.0), Deadlines(60.0, load_s=60.0)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         url = str(server.make_url("")).rstrip("/")
-        member = Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=deadlines), deadlines=deadlines)
+        member = Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=patient), deadlines=short)
         load = asyncio.create_task(member.load("/model", 0))
         with pytest.raises(ReceiverFailed, match=r"begin: .*0\.05 s"):
             await member.begin(1)

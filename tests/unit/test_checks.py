@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.checks import machine
+from launch.checks import machine, teachers
 from launch.checks.data import SURE_ROWS
 from launch.checks.findings import CheckFailed, Finding, Report
 from launch.checks.resume import model_identity
@@ -137,8 +137,9 @@ class _Teacher(BaseHTTPRequestHandler):
     ],
 )
 def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
-    tmp_path: Path, engine: str, run: float, row: float | None, want: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, run: float, row: float | None, want: str
 ) -> None:
+    monkeypatch.setattr(teachers, "ANSWER_S", 60.0)
     file = write_run(tmp_path)
     rows = [{"prompt": "what is one", "label": "3", "s": own} for own in (None, {"temperature": row} if row else {"max_new_tokens": 4})]
     write_prompts(tmp_path / "prompts.jsonl", *rows)
@@ -146,8 +147,8 @@ def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
         answering = threading.Thread(target=server.serve_forever)
         answering.start()
         try:
-            teachers = f"actor.teachers={json.dumps({'big': {'urls': [f'http://127.0.0.1:{server.server_port}']}})}"
-            settings = (teachers, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine")
+            ours = f"actor.teachers={json.dumps({'big': {'urls': [f'http://127.0.0.1:{server.server_port}']}})}"
+            settings = (ours, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine")
             report = check(load(file, (*settings, "data.sampling_key=s", f"sampling.temperature={run}")), Purpose())
         finally:
             server.shutdown()

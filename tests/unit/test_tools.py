@@ -85,9 +85,10 @@ def test_the_calculator_ends_for_any_text(expression: str) -> None:
 
 
 async def test_python_runs_in_the_sandbox() -> None:
-    assert await called("python", {"code": "print(6 * 7)"}) == "42\n"
+    python = {"use": "python", "options": {"seconds": 60.0}}
+    assert await called(python, {"code": "print(6 * 7)"}) == "42\n"
     assert (
-        await called("python", {"code": "print(1)\nopen('/tmp/x', 'w')"})
+        await called(python, {"code": "print(1)\nopen('/tmp/x', 'w')"})
         == "1\n\nError: PermissionError: [Errno 13] Permission denied: '/tmp/x'"
     )
 
