@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_kinds import sglang_server
+from tests.engine_kinds import Brake, sglang_server
 from tests.sglang.server import CONTEXT
 from tests.tiny_models import tiny_model, write_tiny_model
 
@@ -32,7 +32,21 @@ def models() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slowed") / "slowed"
+
+
+@pytest.fixture(scope="session")
+def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPathFactory, slowed: Path) -> Iterator[str]:
     """Start one server for all tests that do not end it; yield its URL."""
-    with sglang_server(python, directories[0], tmp_path_factory.mktemp("log") / "sglang.log", dtype="float32") as url:
+    with sglang_server(python, directories[0], tmp_path_factory.mktemp("log") / "sglang.log", dtype="float32", slowed=slowed) as url:
         yield url
+
+
+@pytest.fixture
+def brake(slowed: Path) -> Iterator[Brake]:
+    """Have the server decode slowly until it is opened: a response does not end before what shall come in its middle."""
+    brake = Brake(slowed)
+    brake.put_on()
+    yield brake
+    brake.open()

@@ -27,6 +27,7 @@ from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.pauses import Pauses
 from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
+from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.engine_watch import watching
@@ -61,15 +62,16 @@ async def test_the_port_gets_what_it_asks_for(python: str, server: str, director
 
 @pytest.mark.parametrize("pause", ["in_place", "retract"])
 async def test_one_request_lives_through_pushes_and_says_which_weights_made_what(
-    python: str, server: str, directories: list[Path], models: list[Any], pause: str
+    python: str, server: str, brake: Brake, directories: list[Path], models: list[Any], pause: str
 ) -> None:
     """Three pushes in one HTTP request: four sets of weights; the log-probs of each stretch are those of its weights."""
     kept = pause == "in_place"
     async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         async with watching(served, PROMPT, max_new_tokens=1600, ignore_eos=True) as one:
             for version in (1, 2, 3):
-                await one.beyond(one.tokens + 50)
+                await one.beyond(one.tokens + 10)
                 await push.whole(models[version], version)
+            brake.open()
             answer = await one.task
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"], spans
@@ -126,7 +128,7 @@ async def test_what_is_cached_of_older_weights_is_not_used_again(
 
 
 async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
-    python: str, server: str, directories: list[Path], models: list[Any]
+    python: str, server: str, brake: Brake, directories: list[Path], models: list[Any]
 ) -> None:
     """Requests that would end a server without its memory are refused, or reordered."""
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
@@ -139,6 +141,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
         await one.beyond(10)
         assert (await served.post(release, {"tags": None}))[0] == 400, "while requests are decoded, without a pause"
         await served.client.pause("in_place")
+        brake.open()
         for _ in range(2):
             assert (await served.post(release, {"tags": ["kv_cache"]}))[0] == 200
             assert (await served.post(release, {"tags": None}))[0] == 200

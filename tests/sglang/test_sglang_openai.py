@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_of, scores_across
 from tests.sglang.server import serving
@@ -65,14 +66,17 @@ async def wanted_of(models: Sequence[Any], prompt: list[int], chat: Chat) -> np.
     return log_probs_of(await scores_across(made, prompt, chat.tokens), chat.tokens)
 
 
-async def test_a_chat_goes_on_through_three_pushes(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
+async def test_a_chat_goes_on_through_three_pushes(
+    python: str, server: str, brake: Brake, directories: list[Path], models: list[Any]
+) -> None:
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         text = served.engine.text
         assert text is not None
         chat = Chat(served)
         for version in (1, 2, 3):
-            await chat.beyond(LENGTH // 5 * version - LENGTH // 10)
+            await chat.beyond(len(chat.tokens) + 10)
             await push.whole(models[version], version)
+        brake.open()
         async with asyncio.timeout(120):
             await chat.task
         assert (chat.finish, chat.ended, chat.errors, len(chat.tokens)) == ("length", True, [], LENGTH)
@@ -132,11 +136,12 @@ async def test_a_schema_holds_an_answer(python: str, server: str, directories: l
             assert pattern is None or said in pattern
 
 
-async def test_a_drain_waits_for_a_chat(python: str, server: str, directories: list[Path]) -> None:
+async def test_a_drain_waits_for_a_chat(python: str, server: str, brake: Brake, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
         chat = Chat(served)
         await chat.beyond(5)
         await served.client.pause("in_place")
+        brake.open()
         assert not await served.engine.drain(0.5), "it does not end before its requests have"
         await served.client.resume()
         assert await served.engine.drain(120)
@@ -147,12 +152,13 @@ async def test_a_drain_waits_for_a_chat(python: str, server: str, directories: l
         assert (status, answer["error"]["type"], answer["unavailable"]) == (503, "server_error", "EngineUnavailable")
 
 
-async def test_who_aborts_a_chat_or_goes_is_heard(python: str, server: str, directories: list[Path]) -> None:
+async def test_who_aborts_a_chat_or_goes_is_heard(python: str, server: str, brake: Brake, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
         left, aborted = Chat(served, max_tokens=3000), Chat(served, max_tokens=3000, rid="abortme")
         await asyncio.gather(left.beyond(5), aborted.beyond(5))
         left.task.cancel()
         await served.client.abort("abortme")
+        brake.open()
         async with asyncio.timeout(60):
             await aborted.task
             while served.engine.stats()["running"]:  # noqa: ASYNC110 - it sends no event

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,16 +10,20 @@ import pytest
 from bus.streams.bus import connect
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
+from tests.held_steps import HELD
 from tests.launched import run_tidemill
-from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, limit_records, live, records, until_step, up
+from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, records, until_step, up
 
 SFT = ROOT / "launch/configs/sft.yaml"
 ROWS, STEPS = 512, 32
 
 
-async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: Path) -> None:
+async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is trained once, the loss falls, and no step is lost or taken twice with other rows."""
+    goes_on = tmp_path / "goes-on"
+    monkeypatch.setenv(HELD, f"12:{goes_on}")
     settings = (
+        "learner.hooks.before_step=tests.held_steps:hold",
         f"prepare.count={ROWS}",
         "learner.num_epochs=1",
         "learner.groups_per_step=16",
@@ -31,12 +33,9 @@ async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: P
     with up(tmp_path, *settings, "learner.weights_digest=true", config=SFT, flags=("--fresh",)) as run:
         run.run = "sft"
         async with run.bus() as bus:
-            await limit_records(bus, 2 * STEPS - 4)  # two for each step: it cannot end before the kill
             await until_step(bus, 11)
-            feeder = (await live(bus, "feeder")).pid
-            os.kill(feeder, signal.SIGSTOP)
-            await limit_records(bus, -1)
-            kill(feeder)
+            kill((await live(bus, "feeder")).pid)
+            goes_on.touch()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
