@@ -60,7 +60,7 @@ PRELOADED = [
     "transformers.models.qwen3.configuration_qwen3",
     "uvloop",
 ]
-"""Modules that the template imports when it starts: our programs, and what they import on use."""
+"""Modules that the template imports when it starts: our programs, and the modules that they import on use."""
 INHERITED = "FORKED_WITH_TEMPLATE"
 """Environment variable of a forked program: descriptor of the socket of its own template."""
 _MAX_BYTES = 1 << 17

@@ -118,7 +118,7 @@ class Activities:
             if lease is None:
                 continue
             self.load.leased[lease.task.id] += 1
-            if await lease.ack():  # False = stored or not: the server says it at the end
+            if await lease.ack():  # without a confirmation it may be stored; the consumer's ack floor shows it at the end
                 self.load.done("settle")
 
     async def append(self) -> None:
@@ -213,7 +213,7 @@ async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
 async def all_settled(load: Load, bus: Bus) -> None:
     """Wait until the server has an ack of each task."""
     async with asyncio.timeout(GOES_ON_S):
-        while await bus.jet.retry_for_ever(bus.tasks.acked_to) < load.issued[-1]:  # noqa: ASYNC110 - the server tells nobody
+        while await bus.jet.retry_for_ever(bus.tasks.acked_to) < load.issued[-1]:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(LOOK_S)
 
 

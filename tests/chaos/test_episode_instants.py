@@ -109,7 +109,7 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
     if blow.instant in (KEPT if blow.how in ("KILL", "STOP") else UNDER_WAY) and (blow.instant, blow.how) != ("taken", "KILL-SERVER"):
         goes_on = re.compile(rf"episode goes on task={task} index={index} again=\w+ turns=(\d+) behind=(\d+)")
         # A victim that had the task from another actor has logged the line itself, before the blow.
-        # Of the survivor what follows: it may have gone on with the same episode after an earlier blow.
+        # Only new lines of the survivor count: it may have gone on with the same episode after an earlier blow.
         await _logged(goes_on, blow, survivor, *(() if blow.how in ("KILL", "STOP") else (victim,)), after=so_far)
     async with asyncio.timeout(PATIENCE_S):
         while {turn for turn, _ in _told(told / sample)} != {str(turn) for turn in range(TURNS)}:  # noqa: ASYNC110

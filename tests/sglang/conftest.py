@@ -45,7 +45,7 @@ def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def brake(slowed: Path) -> Iterator[Brake]:
-    """Have the server decode slowly until it is opened: a response does not end before what shall come in its middle."""
+    """Have the server decode slowly until the brake is opened, so that a push or a pause comes before a response ends."""
     brake = Brake(slowed)
     brake.put_on()
     yield brake

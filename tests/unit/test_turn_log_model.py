@@ -336,7 +336,7 @@ async def play(seed: int) -> World:
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))])
 async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_turns, "_PAUSE_S", 0.0)
-    for limit in ("STORE_S", "NEEDED_S", "READ_S"):  # what is not stored is the schedule's to say
+    for limit in ("STORE_S", "NEEDED_S", "READ_S"):  # only the schedule decides which records are not stored
         monkeypatch.setattr(episode_turns, limit, 1e6)
     happened: Counter[str] = Counter()
     for seed in range(first, first + COUNT):
