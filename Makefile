@@ -16,7 +16,7 @@ GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -64,7 +64,7 @@ arithmetic: setup
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
-test test-chaos test-late test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
+test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
 # Several files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
@@ -84,6 +84,11 @@ test-chaos: setup
 test-late: setup
 	PYTHONPATH=tests/late LATE_ANSWERS=$${LATE_ANSWERS:-0.03,1.5} \
 		$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 6 --dist loadfile --no-loadscope-reorder
+
+# Processes of the tests stand still at random, each for up to 2.5 s, four of them at any time (tests/late/freezer.py). What fails relies on
+# the speed of a process; about 15 minutes.
+test-frozen: setup
+	$(BIN)/python tests/late/freezer.py $(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 7 --dist loadfile --no-loadscope-reorder
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
