@@ -18,6 +18,7 @@ STANDSTILL_S = (0.3, 2.5)
 EVERY_S = 0.35
 """Mean time between two stops."""
 _LOOK_S = 0.05
+STOP_WITH_CHILD = ("nsenter", "unshare")
 
 
 def freeze(root: psutil.Process) -> None:
@@ -39,9 +40,11 @@ def freeze(root: psutil.Process) -> None:
 
 
 def _may_stop(process: psutil.Process) -> bool:
-    """Return False for one that stands still already, and for a child of ``unshare``, which stops itself with its child and stays so."""
+    """Return False for one that stands still already, and for a child of a program that stops itself with its child, and stays so."""
     parent = process.parent()
-    return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and (parent is None or parent.name() != "unshare")
+    return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and (
+        parent is None or parent.name() not in STOP_WITH_CHILD
+    )
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
