@@ -54,8 +54,8 @@ async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
             pushes = next(part for part in run.started if part.name == "learner").log
     begun, newest = seen.of_second.spans[0].version, seen.newest_before_it
     assert row.version >= before, "it served nothing older"
-    behind = f"newest seen {newest}: of a push under way, after one that began before it was there; head was {before}; got {begun}"
-    assert begun >= max(before, newest - 2), behind
+    late = "a push that began before it was there, and one under way"
+    assert begun >= max(before, newest - 2), f"newest seen {newest}: it may lack {late}; head was {before}; got {begun}"
     assert after >= before + 3, "steps and pushes went on while it joined"
     made = sorted({before, after} | {version for version in meanwhile if before < version < after})
     assert max(b - a for a, b in itertools.pairwise(made)) <= MAX_LAG + 1, f"and so did the other engine: versions {made}"

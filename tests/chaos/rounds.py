@@ -79,8 +79,9 @@ def _spared(log: str, others: Sequence[str]) -> None:
     evicted = re.findall(r"evicted engine=.*", log)
     assert not [line for line in evicted if line.split()[1].partition("=")[2] in others], evicted
     reached = [int(count) for count in re.findall(r"pushed version=.* engines=(\d+)", log)]
-    silent = re.findall(rf"left engine=(?:{'|'.join(map(re.escape, others))}) reason=no longer live", log)  # it stood still, and catches up
-    assert sum(count < len(others) for count in reached) <= len(silent) and max(reached) > len(others), (reached, silent)
+    silent = re.findall(rf"left engine=(?:{'|'.join(map(re.escape, others))}) reason=no longer live", log)
+    # On a busy machine one of them may have stood still for so long that a push did not wait for it.
+    assert sum(count < len(others) for count in reached) <= min(1, len(silent)) and max(reached) > len(others), (reached, silent)
     assert "push failed" not in log, log[-3000:]
 
 

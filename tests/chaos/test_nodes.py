@@ -49,8 +49,6 @@ async def _killed_and_drained(run: Parts) -> None:
         _rank(other, 1).kill()
         killed = await _running(bus, first.epoch)
         await new_steps(bus, 2)
-        # The agent may read in the leader's row that the attempt is over before it notices that its own rank has ended.
-        assert re.search(r"rank 1 killed by signal 9|node=1 offers itself again", other.log), other.log[-3000:]
         assert await second.code() == 78, second.log[-3000:]
         assert f"pid {other.process.pid}" in second.log.splitlines()[-1]
 

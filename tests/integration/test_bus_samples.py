@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -13,7 +14,7 @@ from nats.aio.msg import Msg
 
 from bus.client import outbox
 from bus.config import BusConfig
-from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.streams.samples import Received, header_fields, headers_of
@@ -115,6 +116,28 @@ async def test_deliveries_lost_on_the_way_are_noticed_and_read_again(nats_server
         await publish(bus, 6)
         assert [place(received)[0] for received in await take(stream, 4)] == [3, 4, 5, 6]
         await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_consumer_whose_creation_was_answered_too_late_is_removed(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1)
+        call, late = bus.jet.call, list[str]()
+
+        async def answered_late(subject: str, *arguments: Any, **options: Any) -> Any:
+            answer = await call(subject, *arguments, **options)
+            if subject.startswith("CONSUMER.CREATE") and not late:
+                late.append(subject)
+                raise BusUnavailable(subject, "no answer")
+            return answer
+
+        monkeypatch.setattr(bus.jet, "call", answered_late)
+        stream = bus.samples.read(None)
+        assert [place(received)[0] for received in await take(stream, 1)] == [1]
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert late
+        async with asyncio.timeout(30):  # by itself the server would remove it after a minute
+            while (await call(f"CONSUMER.NAMES.TM_{bus.run}_SAMPLES"))["consumers"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def test_a_full_stream_makes_publishers_wait_until_it_is_trimmed(open_bus: BusOpener) -> None:

@@ -24,19 +24,21 @@ STOP_WITH_CHILD = ("nsenter", "unshare")
 def freeze(root: psutil.Process) -> None:
     """Stop descendants of ``root`` until it has ended."""
     stopped: dict[psutil.Process, float] = {}
-    while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-        now = time.monotonic()
-        for process in [each for each, until_s in stopped.items() if until_s <= now]:
+    try:
+        while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
+            now = time.monotonic()
+            for process in [each for each, until_s in stopped.items() if until_s <= now]:
+                _send(process, signal.SIGCONT)
+                del stopped[process]
+            with suppress(psutil.Error):
+                free = [each for each in root.children(recursive=True) if each not in stopped]
+                if free and random.random() < _LOOK_S / EVERY_S and _may_stop(chosen := random.choice(free)):
+                    _send(chosen, signal.SIGSTOP)
+                    stopped[chosen] = now + random.uniform(*STANDSTILL_S)
+            time.sleep(_LOOK_S)
+    finally:
+        for process in stopped:
             _send(process, signal.SIGCONT)
-            del stopped[process]
-        with suppress(psutil.Error):
-            free = [each for each in root.children(recursive=True) if each not in stopped]
-            if free and random.random() < _LOOK_S / EVERY_S and _may_stop(chosen := random.choice(free)):
-                _send(chosen, signal.SIGSTOP)
-                stopped[chosen] = now + random.uniform(*STANDSTILL_S)
-        time.sleep(_LOOK_S)
-    for process in stopped:
-        _send(process, signal.SIGCONT)
 
 
 def _may_stop(process: psutil.Process) -> bool:
