@@ -81,7 +81,7 @@ class Engine:
     receiving: set[tuple[str, ...]] = field(default_factory=set)
     """Buckets in transfer, by their names."""
     groups: dict[str, list[BroadcastGroup]] = field(default_factory=dict)
-    threads: list[ThreadPoolExecutor] = field(default_factory=list)
+    threads: dict[str, list[ThreadPoolExecutor]] = field(default_factory=dict)
     failed: int = 0
     asked: int = 0
     ended: list[int] = field(default_factory=list)
@@ -107,10 +107,10 @@ class Engine:
 
     async def push(self, body: Mapping[str, Any]) -> dict[str, Any]:
         await self.asked_to("begin", body)
-        groups = self.groups[body["group_name"]]
+        joined = dict(self.groups)
         common = {name: body[name] for name in ("group_name", "timeout_s")} | {"load_format": "flattened_bucket", "flush_cache": False}
         for told in body["buckets"]:
-            self.refuse_without(groups)
+            self.refuse_without(joined[(common | told)["group_name"]])
             await self.asked_to("bucket", common | told)
         return await self.asked_to("end", body) if body["serve"] else {}
 
@@ -129,7 +129,7 @@ class Engine:
 
     async def join(self, body: Mapping[str, Any]) -> None:
         first = body["rank_offset"]
-        self.threads = [ThreadPoolExecutor(1) for _ in range(self.behaviour.ranks)]
+        self.threads[body["group_name"]] = [ThreadPoolExecutor(1) for _ in range(self.behaviour.ranks)]
         self.groups[body["group_name"]] = await asyncio.gather(
             *[
                 asyncio.to_thread(
@@ -166,7 +166,7 @@ class Engine:
         flats = await asyncio.gather(
             *[
                 loop.run_in_executor(thread, group.receive, sum(sizes), body["timeout_s"], place)
-                for thread, group, place in zip(self.threads, groups, into, strict=True)
+                for thread, group, place in zip(self.threads[body["group_name"]], groups, into, strict=True)
             ]
         )
         self.refuse_without(groups)

@@ -30,6 +30,9 @@ class WeightsConfig:
     backend: str = "auto"
     """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal NCCL version (major
     and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
+    senders_per_stage: int = 0
+    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of the stage (its
+    tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
     group: str = "pairs"
     """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
     bucket_bytes: int = 0
@@ -59,7 +62,7 @@ class WeightsConfig:
         for name in ("push_every", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        for name in ("min_engines", "snapshot_every"):
+        for name in ("min_engines", "snapshot_every", "senders_per_stage"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.bucket_bytes < 0:

@@ -44,10 +44,19 @@ class Parallel:
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
 
     @property
+    def exporters(self) -> int:
+        """Ranks of each stage that have parts of its weights: those of the first copy of the model, and those that have experts of it."""
+        return math.lcm(self.tp_size, self.ep_size)
+
+    @property
+    def export_place(self) -> int:
+        """Place of this rank among those of its stage: below ``exporters``, it takes part in a push."""
+        return (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+
+    @property
     def exports(self) -> bool:
-        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
-        place = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
-        return place < math.lcm(self.tp_size, self.ep_size)
+        """True if this rank takes part in a push."""
+        return self.export_place < self.exporters
 
     @property
     def sizes(self) -> JsonObject:

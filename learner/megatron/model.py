@@ -4,6 +4,7 @@ A rank has one chunk of it: the whole model, or with pipeline parallelism its st
 """
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ from learner.megatron.tuning import Tuning, tune
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 """End of the name of a router's bias, which Megatron keeps as a buffer."""
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
+"""Number of the layer in a Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +124,29 @@ class Policy:
         exported = self.bridge.export(self.chunks)
         yield from exported if self.adapters is None else self.adapters.merged(exported)
 
+    def export_part(self, senders: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this stage that this rank sends, as ``export_stage``. ``senders``: ranks of the stage among which its layers
+        are dealt out, of those that have parts of them. All of these run the iterator to its end; any other rank gets nothing.
+        """
+        here = self.parallel
+        for name, tensor in self.export_stage() if here.exports else ():
+            layer = _LAYER_NUMBER.search(name)
+            if (int(layer[1]) % senders if layer else 0) == here.export_place:
+                yield name, tensor
+
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole matrices of all adapters under PEFT's names; collective as ``export``."""
         assert self.adapters is not None, "there are no adapters"
         own = self.adapters.export()
         yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
 
-    def help_export(self, *, adapters: bool = False) -> None:
-        """Take part in the collectives in which rank 0 exports, where this rank has some of the weights; ``adapters``: of those too."""
-        if not self.parallel.exports:
+    def help_export_adapters(self) -> None:
+        """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
+        if self.adapters is None or not self.parallel.exports:
             return
-        # The stages broadcast among the ranks that have the whole tensors, one of each tensor-parallel group.
-        whole = self.parallel.tp_rank == 0
-        for _ in self.export() if whole else self.export_stage():
+        # The stages broadcast among the ranks that have the whole matrices, one of each tensor-parallel group.
+        for _ in self.export_adapters() if self.parallel.tp_rank == 0 else self.adapters.export():
             pass
-        if adapters and self.adapters is not None:
-            for _ in self.export_adapters() if whole else self.adapters.export():
-                pass
 
     def digest(self) -> str:
         """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""

@@ -4,8 +4,8 @@ Weights are copied in the trainer's thread and pushed during the next step; at m
 On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
 (``give``), so that the learner and the engines never work at the same time.
 
-Only rank 0 has a publisher. The other ranks of its copy of the model help to gather the weights: its tensor-parallel peers, and the
-stages of its pipeline, which send it their weights one at a time. All other ranks do nothing here.
+Only rank 0 has a publisher. Other ranks with a part of the weights keep copies of it, from which they send it when rank 0 asks for it
+(``weight_parts.py``).
 """
 
 import logging
@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor
-
 from bus.config import BusConfig
 from bus.errors import BusError, Fenced
 from learner.feed.feed_client import FeedClient
@@ -23,14 +21,16 @@ from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
 from learner.megatron.adapter_files import ADAPTER, write_adapter
 from learner.megatron.model import Policy
+from learner.ranks.weight_parts import WeightParts
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
-from weightstore.format.manifest import Manifest
 from weightstore.push.publisher import Publisher, PushHandle, PushReport, Staged
 from weightstore.store import snapshot
 
 log = logging.getLogger(__name__)
 
+FINAL = "final"
+"""Name of the set of tensors that rank 0 writes into the directory of the trained model."""
 _AGAIN_S = 1.0
 """Pause before a failed push is repeated, because a bus may refuse it immediately."""
 
@@ -41,6 +41,7 @@ class Pushes:
     def __init__(
         self,
         policy: Policy,
+        parts: WeightParts,
         feed: FeedClient,
         places: RankPlaces,
         *,
@@ -50,7 +51,7 @@ class Pushes:
         colocated: bool = False,
     ) -> None:
         """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``."""
-        self._policy, self._feed, self._places = policy, feed, places
+        self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
         self._staged: Staged | None = None
         """Weights of a push that has not succeeded yet."""
@@ -67,19 +68,16 @@ class Pushes:
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish the version that a start needs before its first step, then run the context with the publisher.
+        """Publish the version that a start needs before its first step, then run the context with the publisher. The parts are open.
 
         It is version 0, or head + 1 when no recorded step is to be repeated.
 
         Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
         """
-        # Made from an export of its own: later ones are streamed, tensor by tensor, and no rank has all of them at once.
         if not self._leads:
-            self._policy.help_export()
             self._begin(start)
             yield
             return
-        manifest = Manifest.of(self._policy.export())
         publisher = Publisher(
             self._weights,
             bus_url=self._places.bus_url,
@@ -87,7 +85,8 @@ class Pushes:
             epoch=start.epoch,
             directory=self._places.snapshots,
             model_dir=self._places.model_dir,
-            manifest=manifest,
+            manifest=self._parts.manifest,
+            parts=self._parts.others,
             bus_config=self._bus,
         )
         try:
@@ -118,9 +117,10 @@ class Pushes:
         self.collect(wait=True)
         self.published_step = self.step
         if self._publisher is None:
-            self._policy.help_export()
+            self._parts.stage()
             return
-        self._staged = self._publisher.stage(self.step, self._policy.export())
+        self._staged = self._publisher.stage(self.step, self._parts.export(), self._parts.choose)
+        self._parts.staged()
         if not self._colocated:
             self._handle = self._publisher.push(self._staged)
             self.collect(wait=self._wait)
@@ -193,14 +193,19 @@ class Pushes:
 
     def write_model(self, directory: Path) -> None:
         """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer, and with adapters."""
+        manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
         if not self._leads:
-            self._policy.help_export(adapters=True)
+            self._policy.help_export_adapters()
+            self._parts.wait(FINAL)
             return
-        tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
+        adapters = None if self._policy.adapters is None else dict(self._policy.export_adapters())
         version = self._report.version if self._report is not None and self._report.step == self.step else -1
-        snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
-        if self._policy.adapters is not None:
-            write_adapter(directory / ADAPTER, dict(self._policy.export_adapters()), self._policy.adapters.config, self._places.model_dir)
+        try:
+            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir, manifest=manifest)
+        finally:
+            self._parts.release(FINAL)
+        if adapters is not None and self._policy.adapters is not None:
+            write_adapter(directory / ADAPTER, adapters, self._policy.adapters.config, self._places.model_dir)
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:

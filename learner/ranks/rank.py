@@ -57,6 +57,7 @@ from learner.ranks.debugging import RankDebug
 from learner.ranks.pushes import Pushes
 from learner.ranks.saved_models import SavedModels
 from learner.ranks.step_agreement import agreed
+from learner.ranks.weight_parts import WeightParts
 from learner.settings.config import LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
@@ -249,8 +250,10 @@ class Rank:
             collector=debug.collector,
             hooks=learner.hooks,
         )
+        self._parts = WeightParts(policy, places, weights)
         self.pushes = Pushes(
             policy,
+            self._parts,
             feed,
             places,
             bus=bus,
@@ -259,7 +262,7 @@ class Rank:
             colocated=learner.colocated,
         )
         self.checkpoints = self._open_checkpoints(state.Beside(reference=self._reference.saved, critic=critic))
-        self._models = SavedModels(policy, places, every=learner.save_hf_every, keep=learner.keep_hf)
+        self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
@@ -287,7 +290,7 @@ class Rank:
             elif start.initial is not None:
                 self._begin_with(Path(start.initial))
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
-            with self.pushes.open(start):
+            with self._parts.open(), self.pushes.open(start):
                 try:
                     self._turns.give()
                     last = self._take_steps(start)

@@ -1,7 +1,7 @@
 """Models of earlier steps as Hugging Face directories, ``models/step-<k>``, written by a thread while training goes on.
 
-    step k     after    all ranks of one replica: gather the weights, copy them to host memory     the only part that a step waits for
-    meanwhile  thread   rank 0: write the directory aside, rename it into place, remove old ones
+    step k     after    all ranks that send weights: copy their part of them to host memory      the only part that a step waits for
+    meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
 They are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while it is one of the newest, or
 while its step has a checkpoint, which the best step (``eval.best``) has.
@@ -20,19 +20,23 @@ from learner.checkpoints import disk
 from learner.feed.places import RankPlaces
 from learner.megatron.adapter_files import ADAPTER, write_adapter
 from learner.megatron.model import Policy
+from learner.ranks.weight_parts import WeightParts
+from weightstore.format.manifest import Manifest
 from weightstore.store import snapshot
 
 log = logging.getLogger(__name__)
 
+SAVED = "saved"
+"""Name of the set of tensors that rank 0 writes into the directory of a step."""
 _NAME = re.compile(r"step-(\d+)")
 
 
 class SavedModels:
     """The models of one start of the learner. Every rank calls ``after`` and ``wait`` at the same place."""
 
-    def __init__(self, policy: Policy, places: RankPlaces, *, every: int, keep: int) -> None:
+    def __init__(self, policy: Policy, parts: WeightParts, places: RankPlaces, *, every: int, keep: int) -> None:
         """``every``: steps; 0 = none are written. ``keep``: newest models that are kept; 0 = all."""
-        self._policy, self._places, self._every, self._keep = policy, places, every, keep
+        self._policy, self._parts, self._places, self._every, self._keep = policy, parts, places, every, keep
         self._root = places.final_dir.with_name("models")
         self._leads = policy.parallel.rank == 0
         self._writing: threading.Thread | None = None
@@ -41,33 +45,36 @@ class SavedModels:
         """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a checkpoint."""
         if not self._every or (step % self._every and not checkpointed):
             return
-        if not self._leads:
-            self._policy.help_export(adapters=True)
-            return
         self.wait()
-        tensors = _copied(self._policy.export())
+        manifest, tensors = self._parts.whole(SAVED, _copied(self._parts.export()))
+        if not self._leads:
+            self._policy.help_export_adapters()
+            return
         adapter = {} if self._policy.adapters is None else _copied(self._policy.export_adapters())
         # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
-        self._writing = threading.Thread(target=self._write, args=(step, tensors, adapter), name="saved-model", daemon=True)
+        self._writing = threading.Thread(target=self._write, args=(step, manifest, tensors, adapter), name="saved-model", daemon=True)
         self._writing.start()
 
     def wait(self) -> None:
         """Wait until the model before is written, or could not be."""
+        self._parts.wait(SAVED)
         if self._writing is not None:
             self._writing.join()
             self._writing = None
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
+    def _write(self, step: int, manifest: Manifest, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
-                snapshot.write(directory, tensors, version=-1, step=step, model_dir=self._places.model_dir)
+                snapshot.write(directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest)
             if adapter and self._policy.adapters is not None and not (directory / ADAPTER).exists():
                 write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
             log.info("model saved step=%d directory=%s", step, directory)
             prune(self._root, self._places.checkpoints, keep=self._keep)
         except OSError as error:
             log.error("the model of step %d is not saved: %s", step, error)
+        finally:
+            self._parts.release(SAVED)
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:

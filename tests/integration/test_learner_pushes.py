@@ -1,6 +1,7 @@
 """The learner's pushes on a real bus, of a rank that cannot gather its weights alone: a failed push is repeated with the staged weights."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from learner.feed.feed_messages import Start
 from learner.feed.places import RankPlaces
 from learner.megatron.model import Policy
 from learner.ranks.pushes import Pushes
+from learner.ranks.weight_parts import WeightParts
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.metric_names import undocumented
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
@@ -29,14 +31,14 @@ START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_s
 
 @dataclass
 class Sharded:
-    """A policy on two tensor-parallel ranks, of which this is one: ``export`` is collective, so its number of calls must be exact."""
+    """A policy whose export is collective, so the number of its calls must be exact."""
 
     step: int = 0
     exports: int = 0
     begins_apart: bool = False
-    parallel: Any = field(default_factory=lambda: SimpleNamespace(rank=0, tp_rank=0, is_first_copy=True))
+    parallel: Any = field(default_factory=lambda: SimpleNamespace(rank=0, pp_size=1, exporters=1))
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_part(self, senders: int) -> Iterator[tuple[str, torch.Tensor]]:
         self.exports += 1
         yield from tiny_tensors(self.step).items()
 
@@ -49,30 +51,28 @@ class Feed:
         self.told.append((version, step))
 
 
-def pushes_of(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *, wait: bool, **settings: Any) -> Pushes:
-    return Pushes(
-        cast(Policy, policy),
-        cast(FeedClient, feed),
-        RankPlaces(
-            run=run,
-            bus_url=url,
-            feeder_url="",
-            feeder_keys=FeedKeys.new(),
-            model_dir=write_tiny_companions(directory / "model"),
-            checkpoints=directory / "checkpoints",
-            snapshots=directory / "snapshots",
-            final_dir=directory / "final",
-        ),
-        bus=BusConfig(),
-        weights=WeightsConfig(phase_deadline_s=5.0, **settings),
-        wait=wait,
+@contextmanager
+def pushing(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *, wait: bool, **settings: Any) -> Iterator[Pushes]:
+    places = RankPlaces(
+        run=run,
+        bus_url=url,
+        feeder_url="",
+        feeder_keys=FeedKeys.new(),
+        model_dir=write_tiny_companions(directory / "model"),
+        checkpoints=directory / "checkpoints",
+        snapshots=directory / "snapshots",
+        final_dir=directory / "final",
     )
+    weights = WeightsConfig(phase_deadline_s=5.0, **settings)
+    parts = WeightParts(cast(Policy, policy), places, weights)
+    pushes = Pushes(cast(Policy, policy), parts, cast(FeedClient, feed), places, bus=BusConfig(), weights=weights, wait=wait)
+    with parts.open(), pushes.open(START):
+        yield pushes
 
 
 def test_a_push_that_failed_is_made_again_with_what_was_staged(bus_url: str, run_id: str, tmp_path: Path) -> None:
     policy, feed = Sharded(), Feed()
-    pushes = pushes_of(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1)
-    with pushes.open(START):
+    with pushing(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1) as pushes:
         policy.step = pushes.step = 1
         before = policy.exports
         pushes.publish()
@@ -97,8 +97,10 @@ def test_an_outage_of_the_bus_longer_than_a_push_is_waited_for(
     nats_server: EmbeddedServer, bus_url: str, run_id: str, tmp_path: Path
 ) -> None:
     policy, feed = Sharded(), Feed()
-    pushes = pushes_of(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1)
-    with receivers(bus_url, run_id, {"e1": GOOD}) as engines, pushes.open(START):
+    with (
+        receivers(bus_url, run_id, {"e1": GOOD}) as engines,
+        pushing(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1) as pushes,
+    ):
         nats_server.kill()
         policy.step = pushes.step = 1
         before = policy.exports

@@ -13,8 +13,7 @@ from learner.settings.lora import LoraConfig
 from tests.integration.test_megatron_lora import with_adapter
 from tests.integration.test_megatron_rank import SHARES, OpenLearner, open_learner  # noqa: F401
 from tests.integration.test_weightstore_publisher import state
-from tests.receiver_app import Behaviour, digest, receivers
-from tests.tiny_models import write_tiny_model
+from tests.receiver_app import digest
 from weightstore.store.registry import VersionRegistry
 
 LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj"))
@@ -52,22 +51,6 @@ async def test_a_killed_rank_with_adapters_resumes_and_its_models_are_kept(open_
     assert_merged(tmp_path / "models" / "step-15", tmp_path / "model")
     last, final = (load_file(tmp_path / name / "model.safetensors") for name in ("models/step-16", "final"))
     assert digest(last) == digest(final)
-
-
-async def test_two_ranks_that_share_the_model_push_and_save_what_they_train(open_learner: OpenLearner, tmp_path: Path) -> None:  # noqa: F811
-    write_tiny_model(tmp_path / "model", vocab_size=300)
-    async with open_learner(tensor_parallel=2, steps=4, lora=LORA, save_hf_every=2) as learner:
-        here = receivers(learner.world.url, learner.world.run, {"good": Behaviour()})
-        engines = await asyncio.to_thread(here.__enter__)
-        try:
-            await learner.finish()
-            told = await asyncio.to_thread(state, engines["good"][0])
-        finally:
-            await asyncio.to_thread(here.__exit__, None, None, None)
-    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["step-2", "step-4"]
-    for name in ("final", "models/step-2", "models/step-4"):
-        assert_merged(tmp_path / name, tmp_path / "model")
-    assert told["digest"] == digest(load_file(tmp_path / "final" / "model.safetensors"))
 
 
 async def test_a_run_that_begins_with_adapters_publishes_them_first(open_learner: OpenLearner, tmp_path: Path) -> None:  # noqa: F811

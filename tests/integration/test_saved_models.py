@@ -14,9 +14,11 @@ from learner.layout import parallel
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.tuning import Tuning
 from learner.ranks.saved_models import SavedModels, prune
+from learner.ranks.weight_parts import WeightParts
 from learner.settings.lora import LoraConfig
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
+from weightstore.config import WeightsConfig
 
 
 class Held(SavedModels):
@@ -40,7 +42,9 @@ def held(policy: Policy, directory: Path, *, keep: int = 0) -> Held:
         snapshots=directory / "snapshots",
         final_dir=directory / "final",
     )
-    models = Held(policy, places, every=2, keep=keep)
+    parts = WeightParts(policy, places, WeightsConfig())
+    with parts.open():  # nothing is served where one rank has all weights
+        models = Held(policy, parts, places, every=2, keep=keep)
     models.go = threading.Event()
     return models
 

@@ -9,19 +9,20 @@ from safetensors.torch import load_file
 
 from tests.bus_fixtures import BusOpener
 from weightstore.format.manifest import Manifest
+from weightstore.push.staged_model import StagedModel
 from weightstore.store import snapshot
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
-from weightstore.transport.staging import Staging, StagingPool
+from weightstore.transport.staging import StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
 
 
-def staged(tensors: Mapping[str, torch.Tensor], *, version: int, step: int) -> Staging:
+def staged(tensors: Mapping[str, torch.Tensor], *, version: int, step: int) -> StagedModel:
     staging = StagingPool(Manifest.of(tensors.items()), 1 << 20).take(1)
     staging.fill(tensors.items())
     staging.version, staging.step = version, step
-    return staging
+    return StagedModel(staging, (), check_s=1)
 
 
 def write(directory: Path, version: int, step: int) -> None:

@@ -11,11 +11,11 @@ from bus.wire.messages import Capabilities, LiveRow
 from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, Deadlines, WeightsConfig
 from weightstore.push.eviction import PushGroups
 from weightstore.push.handle_receiver import HandleReceivers
-from weightstore.push.publisher import _memory
 from weightstore.push.push_group import GroupRules
 from weightstore.transport.handles import HostMemory, shared_memory_domain
 from weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
 from weightstore.transport.port import WeightReceiver
+from weightstore.transport.staging import staging_memory
 
 OWN = DeviceEnd("AAAA-0", "2.29.7")
 """A device as torch states it: without the prefix of nvidia-smi."""
@@ -182,4 +182,4 @@ def test_a_negative_size_of_buckets_is_refused() -> None:
     ],
 )
 def test_other_processes_can_read_what_is_staged_for_nccl_and_for_handles(settings: dict[str, Any], own: DeviceEnd, shared: bool) -> None:
-    assert isinstance(_memory(WeightsConfig(**settings), own), HostMemory) == shared
+    assert isinstance(staging_memory(WeightsConfig(**settings), own), HostMemory) == shared

@@ -60,6 +60,8 @@ class Bucket:
 
     specs: tuple[TensorSpec, ...]
     num_bytes: int
+    part: int = 0
+    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another rank."""
 
     def places(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Yield each tensor with the slice of its bytes in the bucket."""
@@ -95,7 +97,7 @@ class Manifest:
         """Size of all tensors together."""
         return sum(spec.num_bytes for spec in self.specs)
 
-    def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
+    def buckets(self, bucket_bytes: int, part: int = 0) -> tuple[Bucket, ...]:
         """Return buckets of at most ``bucket_bytes``, in order; a larger tensor has a bucket of its own, none is split.
 
         Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
@@ -105,13 +107,18 @@ class Manifest:
         size = 0
         for spec in self.specs:
             if specs and (size + spec.num_bytes > bucket_bytes or size % ITEM_BYTES[spec.dtype]):
-                found.append(Bucket(specs=tuple(specs), num_bytes=size))
+                found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
                 specs, size = [], 0
             specs.append(spec)
             size += spec.num_bytes
         if specs:
-            found.append(Bucket(specs=tuple(specs), num_bytes=size))
+            found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
         return tuple(found)
+
+
+def joined(parts: Iterable[Manifest]) -> Manifest:
+    """Return the manifest of the tensors of all parts, in their order. Raises BadManifest for a name in two of them."""
+    return Manifest(spec for part in parts for spec in part.specs)
 
 
 def spec_of(name: str, tensor: "Tensor") -> TensorSpec:

@@ -25,6 +25,7 @@ from weightstore.push.member import identity
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.transport.nccl import no_cuda_handles
+from weightstore.transport.parts import Payload, RemotePart
 from weightstore.transport.port import Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -83,10 +84,11 @@ class HandleReceiver:
         self._version = version
         await self._request("begin", version=version)
 
-    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
         """Send the handle of the bucket instead of its bytes. The answer comes when the engine has copied them."""
         tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-        await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=tensors)
+        handle = self._memory.handle(flat, self._ranks) if isinstance(flat, Tensor) else await flat.handle(self._ranks)
+        await self._offer("bucket", version=self._version, handle=handle, specs=tensors)
 
     async def checksums(self) -> ChecksumReport | None:
         """Return the engine's report; None for the status of an engine without checksums."""
@@ -198,9 +200,11 @@ class HandleReceiver:
 class HandleReceivers:
     """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
-    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "") -> None:
-        """``gpu``: UUID of the GPU that has the memory; empty = host memory."""
-        self._gpu = gpu
+    def __init__(
+        self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "", parts: Sequence[RemotePart] = ()
+    ) -> None:
+        """``gpu``: UUID of the GPU that has the memory; empty = host memory. ``parts``: those in the memory of other ranks."""
+        self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
@@ -239,8 +243,12 @@ class HandleReceivers:
             return "it offers none"
         if not self._place or row.place != self._place:
             return f"it is elsewhere: {row.place or 'nowhere known'}, not {self._place or 'where this is, which is not known'}"
-        if self._gpu and (blind := no_cuda_handles(self._gpu, row.capabilities)):
-            return blind
+        for part in self._parts:
+            if part.place.domain != row.place:
+                return f"{part} is elsewhere: {part.place.domain or 'nowhere known'}, not {row.place}"
+        for gpu in (self._gpu, *(part.place.end.uuid for part in self._parts)) if self._gpu else ():
+            if blind := no_cuda_handles(gpu, row.capabilities):
+                return blind
         if refused := self._refused.get(identity(row)):
             return f"it cannot take them: {refused}"
         return ""

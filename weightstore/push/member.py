@@ -1,40 +1,24 @@
-"""One engine in a push: its verbs, each with the deadline of its phase, and the channel over which buckets get to it.
-
-A channel sends a bucket once, over a process group that all members of a push group share, or leaves it to the receiver of a member that
-reads the bucket itself. Blocking calls run in the channel's own thread. They cannot be interrupted: after an error the call ends by the
-deadline of the process group, its result is ignored, and the channel is not used again.
-"""
+"""One engine in a push: its verbs, each with the deadline of its phase."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
-from torch import Tensor
-
-from bus.client.reach import Reach, bare
 from bus.errors import Fenced
 from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
-from weightstore.transport import senders
-from weightstore.transport.handles import Memory
+from weightstore.format.manifest import Bucket
 from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
-Check = Callable[[ChecksumReport], list[str]]
-"""Returns a line for every tensor that an engine does not have as it was sent. Blocking."""
-T = TypeVar("T")
-
-GROUP = "tidemill"
-"""Name of every process group: an engine that still has one of that name leaves it first."""
+Check = Callable[[ChecksumReport], Awaitable[list[str]]]
+"""Returns a line for every tensor that an engine does not have as it was sent. Raises PeerLost."""
 _LEAVE_S = 1.0
 """Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group anyway."""
 _SHOWN = 5
@@ -87,7 +71,7 @@ class Member:
         async with self.phase("begin"):
             await self.receiver.begin(version)
 
-    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+    async def receive(self, version: int, buckets: Sequence[Bucket], *, serve: bool) -> float | None:
         """Begin a push and receive all buckets. With ``serve`` also end it, and return seconds for which generation was paused.
 
         No deadline; the caller sets one.
@@ -131,7 +115,7 @@ class Member:
         since = time.perf_counter()
         async with self.phase("verify"):
             report = await self.receiver.checksums()
-            wrong = [] if report is None else await asyncio.to_thread(check, report)
+            wrong = [] if report is None else await check(report)
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{more}"
@@ -186,121 +170,3 @@ class Member:
 def identity(row: LiveRow) -> tuple[str, str, int]:
     """Return (id, address, pid): with another one it is another process, which has joined no group, whatever its name."""
     return row.id, row.address, row.pid
-
-
-class Channel(Protocol):
-    """A way to the members for which it was opened. Errors of one member are ReceiverFailed, errors of the channel PeerLost."""
-
-    async def meet(self) -> None:
-        """The learner's part of opening."""
-
-    async def join(self, member: Member) -> None:
-        """A member's part of opening; called for all members at once, together with ``meet``."""
-
-    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
-        """The learner's part of a bucket, once for all members, in the order in which they are requested to receive them.
-
-        ``following``: the next bucket; None = not known, or there is none.
-        """
-
-    def close(self) -> None:
-        """Free the channel. A call under way ends by the deadline of the process group."""
-        ...
-
-
-class GroupChannel:
-    """A process group of the learner (rank 0) and the ranks of the engines, one engine after the other."""
-
-    def __init__(
-        self, group: senders.Sender, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float, address: str
-    ) -> None:
-        """``address``: the host at which the members reach the group's port."""
-        self._group, self._thread, self._deadline_s, self._address = group, thread, deadline_s, address
-        self._lost = False
-        self._first: dict[Member, int] = {}
-        """The first rank of each engine."""
-        rank = 1
-        for member in members:
-            self._first[member] = rank
-            rank += member.ranks
-
-    @classmethod
-    async def open(
-        cls, members: Sequence[Member], *, at: Reach, deadline_s: float, memory: Memory | None, gpu: str, apart: tuple[str, ...]
-    ) -> "GroupChannel":
-        """Listen, and return the channel; the members have not joined yet. The last three as for ``senders.host``. Raises PeerLost."""
-        # One thread for each channel: a call that hangs until its deadline delays no other group.
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {members[0].id}")
-        size, backend = 1 + sum(member.ranks for member in members), members[0].backend
-        try:
-            hosting = _run(thread, lambda: senders.host(at.bind, GROUP, size, backend, deadline_s, memory=memory, gpu=gpu, apart=apart))
-            group = await hosting
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
-        return cls(group, members, thread, deadline_s, bare(at.advertised))
-
-    async def meet(self) -> None:
-        """Wait until the ranks of all members have joined the group."""
-        await _run(self._thread, self._group.meet)
-
-    async def join(self, member: Member) -> None:
-        """Have the engine join the group; its processes take as many ranks, from its first one."""
-        group = self._group
-        where = Rendezvous(
-            host=self._address,
-            port=group.port,
-            rank=self._first[member],
-            world_size=group.world_size,
-            name=group.name,
-            backend=group.backend,
-        )
-        await member.join(where)
-
-    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
-        """Broadcast the bucket to all members, in the channel's thread."""
-        await _run(self._thread, lambda: self._send(flat, following))
-
-    def _send(self, flat: Tensor, following: Tensor | None) -> None:
-        """Send in the channel's thread. After one message failed no other is tried: each could block for a deadline of its own."""
-        if self._lost:
-            raise PeerLost(self._group.name, "sending", "an earlier message was lost")
-        try:
-            self._group.send(flat, self._deadline_s, following)
-        except PeerLost:
-            self._lost = True
-            raise
-
-    def close(self) -> None:
-        """Close the group and let its thread end, without waiting for a call under way."""
-        self._group.close()
-        self._thread.shutdown(wait=False)
-
-
-class HandleChannel:
-    """No transport of its own: the receivers of its members pass handles of the buckets."""
-
-    async def meet(self) -> None:
-        pass
-
-    async def join(self, member: Member) -> None:
-        """Have the engine join without a process group."""
-        await member.join(None)
-
-    async def send(self, flat: Tensor, following: Tensor | None = None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _run(thread: ThreadPoolExecutor, work: Callable[[], T]) -> "asyncio.Future[T]":
-    future = asyncio.get_running_loop().run_in_executor(thread, work)
-    future.add_done_callback(_retrieve)
-    return future
-
-
-def _retrieve(future: "asyncio.Future[T]") -> None:
-    """Mark the exception as retrieved: the caller may have gone."""
-    if not future.cancelled():
-        future.exception()

@@ -14,14 +14,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from bus.client.reach import reach, route_to
@@ -33,11 +32,11 @@ from bus.system.loop import new_event_loop
 from bus.wire.messages import VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
-from weightstore.format.manifest import Manifest
+from weightstore.format.manifest import Manifest, joined
 from weightstore.push.pusher import Pusher, PushReport
-from weightstore.transport.handles import HostMemory, Memory
-from weightstore.transport.nccl import DeviceEnd, own_end
-from weightstore.transport.staging import Staging, StagingPool
+from weightstore.transport.nccl import own_end
+from weightstore.transport.parts import PartPlace
+from weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +49,10 @@ _CLOSE_S = 10.0
 _STAGING_S = 600.0
 """A snapshot that is being written holds its staging copy for as long as the disk takes."""
 _DEFAULT_BUS = BusConfig()
+
+
+def _nothing(number: int) -> None:
+    """Do nothing: no other rank has a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +113,20 @@ class Publisher:
         directory: Path,
         model_dir: Path | None = None,
         manifest: Manifest | None = None,
+        parts: Sequence[PartPlace] = (),
         bus_config: BusConfig = _DEFAULT_BUS,
     ) -> None:
         """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
 
-        Without ``manifest`` the first publish creates it, for which it needs all tensors at once.
+        ``manifest``: the tensors that are staged here; without it the first publish creates it, for which it needs all tensors at once.
+        ``parts``: those of other ranks.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
         self._own = own_end()
-        self._memory = _memory(config, self._own)
+        self._memory = staging_memory(config, self._own)
+        self._parts = tuple(parts)
         self._pool = None if manifest is None else self._new_pool(manifest)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
@@ -146,7 +152,7 @@ class Publisher:
     def publish_initial(self, model_dir: Path) -> VersionRow:
         """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
         pusher = self._running()
-        digest = "" if self._pool is None else self._pool.manifest.digest
+        digest = "" if self._pool is None else joined([self._pool.manifest, *(Manifest(part.specs) for part in self._parts)]).digest
         return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
@@ -163,9 +169,10 @@ class Publisher:
             handle.wait()
         return handle
 
-    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> "Staged":
+    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> "Staged":
         """Copy the tensors now, and return the copy; ``release`` it when it is not to be pushed (again).
 
+        ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
         Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
         head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
         """
@@ -178,6 +185,7 @@ class Publisher:
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
+            chosen(staging.number)
             staging.fill(tensors)
         except BaseException:
             staging.release()
@@ -280,6 +288,7 @@ class Publisher:
                 model_dir=self._model_dir,
                 memory=self._memory,
                 own=self._own,
+                parts=self._parts,
                 at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
             )
             await pusher.open(stack)
@@ -308,16 +317,3 @@ class Publisher:
             raise
         finally:
             self._pushing = None
-
-
-def _memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
-    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of this process."""
-    if config.transport != "handles" and (config.backend == "gloo" or not own.uuid):
-        return None
-    if config.staging == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("weights.staging: want host where there is no GPU, got 'cuda'")
-        from weightstore.transport.cuda_handles import CudaMemory
-
-        return CudaMemory()
-    return HostMemory(pin=torch.cuda.is_available())

@@ -18,16 +18,16 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from bus.client.reach import Reach
 from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
-from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated
+from weightstore.push.channels import Channel, GroupChannel, HandleChannel
+from weightstore.push.member import Check, Member, Updated
 from weightstore.transport.handles import Memory
 from weightstore.transport.nccl import DeviceEnd, no_nccl, share
+from weightstore.transport.parts import Payload, RemotePart
 from weightstore.transport.senders import APART
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ _BUCKETS_AHEAD = 3
 _JOIN_S = 2.0
 """SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without answering."""
 
-Buckets = Sequence[tuple[Bucket, Tensor]]
-"""Buckets of a version, each with its flat uint8 tensor."""
+Buckets = Sequence[tuple[Bucket, Payload]]
+"""Buckets of a version, each with its flat uint8 tensor, or its place in another rank."""
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
 T = TypeVar("T")
@@ -61,10 +61,13 @@ class GroupRules:
     """The staging memory, if other processes can read it; NCCL needs that."""
     apart: tuple[str, ...] = APART
     """Backends with the learner's end in a process of its own."""
+    parts: tuple[RemotePart, ...] = ()
+    """Parts of the weights that other ranks send."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
-        """Return the backend to an engine (empty: it is refused), and why it is not NCCL."""
-        reason = "" if self.backend == "gloo" else no_nccl(self.own, row.capabilities)
+        """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks that send."""
+        ends = () if self.backend == "gloo" else (self.own, *(part.place.end for part in self.parts))
+        reason = next(filter(None, (no_nccl(end, row.capabilities) for end in ends)), "")
         if self.backend == "gloo" or (reason and self.backend == "auto"):
             return "gloo", reason
         return ("" if reason else "nccl"), reason
@@ -73,8 +76,15 @@ class GroupRules:
         """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        within_s, gpu = self.deadlines.phase_s, self.own.uuid
-        return await GroupChannel.open(members, at=self.at, deadline_s=within_s, memory=self.memory, gpu=gpu, apart=self.apart)
+        return await GroupChannel.open(
+            members,
+            at=self.at,
+            deadline_s=self.deadlines.phase_s,
+            memory=self.memory,
+            gpu=self.own.uuid,
+            apart=self.apart,
+            parts=self.parts,
+        )
 
 
 class PushGroup:
@@ -172,10 +182,12 @@ class PushGroup:
             except PeerLost as error:
                 raise _GroupBroken("join", {}, error) from None
             self._joined = list(members)
-            round.start("join", None, channel.meet(), self._rules.deadlines.phase_s)
-            for member in members:
-                round.start("join", member, channel.join(member))
-            await round.until(round.under_way)
+            # One group after the other: an engine that is blocked while it joins one answers no request to join another.
+            for group in range(channel.groups):
+                round.start("join", None, channel.meet(group), self._rules.deadlines.phase_s)
+                for member in members:
+                    round.start("join", member, channel.join(member, group))
+                await round.until(round.under_way)
 
     def close(self) -> None:
         """Close the channel; the next push opens another one."""
@@ -188,13 +200,13 @@ async def _send_in_one_request(
     round: "_PushRound", channel: Channel, members: Sequence[Member], version: int, buckets: Buckets, serve: bool, deadline_s: float
 ) -> dict[Member, float | None]:
     """Send one request for all buckets. The deadline holds for each bucket, and then for the answers."""
-    specs = [bucket.specs for bucket, _ in buckets]
-    # All sends are queued at once: the channel's single thread keeps them in order.
+    # All sends are queued at once: the channel keeps them in order.
     sends = [
-        round.start(f"bucket {number} of {len(buckets)}", None, channel.send(flat, following))
-        for number, (flat, following) in enumerate(_with_next(buckets), 1)
+        round.start(f"bucket {number} of {len(buckets)}", None, channel.send(payload, following))
+        for number, (payload, following) in enumerate(_with_next(buckets), 1)
     ]
-    requests = {member: round.start("transfer", member, member.receive(version, specs, serve=serve)) for member in members}
+    whole = [bucket for bucket, _ in buckets]
+    requests = {member: round.start("transfer", member, member.receive(version, whole, serve=serve)) for member in members}
     await round.until(sends)
     try:
         async with asyncio.timeout(deadline_s):
@@ -208,19 +220,21 @@ async def _send_in_turn(round: "_PushRound", channel: Channel, members: Sequence
     """Send a request for every bucket. An engine that reads them itself has the next requests before it has stored this bucket."""
     most = _BUCKETS_AHEAD if all(member.receiver.carries for member in members) else 1
     under_way: deque[list[asyncio.Task[None]]] = deque()
-    for number, ((bucket, _), (flat, following)) in enumerate(zip(buckets, _with_next(buckets), strict=True), 1):
+    for number, ((bucket, _), (payload, following)) in enumerate(zip(buckets, _with_next(buckets), strict=True), 1):
         if len(under_way) == most:
             await round.until(under_way.popleft())
         phase = f"bucket {number} of {len(buckets)}"
-        requests = [round.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, flat))) for member in members]
-        under_way.append([*requests, round.start(phase, None, channel.send(flat, following))])
+        requests = [
+            round.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, payload))) for member in members
+        ]
+        under_way.append([*requests, round.start(phase, None, channel.send(payload, following))])
     await round.until(round.under_way)
 
 
-def _with_next(buckets: Buckets) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the tensor of each bucket and that of the next one."""
-    flats = [flat for _, flat in buckets]
-    return list(zip(flats, [*flats[1:], None], strict=True))
+def _with_next(buckets: Buckets) -> list[tuple[Payload, Payload | None]]:
+    """Return the bytes of each bucket and those of the next one."""
+    payloads = [payload for _, payload in buckets]
+    return list(zip(payloads, [*payloads[1:], None], strict=True))
 
 
 async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, None]) -> None:

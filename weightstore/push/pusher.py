@@ -10,7 +10,7 @@ Engines that share the learner's accelerator release their memory before each st
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,14 @@ from weightstore.push.accelerator_turns import AcceleratorLease
 from weightstore.push.eviction import Opener, PushGroups
 from weightstore.push.member import Check, Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
+from weightstore.push.staged_model import StagedModel
 from weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
 from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
 from weightstore.transport.handles import Memory
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.nccl import DeviceEnd
+from weightstore.transport.parts import PartPlace, RemotePart
 from weightstore.transport.port import WeightReceiver
 from weightstore.transport.staging import Staging
 
@@ -92,11 +94,13 @@ class Pusher:
         memory: Memory | None = None,
         at: Reach = HERE,
         own: DeviceEnd = NO_DEVICE,
+        parts: Sequence[PartPlace] = (),
     ) -> None:
         """``memory``: the staging memory, if other processes can read it; ``at``: the address at which engines reach this process.
 
-        ``own``: the GPU of the thread that stages.
+        ``own``: the GPU of the thread that stages; ``parts``: those of the weights that other ranks send.
         """
+        self._parts = tuple(RemotePart(place, number) for number, place in enumerate(parts, 1))
         self._own = own
         self._bus, self._config, self._epoch, self._memory, self._at = bus, config, epoch, memory, at
         self._view = LiveView(bus)
@@ -106,7 +110,7 @@ class Pusher:
         self._snapshots = SnapshotStore(
             directory, self._registry, keep=config.keep_snapshots, model_dir=model_dir, at=at, keys=admin_keys(bus)
         )
-        self._head_staging: Staging | None = None
+        self._head_staging: StagedModel | None = None
         self.head: VersionRow | None = None
         self._recorded: dict[str, str] | None = None
         """Evicted engines as recorded on the bus; None = as an earlier learner recorded them."""
@@ -118,6 +122,8 @@ class Pusher:
         # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss its deadline.
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
+        for part in self._parts:
+            stack.push_async_callback(part.close)
 
         def over_http(row: LiveRow) -> WeightReceiver:
             """Make the HTTP receiver of a live engine."""
@@ -126,7 +132,7 @@ class Pusher:
         self._groups = PushGroups(
             self._view,
             over_http if config.transport != "handles" else self._by_handles(stack, over_http),
-            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own, self._memory),
+            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own, self._memory, parts=self._parts),
         )
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
@@ -141,7 +147,8 @@ class Pusher:
 
         memory, gpu = self._memory, self._own.uuid if self._config.staging == "cuda" else ""
         assert memory is not None, "weights.transport: handles is staged in memory that engines can read"
-        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=self._config.deadlines, gpu=gpu)
+        deadlines = self._config.deadlines
+        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=deadlines, gpu=gpu, parts=self._parts)
         stack.callback(receivers.close)
         return receivers.open
 
@@ -150,16 +157,20 @@ class Pusher:
         self.head = await self._registry.publish_initial(where, self._epoch, digest=digest)
         return self.head
 
-    async def push(self, staging: Staging, step: int, prepare_s: float) -> PushReport:
-        """Push a filled copy as the next version, and release it at the end. Returns the report. Raises PushFailed, Fenced."""
+    async def push(self, copy: Staging, step: int, prepare_s: float) -> PushReport:
+        """Push a filled copy as the next version, and release it at the end. Returns the report. Raises PushFailed, Fenced.
+
+        Other ranks have filled theirs of the same number.
+        """
         since, row = time.perf_counter(), None
+        staging = StagedModel(copy, self._parts, check_s=self._config.phase_deadline_s)
         evicted: dict[str, str] = {}
         try:
             # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is there before any engine
             # has it, so a reader of its tokens finds the step; the head moves when the engines have it.
             await self._release_accelerator()
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
-            staging.version, staging.step = row.version, step
+            staging.label(row.version, step)
             groups = await self._gather()
             begun = time.perf_counter()
             throughput = Throughput()
@@ -292,7 +303,7 @@ class Pusher:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
     async def _update(
-        self, groups: list[PushGroup], staging: Staging, evicted: dict[str, str], throughput: Throughput
+        self, groups: list[PushGroup], staging: StagedModel, evicted: dict[str, str], throughput: Throughput
     ) -> dict[str, Updated]:
         """Push to all groups at once. Returns the engines that took the version; the others are evicted, and added to ``evicted``."""
         handles = CUDA_HANDLES if self._config.staging == "cuda" else HOST_HANDLES
@@ -325,7 +336,7 @@ class Pusher:
     def _is_unverified(self, member: Member) -> bool:
         return self._config.verify == "first" and not member.verified
 
-    async def _publish(self, row: VersionRow, staging: Staging) -> None:
+    async def _publish(self, row: VersionRow, staging: StagedModel) -> None:
         """Move the head. Its copy is held until there is a copy of the next head."""
         self.head = await self._registry.publish(row)
         # The copy stays filled as long as it is the head: snapshots of it are written on demand.

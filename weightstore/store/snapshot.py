@@ -91,16 +91,18 @@ def write(
     model_dir: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     durable: bool = True,
+    manifest: Manifest | None = None,
 ) -> SnapshotInfo:
     """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
 
+    Each tensor is taken from ``tensors`` once, and not kept. ``manifest``: theirs; None = it is made from them first.
     Configuration and tokenizer are copied from ``model_dir``. With ``durable`` all is synced to the disk and survives a loss of power;
     without, such a loss may leave a directory that ``verify`` refuses. Returns the contents of the manifest.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    manifest = Manifest.of(tensors.items())
+    manifest = manifest or Manifest.of(tensors.items())
     if model_dir is not None:
         copy_companions(model_dir, aside)
     files = _write_shards(aside, tensors, manifest, shard_bytes)

@@ -7,22 +7,44 @@ import asyncio
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
 
 from bus.client.reach import HERE, Reach
 from bus.liveness.keys import RunKeys
 from bus.wire.messages import VersionRow
 from weightstore.errors import SnapshotBroken
+from weightstore.format.manifest import Manifest
 from weightstore.listener import Access, Listener
 from weightstore.store import snapshot
 from weightstore.store.registry import VersionRegistry
-from weightstore.transport.staging import Staging
 
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
 _SHUTDOWN_S = 1.0
 """Time that downloads have to end; an engine resumes an interrupted one later."""
+
+
+class StagedVersion(Protocol):
+    """A staged copy of the weights of a version."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def manifest(self) -> Manifest:
+        """All its tensors."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its tensors by name, to be read one at a time; raises OSError for one in another process that cannot be read."""
+        ...
 
 
 class SnapshotStore:
@@ -77,7 +99,7 @@ class SnapshotStore:
         """Return the URL of a version's snapshot; "" when there is none."""
         return f"{self.url}/v{version}" if version in self._here else ""
 
-    async def put(self, staging: Staging) -> str:
+    async def put(self, staging: StagedVersion) -> str:
         """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds the staging copy."""
         async with self._writing:
             if not self.where(staging.version):
@@ -101,9 +123,11 @@ class SnapshotStore:
                 self._here.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
-    def _write(self, staging: Staging) -> None:
-        path, tensors = self._directory / f"v{staging.version}", dict(staging.tensors())
-        snapshot.write(path, tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False)
+    def _write(self, staging: StagedVersion) -> None:
+        path, of = self._directory / f"v{staging.version}", staging.manifest
+        snapshot.write(
+            path, staging.tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False, manifest=of
+        )
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
     async def _prune(self, put: int) -> None:

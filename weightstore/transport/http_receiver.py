@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import aiohttp
-from torch import Tensor
 
 from bus.errors import Fenced
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
+from weightstore.transport.parts import Payload, RemoteBucket
 from weightstore.transport.port import Rendezvous
 
 STALE_EPOCH = 409
@@ -30,15 +30,17 @@ class HttpReceiver:
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
         self._api = EngineApi(url, self._error, session=session, connect_s=deadlines.phase_s)
         self.url, self._epoch, self._deadlines = self._api.url, epoch, deadlines
-        self._group = ""
+        self._groups: list[str] = []
+        """Names of the process groups, in the order of the parts of the weights."""
         self._version = -1
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
         """Leave a group of the same name, then POST /init_weights_update_group."""
         assert rendezvous is not None
-        self._group = rendezvous.name
+        if rendezvous.name not in self._groups:
+            self._groups.append(rendezvous.name)
         with suppress(ReceiverFailed):  # destroy a stale group if there is one; "unknown group" is expected
-            await self.leave()
+            await self._leave(rendezvous.name)
         await self._post(
             "init_weights_update_group",
             {
@@ -56,15 +58,20 @@ class HttpReceiver:
         self._version = version
         await self._post("begin_weight_update", {"weight_version": str(version)})
 
-    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
-        """POST /update_weights_from_distributed with the specs. The bytes come over the process group; ``flat`` is not used."""
-        body = {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
+        """POST /update_weights_from_distributed with the specs. The bytes come over the process group of the rank that has them."""
+        group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
+        body = {"group_name": group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
         await self._post("update_weights_from_distributed", body | _specs(specs))
 
-    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
-        """POST /receive_push, which is no path of SGLang, with the specs of all buckets. Returns seconds with ``serve``, else None."""
+    async def receive(self, version: int, buckets: Sequence[Bucket], *, serve: bool) -> float | None:
+        """POST /receive_push, which is no path of SGLang, with the specs of all buckets. Returns seconds with ``serve``, else None.
+
+        A bucket that comes over another group than rank 0's names it.
+        """
         self._version = version
-        body = {"group_name": self._group, "weight_version": str(version), "buckets": [_specs(specs) for specs in buckets], "serve": serve}
+        sent = [_specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {}) for bucket in buckets]
+        body = {"group_name": next(iter(self._groups), ""), "weight_version": str(version), "buckets": sent, "serve": serve}
         answer = await self._post("receive_push", body, bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
@@ -83,8 +90,18 @@ class HttpReceiver:
         return stall_of(self.url, "end_weight_update", await self._post("end_weight_update", {"weight_version": str(self._version)}))
 
     async def leave(self) -> None:
-        """POST /destroy_weights_update_group."""
-        await self._post("destroy_weights_update_group", {"group_name": self._group})
+        """POST /destroy_weights_update_group for every group, also after an error; the first one is raised."""
+        errors = []
+        for name in self._groups or [""]:
+            try:
+                await self._leave(name)
+            except ReceiverFailed as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def _leave(self, name: str) -> None:
+        await self._post("destroy_weights_update_group", {"group_name": name})
 
     async def release(self) -> None:
         """POST /pause_generation, then /release_memory_occupation."""

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from weightstore.format.checksums import ChecksumReport
-    from weightstore.format.manifest import TensorSpec
+    from weightstore.format.manifest import Bucket, TensorSpec
+    from weightstore.transport.parts import Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +43,18 @@ class WeightReceiver(Protocol):
     """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the process group; answers when all members have joined. A group of the same name is left first. None if it ``carries``."""
+        """Join the process group; answers when all members have joined. A group of the same name is left first. None if it ``carries``.
+
+        Called once for every rank of the learner that sends, with groups of other names.
+        """
 
     async def begin(self, version: int) -> None:
         """Begin a push of this version."""
 
-    async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Tensor") -> None:
+    async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Payload") -> None:
         """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it ``carries``).
+
+        ``flat``: uint8 in this process, or a ``RemoteBucket``, which another rank of the learner sends in its own process group.
 
         After the answer, or an error, the served weights do not depend on ``flat``. A receiver that ``carries`` may get the next requests
         before it has answered this one, in any order.
@@ -64,7 +68,7 @@ class WeightReceiver(Protocol):
         raise NotImplementedError
 
     async def leave(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups."""
 
     async def release(self) -> None:
         """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none is aborted."""
@@ -84,7 +88,7 @@ class WeightReceiver(Protocol):
 class PushReceiver(WeightReceiver, Protocol):
     """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the ``end``, too."""
 
-    async def receive(self, version: int, buckets: "Sequence[Sequence[TensorSpec]]", *, serve: bool) -> float | None:
+    async def receive(self, version: int, buckets: "Sequence[Bucket]", *, serve: bool) -> float | None:
         """Begin a push and receive these flat buckets one after the other. With ``serve`` also end it, and return seconds as ``end`` does.
 
         Send the buckets meanwhile. The request has no deadline; the engine applies the deadline of the adapter to each bucket.

@@ -11,10 +11,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest
 from weightstore.format.checksums import ChecksumReport, Part, differences, sum_of
 from weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
-from weightstore.transport.handles import PAGE, Memory
+from weightstore.transport.handles import PAGE, HostMemory, Memory
+from weightstore.transport.nccl import DeviceEnd
 
 _ONCE = "every tensor of the manifest once"
 
@@ -22,8 +24,11 @@ _ONCE = "every tensor of the manifest once"
 class Staging:
     """One copy of the weights in memory that is reused. A reader holds it while it reads."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None, *, number: int = 0
+    ) -> None:
+        self.manifest, self.number = manifest, number
+        """``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers."""
         self.version = self.step = -1
         self.users = 0
         self._changed = changed
@@ -112,15 +117,40 @@ class StagingPool:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free() is not None or len(self._all) < self._size, timeout_s):
                 raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
-            staging = self._free()
-            if staging is None:
-                staging = Staging(self.manifest, self._bucket_bytes, self._changed, self._memory)
-                self._all.append(staging)
+            staging = self._free() or self._new()
             staging.users = 1
             return staging
 
+    def at(self, number: int) -> Staging:
+        """Return the copy of this number; another process knows which is in use."""
+        with self._changed:
+            while len(self._all) <= number:
+                self._new()
+            return self._all[number]
+
+    def _new(self) -> Staging:
+        staging = Staging(self.manifest, self._bucket_bytes, self._changed, self._memory, number=len(self._all))
+        self._all.append(staging)
+        return staging
+
     def _free(self) -> Staging | None:
         return next((staging for staging in self._all if not staging.users), None)
+
+
+def staging_memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
+    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of this process.
+
+    ``own``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
+    """
+    if config.transport != "handles" and (config.backend == "gloo" or not own.uuid):
+        return None
+    if config.staging == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("weights.staging: want host where there is no GPU, got 'cuda'")
+        from weightstore.transport.cuda_handles import CudaMemory
+
+        return CudaMemory()
+    return HostMemory(pin=torch.cuda.is_available())
 
 
 def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:

@@ -239,10 +239,9 @@ class BuiltinBackend:
         buckets, serve = need(body, "buckets", list), body.get("serve", False)
         if not isinstance(serve, bool) or not all(isinstance(bucket, dict) for bucket in buckets):
             raise BadRequest(f"buckets, serve: want a list of maps, and true or false, got {buckets!r:.200}, {serve!r:.200}")
-        updates = self._host.updates
+        updates, group = self._host.updates, group_in(body)
         receiving = updates.receive(
-            group_in(body),
-            [specs_in(bucket) for bucket in buckets],
+            [(group_in({"group_name": group, **bucket}), specs_in(bucket)) for bucket in buckets],
             version=version_in(body),
             timeout_s=seconds_in(body, "timeout_s", COMMAND_S),
             serve=serve,

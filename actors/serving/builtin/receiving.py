@@ -109,6 +109,10 @@ class JoinedGroup:
         self._memory.append(message.new_empty(0).set_(message.untyped_storage()))  # type: ignore[call-overload]
         self._free.release()
 
+    def drop_buffers(self) -> None:
+        """Free the memory for messages that is not in use."""
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in self._memory]
+
     def close(self) -> None:
         """Leave the group and end its thread, without a wait for a message in transit."""
         self.group.close()

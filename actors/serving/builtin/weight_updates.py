@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -198,15 +199,16 @@ class WeightUpdates(FencedUpdates):
         self._check_current(update)
 
     async def receive(
-        self, group_name: str, buckets: Sequence[Sequence[TensorSpec]], *, version: int | None, timeout_s: float, serve: bool
+        self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
         """Begin an update, receive every bucket as one flat message, each within the time-out, and with ``serve`` end the update.
 
-        Returns seconds as ``end``, or None without ``serve``.
+        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None without ``serve``.
         """
         await self.begin(version)
         update = self._current()
-        await self._receive_all(update, group_name, [bucket_of(specs) for specs in buckets], timeout_s)
+        for group_name, several in groupby(buckets, key=lambda named: named[0]):
+            await self._receive_all(update, group_name, [bucket_of(specs) for _, specs in several], timeout_s)
         return await self._end(update) if serve else None
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
@@ -243,6 +245,8 @@ class WeightUpdates(FencedUpdates):
                 finally:
                     for message in incoming:
                         message.discard()
+                    if len(self._groups) > 1:  # each rank of the learner that sends has one
+                        joined.drop_buffers()
 
     async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
         """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and raises UpdateRefused."""

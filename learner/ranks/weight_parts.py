@@ -1,0 +1,124 @@
+"""The weights in the parts that the ranks of the learner send: no rank has the whole model, unless one alone trains it.
+
+    stage 0:  rank 0  layers 0, 2   its copy, and all decisions   (publisher)
+              rank 1  layers 1, 3   its copy, behind a server     (weightstore/transport/part_server.py)
+    stage 1:  rank 2  layers 4, 6   ...
+
+The ranks of a stage that have parts of its tensors gather one after the other; the layers are dealt out to them, and each keeps those of
+its own. Rank 0 pushes them, and writes them into files, from the memory of the others. Knows the policy and the servers; no engine.
+"""
+
+import logging
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bus.client.reach import AUTO, Reach, reach, route_to
+from learner.feed.places import RankPlaces
+from learner.megatron.model import Policy
+from weightstore.config import WeightsConfig
+from weightstore.format.manifest import Manifest, joined
+from weightstore.transport.part_server import PartServer
+from weightstore.transport.parts import PartPlace, PartTensors, release
+
+log = logging.getLogger(__name__)
+
+_SAID_S = 60.0
+"""Interval of the log lines of a rank that waits for rank 0's disk."""
+
+
+class WeightParts:
+    """This rank's part, and on rank 0 the places of the others. Every rank calls every method at the same place, except ``release``."""
+
+    def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
+        here = policy.parallel
+        self._policy, self._places, self._weights, self._here = policy, places, weights, here
+        self._senders = here.exporters if weights.senders_per_stage == 0 else min(here.exporters, weights.senders_per_stage)
+        self._several = self._senders * here.pp_size > 1
+        self._server: PartServer | None = None
+        self.manifest = Manifest([])
+        """This rank's part."""
+        self.others: tuple[PartPlace, ...] = ()
+        """The parts of other ranks; known on rank 0."""
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Find the tensors of each rank, and serve those of the others. Raises OSError, and ValueError for an address without a route."""
+        self.manifest = Manifest.of(self.export())
+        if not self._several:
+            yield
+            return
+        try:
+            place = None
+            if self._here.rank > 0 and self.manifest.specs:
+                self._server = PartServer(self.manifest, self._weights, rank=self._here.rank, at=self._address())
+                place = self._server.start()
+            found: list[PartPlace | None] = [None] * dist.get_world_size()
+            dist.gather_object(place, found if self._here.rank == 0 else None, dst=0)
+            self.others = tuple(one for one in found if one is not None)
+            yield
+        finally:
+            if self._server is not None:
+                self._server.close()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank, whole, as ``Policy.export_part``."""
+        return self._policy.export_part(self._senders)
+
+    def choose(self, copy: int) -> None:
+        """Send the number of the copy that is to be filled to the other ranks, which wait for it in ``stage``. On rank 0."""
+        if self._several:
+            dist.broadcast(torch.tensor(copy, device=self._here.device), src=0)
+
+    def stage(self) -> None:
+        """Copy this rank's part into the copy that rank 0 has chosen, and wait until all have. Not on rank 0."""
+        copy = torch.zeros((), dtype=torch.int64, device=self._here.device)
+        if self._several:
+            dist.broadcast(copy, src=0)
+        if self._server is not None:
+            self._server.stage(int(copy), self.export())
+        else:
+            for _ in self.export():
+                pass
+        self.staged()
+
+    def staged(self) -> None:
+        """Wait until all ranks have filled their copies."""
+        if self._several:
+            dist.barrier()
+
+    def whole(self, name: str, own: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
+        """Let rank 0 read the tensors of all ranks, until it calls ``release``. ``own``: those of this rank, on the CPU.
+
+        ``name`` of the set, to be repeated in ``release`` and ``wait``; several may be read at the same time.
+
+        Returns the manifest and the tensors of the whole model, which are read one at a time: on rank 0; on others their own.
+        """
+        if self._server is not None:
+            self._server.offer(name, own)
+        self.staged()
+        parts = [PartTensors(place, name) for place in self.others]
+        return joined([self.manifest, *(Manifest(place.specs) for place in self.others)]), ChainMap(dict(own), *parts)  # type: ignore[arg-type]
+
+    def release(self, name: str) -> None:
+        """Let the other ranks go on: what they offered has been read. On rank 0, in any thread."""
+        for place in self.others:
+            try:
+                release(place, name)
+            except OSError as error:  # that rank has ended, or waits until this learner has
+                log.warning("rank %d not told that its weights are read: %s", place.rank, error)
+
+    def wait(self, name: str) -> None:
+        """Wait until rank 0 has read what this rank offered by this name."""
+        while self._server is not None and not self._server.wait_until_read(name, _SAID_S):
+            log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._here.rank)
+
+    def _address(self) -> Reach:
+        # The settings name an address of rank 0's node.
+        route = route_to(self._places.bus_url)
+        host, advertise = (self._weights.host, self._weights.advertise) if self._places.node == 0 else (AUTO, "")
+        return reach(host, advertise, route, name="weights.host")

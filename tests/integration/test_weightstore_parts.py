@@ -1,0 +1,297 @@
+"""Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a lost rank."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bus.client.reach import HERE
+from bus.config import BusConfig
+from tests.forked import Forked, piped
+from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, bus_url, state
+from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
+from weightstore.config import WeightsConfig
+from weightstore.errors import BadManifest
+from weightstore.format.checksums import report_checksums
+from weightstore.format.manifest import Manifest, joined
+from weightstore.push.publisher import Publisher, PushReport
+from weightstore.transport.part_server import PartServer
+from weightstore.transport.parts import PartPlace, PartTensors, RemotePart, staged
+
+__all__ = ["bus_url"]
+Tensors = dict[str, torch.Tensor]
+KINDS: tuple[dict[str, Any], ...] = ({}, {"at_once": False}, {"ranks": 2})
+"""An engine that gets a push in one request, one with a request for every bucket, and one of two processes."""
+
+
+def split(tensors: Mapping[str, torch.Tensor], parts: int = 3) -> list[Tensors]:
+    """Deal the tensors out to the ranks, as the layers of a model are."""
+    dealt: list[Tensors] = [{} for _ in range(parts)]
+    for index, (name, tensor) in enumerate(tensors.items()):
+        dealt[index % parts][name] = tensor
+    return dealt
+
+
+class Learner:
+    """A publisher and the servers of the other ranks, in one process."""
+
+    def __init__(self, publisher: Publisher, servers: Sequence[PartServer]) -> None:
+        self.publisher, self.servers = publisher, servers
+
+    def push(self, step: int, tensors: Tensors) -> PushReport:
+        own, *others = split(tensors, 1 + len(self.servers))
+
+        def fill(number: int) -> None:
+            for server, part in zip(self.servers, others, strict=True):
+                server.stage(number, part.items())
+
+        copy = self.publisher.stage(step, own.items(), fill)
+        handle = self.publisher.push(copy)
+        copy.release()
+        for tensor in tensors.values():
+            tensor.zero_()
+        handle.wait()
+        return handle.result(0)
+
+
+@contextmanager
+def learning(
+    bus_url: str, run: str, directory: Path, *, places: Sequence[PartPlace] = (), parts: int = 3, **settings: Any
+) -> Iterator[Learner]:
+    """``places``: parts that other processes serve; ``parts``: in all, the others are served here."""
+    config = WeightsConfig(**{"bucket_bytes": BUCKET_BYTES, "phase_deadline_s": DEADLINE_S, **settings})
+    own, *others = [Manifest.of(part.items()) for part in split(tiny_tensors(0), parts)]
+    with ExitStack() as stack:
+        servers = [PartServer(manifest, config, rank=rank, at=HERE) for rank, manifest in enumerate(others[len(places) :], 2)]
+        for server in servers:
+            stack.callback(server.close)
+        found = [*places, *(server.start() for server in servers)]
+        publisher = Publisher(
+            config,
+            bus_url=bus_url,
+            run=run,
+            epoch=1,
+            directory=directory / "snapshots",
+            model_dir=write_tiny_companions(directory / "model"),
+            manifest=own,
+            parts=found,
+            bus_config=BusConfig(),
+        )
+        stack.callback(publisher.close, drain=False)
+        publisher.start()
+        assert publisher._pusher is not None
+        publisher._pusher._view._dead_after_s = DEADLINE_S
+        yield Learner(publisher, servers)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "handles"])
+@pytest.mark.parametrize("group", ["pairs", "all"])
+def test_every_rank_sends_its_part_and_the_engines_have_all(bus_url: str, run_id: str, tmp_path: Path, transport: str, group: str) -> None:
+    engines = {f"e{number}": Behaviour(**kind) for number, kind in enumerate(KINDS)}
+    with (
+        receivers(bus_url, run_id, engines) as started,
+        learning(bus_url, run_id, tmp_path, transport=transport, group=group, verify="always", snapshot_every=2) as learner,
+    ):
+        for step in (1, 2, 3):
+            report = learner.push(step, tiny_tensors(step))
+            assert (report.engines, report.evicted, report.verified) == (("e0", "e1", "e2"), {}, ("e0", "e1", "e2"))
+            assert report.bytes == Manifest.of(tiny_tensors(step).items()).num_bytes
+        for id in engines:
+            told = state(started[id][0])
+            assert (told["version"], told["digest"]) == (3, digest(tiny_tensors(3)))
+            assert told["groups"] == (3 if transport == "broadcast" else 0), "one for each rank that sends"
+            assert bool(told["read"]) == (transport == "handles")
+        row = learner.publisher.latest()
+        assert row is not None and row.digest == joined(Manifest.of(part.items()) for part in split(tiny_tensors(0))).digest
+        found = load_file(tmp_path / "snapshots" / "v2" / "model.safetensors")
+        assert digest(found) == digest(tiny_tensors(2)), "written by rank 0, from the memory of all"
+
+
+def test_no_rank_has_the_tensors_of_another(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": Behaviour()}), learning(bus_url, run_id, tmp_path) as learner:
+        learner.push(1, tiny_tensors(1))
+        parts = [set(part) for part in split(tiny_tensors(0))]
+        assert learner.publisher._pool is not None
+        held = [
+            {name for copy in pool._all for name in copy._views}
+            for pool in (learner.publisher._pool, *(one._pool for one in learner.servers))
+        ]
+        assert held == parts
+        with pytest.raises(BadManifest, match="one that is not in it"):
+            learner.servers[0].stage(0, split(tiny_tensors(1))[0].items())
+
+
+@pytest.mark.parametrize("parts", [3, 4], ids=["of rank 1", "of rank 0"])
+def test_an_engine_with_a_changed_tensor_of_any_rank_is_found(bus_url: str, run_id: str, tmp_path: Path, parts: int) -> None:
+    flips = Behaviour(fails="flip", at="checksums")
+    where = [rank for rank, part in enumerate(split(tiny_tensors(0), parts)) if max(tiny_tensors(0)) in part]
+    assert where == [1 if parts == 3 else 0], "the engine changes the tensor with the last name"
+    with (
+        receivers(bus_url, run_id, {"bad": flips, "good": Behaviour()}),
+        learning(bus_url, run_id, tmp_path, verify="always", parts=parts) as learner,
+    ):
+        report = learner.push(1, tiny_tensors(1))
+        assert report.engines == ("good",)
+        assert "differs from what was sent in 1 tensors: model.scale" in report.evicted["bad"]
+
+
+def serve_part(config: WeightsConfig, pipe: Any) -> None:
+    """Serve the second part of three as rank 7, and fill copies on request, until the end of the process."""
+    part = split(tiny_tensors(0))[1]
+    server = PartServer(Manifest.of(part.items()), config, rank=7, at=HERE)
+    pipe.send(server.start())
+    while True:
+        number, step = pipe.recv()
+        server.stage(number, split(tiny_tensors(step))[1].items())
+        pipe.send(number)
+
+
+@contextmanager
+def rank_apart(config: WeightsConfig) -> Iterator[tuple[Any, Forked, PartPlace]]:
+    with piped(serve_part, config) as (pipe, process):
+        assert pipe.poll(START_S), process.output.read_text()
+        yield pipe, process, pipe.recv()
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "handles"])
+def test_an_engine_is_evicted_where_the_rank_of_a_part_is_gone(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
+    config = WeightsConfig(bucket_bytes=BUCKET_BYTES, phase_deadline_s=DEADLINE_S, transport=transport)
+    with (
+        rank_apart(config) as (pipe, process, place),
+        receivers(bus_url, run_id, {"a": Behaviour()}) as engines,
+        learning(bus_url, run_id, tmp_path, places=[place], transport=transport) as learner,
+    ):
+
+        def push(step: int, theirs: Callable[[int], None]) -> PushReport:
+            own, _, last = split(tiny_tensors(step))
+
+            def fill(number: int) -> None:
+                learner.servers[0].stage(number, last.items())
+                theirs(number)
+
+            copy = learner.publisher.stage(step, own.items(), fill)
+            handle = learner.publisher.push(copy)
+            copy.release()
+            handle.wait()
+            return handle.result(0)
+
+        def filled(number: int) -> None:
+            pipe.send((number, 1))
+            assert pipe.recv() == number
+
+        def killed(number: int) -> None:
+            process.kill()
+            process.wait()
+
+        assert push(1, filled).engines == ("a",)
+        assert state(engines["a"][0])["digest"] == digest(tiny_tensors(1)), "from the memory of two processes"
+        report = push(2, killed)
+        assert report.engines == () and set(report.evicted) == {"a"}
+        assert "rank 7 of the learner" in report.evicted["a"]
+        assert state(engines["a"][0])["digest"] == digest(tiny_tensors(1)), "it serves the version before"
+
+
+def test_a_part_elsewhere_is_broadcast_although_rank_0_shares_its_memory(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    manifest = Manifest.of(split(tiny_tensors(0))[1].items())
+    config = WeightsConfig(bucket_bytes=BUCKET_BYTES, phase_deadline_s=DEADLINE_S, transport="handles")
+    server = PartServer(manifest, config, rank=1, at=HERE)
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        place = server.start()
+        away = PartPlace(
+            rank=1, url=place.url, key=place.key, specs=place.specs, bucket_bytes=place.bucket_bytes, end=place.end, domain="another host"
+        )
+        engines = stack.enter_context(receivers(bus_url, run_id, {"a": Behaviour()}))
+        learner = stack.enter_context(learning(bus_url, run_id, tmp_path, places=[away], transport="handles"))
+        learner.servers = [server, *learner.servers]
+        assert learner.push(1, tiny_tensors(1)).engines == ("a",)
+        told = state(engines["a"][0])
+        assert (told["digest"], told["groups"], told["read"]) == (digest(tiny_tensors(1)), 3, 0)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[PartServer, PartPlace]]:
+    manifest = Manifest.of(tiny_tensors(0).items())
+    one = PartServer(manifest, WeightsConfig(bucket_bytes=BUCKET_BYTES, transport="handles"), rank=3, at=HERE)
+    try:
+        yield one, one.start()
+    finally:
+        one.close()
+
+
+def ask(place: PartPlace, method: str, path: str, body: bytes = b"{}", key: str | None = None) -> tuple[int, bytes]:
+    headers = {"Authorization": f"Bearer {place.key if key is None else key}"}
+    request = urllib.request.Request(place.url + path, method=method, data=body if method != "GET" else None, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+PATHS = [
+    ("POST", "/groups"),
+    ("POST", "/groups/1/meet"),
+    ("POST", "/groups/1/send"),
+    ("DELETE", "/groups/1"),
+    ("POST", "/differences"),
+    ("POST", "/handles"),
+    ("GET", "/buckets/0/0"),
+    ("GET", "/tensors/staged-0?name=model.scale"),
+    ("DELETE", "/tensors/staged-0"),
+]
+
+
+def test_nothing_is_answered_without_the_key_and_bad_requests_are_survived(server: tuple[PartServer, PartPlace]) -> None:
+    one, place = server
+    one.stage(0, tiny_tensors(4).items())
+    bodies = [b"", b"[]", b"no json", b"{}", b'{"copy": 9, "bucket": 0, "ranks": 1}', b'{"copy": 0, "bucket": "x", "ranks": []}']
+    for method, path in PATHS:
+        for key in ("", "another"):
+            assert ask(place, method, path, key=key)[0] == 401
+    for method, path in PATHS[:6]:
+        for body in bodies:
+            assert 400 <= ask(place, method, path, body)[0] <= 500, (method, path, body)
+    for path in ("/buckets/7/0", "/buckets/0/99", "/buckets/x/y", "/tensors/staged-0?name=none", "/tensors/none?name=model.scale"):
+        assert 400 <= ask(place, "GET", path)[0] < 500, path
+    assert digest({name: PartTensors(place, staged(0))[name] for name in tiny_tensors(0)}) == digest(tiny_tensors(4))
+    assert place.key not in repr(place)
+
+
+def test_an_offered_set_is_read_and_released(server: tuple[PartServer, PartPlace]) -> None:
+    one, place = server
+    assert one.wait_until_read("saved", 0), "there is nothing to wait for"
+    one.offer("saved", tiny_tensors(5))
+    one.offer("final", tiny_tensors(6))
+    assert not one.wait_until_read("saved", 0)
+    found = PartTensors(place, "saved")
+    assert digest(dict(found)) == digest(tiny_tensors(5)) and len(found) == len(tiny_tensors(5))
+    assert ask(place, "DELETE", "/tensors/saved")[0] == 200
+    assert one.wait_until_read("saved", 60)
+    assert not one.wait_until_read("final", 0)
+    with pytest.raises(OSError, match=r"/tensors/saved\?name=model.scale: rank 3 of the learner: HTTP Error 400"):
+        found["model.scale"]
+    assert digest(dict(PartTensors(place, "final"))) == digest(tiny_tensors(6))
+
+
+async def test_a_checksum_over_tensors_of_two_ranks_is_reported(server: tuple[PartServer, PartPlace]) -> None:
+    one, place = server
+    one.stage(0, tiny_tensors(4).items())
+    remote = RemotePart(place, 1)
+    try:
+        report = report_checksums(tiny_tensors(4))
+        assert await remote.differences(0, report, 60) == []
+        other = report_checksums(tiny_tensors(5))
+        assert len(await remote.differences(0, other, 60)) == len(tiny_tensors(4))
+        raw = await remote.buckets(0)[0][1].tensor()
+        assert torch.equal(raw, one._copies[0].buckets[0][1])
+    finally:
+        await remote.close()
+    assert json.loads(ask(place, "POST", "/differences", json.dumps({"copy": 0, "report": report.to_json()}).encode())[1]) == {"lines": []}

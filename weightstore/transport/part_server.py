@@ -1,0 +1,263 @@
+"""A part of the weights in a rank of the learner other than rank 0, served to rank 0, which pushes it (``parts``).
+
+    trainer's thread                         server's thread (own loop)
+    stage(number, tensors): a copy  -------> broadcasts its buckets, in a process group for each push group of rank 0
+                                             compares it with an engine's checksums, gives handles of it
+    offer(name, tensors)            -------> sends them one at a time, to be written into a file by rank 0
+
+Rank 0 decides everything: which copy is filled, which bucket is sent next, and when. Every request needs the key that this server made.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from bus.client.reach import Reach, bare
+from bus.liveness.keys import Keys, RunKeys
+from bus.system.loop import new_event_loop
+from weightstore.config import WeightsConfig
+from weightstore.errors import PeerLost
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import Manifest
+from weightstore.listener import Access, Handler, Listener
+from weightstore.transport import senders
+from weightstore.transport.handles import shared_memory_domain
+from weightstore.transport.nccl import own_end
+from weightstore.transport.parts import PartPlace, staged
+from weightstore.transport.staging import Staging, StagingPool, staging_memory
+
+_log = logging.getLogger(__name__)
+
+START_S = 30.0
+"""Deadline in seconds for the thread to listen, and to end."""
+_SHUTDOWN_S = 1.0
+_KEY_BYTES = 24
+T = TypeVar("T")
+_Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes]]
+"""Answers a request, with the map in its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """This rank's end of a process group, and the thread of its blocking calls."""
+
+    sender: senders.Sender
+    thread: ThreadPoolExecutor
+
+    def close(self) -> None:
+        """Close the connections; a call under way ends by its deadline."""
+        self.sender.close()
+        self.thread.shutdown(wait=False)
+
+
+class PartServer:
+    """``start``, then ``stage`` and ``offer`` in the trainer's thread, and ``close``."""
+
+    def __init__(self, manifest: Manifest, config: WeightsConfig, *, rank: int, at: Reach) -> None:
+        """``manifest``: the tensors of the part. ``rank``: global rank of this process; ``at``: where it listens."""
+        self._manifest, self._rank, self._at = manifest, rank, at
+        self._end = own_end()
+        self._memory = staging_memory(config, self._end)
+        self._bucket_bytes = config.bucket_size(on_gpu=bool(self._end.uuid))
+        self._pool = StagingPool(manifest, self._bucket_bytes, memory=self._memory)
+        self._copies: dict[int, Staging] = {}
+        self._sets: dict[str, Mapping[str, Tensor]] = {}
+        self._read: dict[str, threading.Event] = {}
+        """Set name -> set when rank 0 has read it."""
+        self._groups: dict[str, _Group] = {}
+        self._ids = itertools.count(1)
+        self._key = secrets.token_urlsafe(_KEY_BYTES)
+        self._thread = threading.Thread(target=self._run, name="weight part", daemon=True)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._url = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Event | None = None
+
+    # -- the trainer's thread
+
+    def start(self) -> PartPlace:
+        """Listen. Returns the address for rank 0. Raises OSError."""
+        self._thread.start()
+        if not self._ready.wait(START_S):
+            raise TimeoutError(f"the server of this rank's weights does not listen after {START_S:g} s")
+        if self._failure is not None:
+            raise self._failure
+        count, num_bytes = len(self._manifest.specs), self._manifest.num_bytes
+        _log.info("part of the weights rank=%d tensors=%d bytes=%d url=%s", self._rank, count, num_bytes, self._url)
+        return PartPlace(
+            rank=self._rank,
+            url=self._url,
+            key=self._key,
+            specs=self._manifest.specs,
+            bucket_bytes=self._bucket_bytes,
+            end=self._end,
+            domain=shared_memory_domain(),
+        )
+
+    def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest."""
+        copy = self._pool.at(number)
+        copy.fill(tensors)
+        self._copies[number] = copy
+        self._sets[staged(number)] = dict(copy.tensors())
+
+    def offer(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let rank 0 read these tensors, all of this part, until it releases them (``wait_until_read``)."""
+        self._read[name] = threading.Event()
+        self._sets[name] = tensors
+
+    def wait_until_read(self, name: str, timeout_s: float) -> bool:
+        """Wait until rank 0 has read the set that was last offered by this name. Returns whether it has, or there is none."""
+        read = self._read.get(name)
+        return read is None or read.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop serving, close all groups, and end the thread. Safe to call twice."""
+        if self._loop is not None and self._closing is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(START_S)
+        if self._memory is not None:
+            self._memory.close()
+
+    # -- the server's thread
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:  # raised by ``start``
+            self._failure = error
+            _log.error("the server of this rank's weights ended error=%r", error)
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        routes = {
+            "POST /groups": self._answer(self._host),
+            "POST /groups/{id}/meet": self._answer(self._meet),
+            "POST /groups/{id}/send": self._answer(self._send),
+            "DELETE /groups/{id}": self._answer(self._close_group),
+            "POST /differences": self._answer(self._differences),
+            "POST /handles": self._answer(self._handle),
+            "GET /buckets/{copy}/{bucket}": self._answer(self._bucket),
+            "GET /tensors/{set}": self._answer(self._tensor),
+            "DELETE /tensors/{set}": self._answer(self._release),
+        }
+        paths = {route.partition(" ")[2] for route in routes}
+        listener = Listener(routes, Access(RunKeys.fixed(Keys.of(self._key)), paths), shutdown_s=_SHUTDOWN_S)
+        try:
+            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
+            self._url = await listener.start(self._at.bind, 0, name="weights.host")
+            self._ready.set()
+            await self._closing.wait()
+        finally:
+            for id in list(self._groups):
+                self._groups.pop(id).close()
+            await listener.close()
+
+    def _answer(self, work: _Work) -> Handler:
+        """Return the handler of requests whose answer is ``work``'s map or bytes, or the reason of an error with its status."""
+
+        async def handle(request: web.Request) -> web.Response:
+            """Answer one request."""
+            try:
+                body = json.loads(await request.read() or b"{}")
+                found = await work(request, body)
+                return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
+            except (LookupError, TypeError, ValueError) as error:
+                return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
+            except PeerLost as error:
+                return web.json_response({"message": error.reason}, status=500)
+
+        return handle
+
+    async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), float(body["timeout_s"])
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")
+        try:
+            sender = await _in(
+                thread,
+                lambda: senders.host(self._at.bind, name, world_size, backend, timeout_s, memory=self._memory, gpu=self._end.uuid),
+            )
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        id = str(next(self._ids))
+        self._groups[id] = _Group(sender, thread)
+        return {"id": id, "host": bare(self._at.advertised), "port": sender.port}
+
+    async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        group = self._group(request)
+        await _in(group.thread, group.sender.meet)
+        return {}
+
+    async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        group, timeout_s = self._group(request), float(body["timeout_s"])
+        flat = self._flat(body["copy"], body["bucket"])
+        following = None if body["following"] is None else self._flat(body["copy"], body["following"])
+        await _in(group.thread, lambda: group.sender.send(flat, timeout_s, following))
+        return {}
+
+    async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        self._group(request).close()
+        del self._groups[request.match_info["id"]]
+        return {}
+
+    async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        report, compare = ChecksumReport.parse(body["report"]), self._copies[body["copy"]].differences
+        return {"lines": await asyncio.to_thread(compare, report)}
+
+    async def _handle(self, request: web.Request, body: Mapping[str, Any]) -> bytes:
+        if self._memory is None:
+            raise ValueError("the memory of this rank cannot be read by others")
+        packed: bytes = msgpack.packb(self._memory.handle(self._flat(body["copy"], body["bucket"]), int(body["ranks"])))
+        return packed
+
+    async def _bucket(self, request: web.Request, body: Mapping[str, Any]) -> bytes:
+        flat = self._flat(int(request.match_info["copy"]), int(request.match_info["bucket"]))
+        return await asyncio.to_thread(_bytes_of, flat)
+
+    async def _tensor(self, request: web.Request, body: Mapping[str, Any]) -> bytes:
+        found = self._sets[request.match_info["set"]][request.query["name"]]
+        return await asyncio.to_thread(_bytes_of, found)
+
+    async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        name = request.match_info["set"]
+        self._read[name].set()
+        self._sets.pop(name, None)
+        return {}
+
+    def _group(self, request: web.Request) -> _Group:
+        group = self._groups.get(request.match_info["id"])
+        if group is None:
+            raise PeerLost(request.match_info["id"], "sending", "the group is closed")
+        return group
+
+    def _flat(self, copy: int, bucket: int) -> Tensor:
+        return self._copies[copy].buckets[bucket][1]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+async def _in(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Run blocking work in a thread and return its result, unless that thread has been shut down. Raises PeerLost."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    except RuntimeError as error:
+        raise PeerLost("of the push", "sending", f"the group is closed: {error}") from None

@@ -1,0 +1,207 @@
+"""Parts of the weights in the memory of other ranks of the learner, each behind a server (``part_server``), as rank 0 uses them.
+
+    rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy, which rank 0 never has
+            handle of a bucket -> an engine on that host maps it
+            checksum report    -> compared with the copy there
+            a tensor           -> read once, for a snapshot on rank 0's disk
+
+A part is a few layers of a model. Every rank that sends one has as many copies of it as rank 0 has of its own, with the same numbers.
+"""
+
+import http.client
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgpack
+import torch
+from torch import Tensor
+
+from bus.liveness.keys import Keys
+from bus.wire.json_object import JsonMapping
+from weightstore.errors import PeerLost
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import Bucket, Manifest, TensorSpec
+from weightstore.transport.engine_api import CallFailed, EngineApi
+from weightstore.transport.nccl import DeviceEnd
+
+ANSWER_S = 30.0
+"""Deadline in seconds of a request that waits for nothing but the rank."""
+GRACE_S = 5.0
+"""Seconds beyond the deadline of a call in the other rank, in which its answer arrives."""
+FETCH_S = 120.0
+"""Deadline in seconds of each wait for a tensor's bytes."""
+
+
+def staged(number: int) -> str:
+    """Return the name of the set of tensors in a staging copy; numbers are those of the copies."""
+    return f"staged-{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlace:
+    """The address of a part, and all that rank 0 needs to know of it."""
+
+    rank: int
+    """Global rank."""
+    url: str
+    key: str = field(repr=False)
+    """Its server requires it."""
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+    end: DeviceEnd = field(default_factory=DeviceEnd)
+    """The GPU of its rank."""
+    domain: str = ""
+    """Where its memory can be opened (``shared_memory_domain``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBucket:
+    """A bucket of another rank's copy, in the place of its bytes."""
+
+    part: "RemotePart"
+    copy: int
+    index: int
+    num_bytes: int
+
+    async def handle(self, ranks: int) -> Mapping[str, object]:
+        """Return the handle of the bucket for an engine of ``ranks`` processes. Raises PeerLost."""
+        return await self.part.handle(self, ranks)
+
+    async def tensor(self) -> Tensor:
+        """Return the bytes, flat uint8, for a transport of another kind: they come to this process. Raises PeerLost."""
+        return await self.part.read(self)
+
+
+Payload = Tensor | RemoteBucket
+"""The bytes of a bucket: flat uint8 in this process, or in another rank."""
+
+
+class RemotePart:
+    """The client of one part server; every call raises PeerLost when the rank is gone, too slow, or reports an error."""
+
+    def __init__(self, place: PartPlace, number: int) -> None:
+        """``number``: of the part, from 1."""
+        self.place, self.number, self.manifest = place, number, Manifest(place.specs)
+        self._buckets = self.manifest.buckets(place.bucket_bytes, number)
+        self._api = EngineApi(place.url, self._lost, headers=self._headers)
+        self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
+
+    def __str__(self) -> str:
+        return f"rank {self.place.rank} of the learner"
+
+    def buckets(self, copy: int) -> list[tuple[Bucket, RemoteBucket]]:
+        """Return the buckets of a copy, in the order in which they are sent."""
+        return [(bucket, RemoteBucket(self, copy, index, bucket.num_bytes)) for index, bucket in enumerate(self._buckets)]
+
+    async def host(self, name: str, world_size: int, backend: str, timeout_s: float, start_s: float) -> "RemoteGroup":
+        """Have the rank listen as rank 0 of a process group, within ``start_s``. Returns the group, which has no connection yet."""
+        body = {"name": name, "world_size": world_size, "backend": backend, "timeout_s": timeout_s}
+        answer = await self.ask("POST", "/groups", body, start_s)
+        return RemoteGroup(self, str(answer["id"]), name, str(answer["host"]), int(answer["port"]), world_size, backend, timeout_s)
+
+    async def handle(self, bucket: RemoteBucket, ranks: int) -> Mapping[str, object]:
+        """Return the handle of a bucket, which the rank is asked for once: it stays the same as long as there is the copy."""
+        if (bucket, ranks) not in self._handles:
+            body = {"copy": bucket.copy, "bucket": bucket.index, "ranks": ranks}
+            raw = await self._api.read("POST", "/handles", body, timeout_s=ANSWER_S)
+            self._handles[bucket, ranks] = msgpack.unpackb(raw)  # the name of a GPU's memory in it is bytes
+        return self._handles[bucket, ranks]
+
+    async def read(self, bucket: RemoteBucket) -> Tensor:
+        """Return the bytes of a bucket, flat uint8."""
+        path = f"/buckets/{bucket.copy}/{bucket.index}"
+        raw = await self._api.read("GET", path, timeout_s=FETCH_S)
+        if len(raw) != bucket.num_bytes:
+            raise PeerLost(path, "reading", f"{self}: want {bucket.num_bytes} bytes, got {len(raw)}")
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    async def differences(self, copy: int, report: ChecksumReport, timeout_s: float) -> list[str]:
+        """Return the lines of ``Staging.differences`` for a copy, within ``timeout_s``."""
+        answer = await self.ask("POST", "/differences", {"copy": copy, "report": report.to_json()}, timeout_s)
+        return [str(line) for line in answer["lines"]]
+
+    async def ask(self, method: str, path: str, body: Mapping[str, object], timeout_s: float) -> JsonMapping:
+        """Return the map in the answer."""
+        answer = await self._api.call(method, path, body, timeout_s=timeout_s)
+        if not isinstance(answer, dict):
+            raise PeerLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
+        return answer
+
+    async def close(self) -> None:
+        """Close the connections; groups that were not closed are closed by their rank when it ends."""
+        await self._api.close()
+
+    async def _headers(self) -> Mapping[str, str]:
+        return Keys.of(self.place.key).headers
+
+    def _lost(self, failed: CallFailed) -> PeerLost:
+        return PeerLost(failed.path, "asking", f"{self}: {failed.reason}")
+
+
+class RemoteGroup:
+    """A process group whose rank 0 is another rank of the learner. Calls come from one event loop."""
+
+    def __init__(self, part: RemotePart, id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
+        self.part, self._path, self._timeout_s = part, f"/groups/{id}", timeout_s
+        self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
+
+    async def meet(self) -> None:
+        """Wait until every rank is connected. Raises PeerLost."""
+        await self.part.ask("POST", f"{self._path}/meet", {}, self._timeout_s + GRACE_S)
+
+    async def send(self, payload: RemoteBucket, following: RemoteBucket | None, timeout_s: float) -> None:
+        """Have the rank broadcast a bucket of its copy, as ``BroadcastGroup.send``. Raises PeerLost."""
+        body = {
+            "copy": payload.copy,
+            "bucket": payload.index,
+            "following": None if following is None else following.index,
+            "timeout_s": timeout_s,
+        }
+        await self.part.ask("POST", f"{self._path}/send", body, timeout_s + GRACE_S)
+
+    async def close(self) -> None:
+        """Have the rank close its end; a call under way there ends by its deadline. Raises PeerLost."""
+        await self.part.ask("DELETE", self._path, {}, ANSWER_S)
+
+
+class PartTensors(Mapping[str, Tensor]):
+    """A set of tensors in another rank: each is read when it is asked for, and not kept. Blocking, in any thread; raises OSError."""
+
+    def __init__(self, place: PartPlace, name: str) -> None:
+        """``name`` of the set, for example ``staged(0)``."""
+        self._place, self._name = place, name
+        self._specs = {spec.name: spec for spec in place.specs}
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        raw = bytearray(_asked(self._place, "GET", f"/tensors/{self._name}?{urllib.parse.urlencode({'name': name})}"))
+        if len(raw) != spec.num_bytes:
+            raise OSError(f"{name}: want {spec.num_bytes} bytes of rank {self._place.rank} of the learner, got {len(raw)}")
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def release(place: PartPlace, name: str) -> None:
+    """Release a set of tensors in another rank, which waits for it. Blocking; raises OSError."""
+    _asked(place, "DELETE", f"/tensors/{name}")
+
+
+def _asked(place: PartPlace, method: str, path: str) -> bytes:
+    request = urllib.request.Request(place.url + path, method=method, headers=Keys.of(place.key).headers)
+    try:
+        with urllib.request.urlopen(request, timeout=FETCH_S) as answer:
+            found: bytes = answer.read()
+            return found
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{path}: rank {place.rank} of the learner: {error}: {error.read()[:500]!r}") from None
+    except http.client.HTTPException as error:
+        raise OSError(f"{path}: rank {place.rank} of the learner: {error!r}") from error
