@@ -21,7 +21,8 @@ def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
     sender = ranks[0].uuid
     shared = [engine.number for engine in engines if sender and any(rank.uuid in engine.uuids for rank in ranks)]
     if want.staging == CUDA and every_device(nodes):
-        _refuse_cuda_handles(nodes, want, ranks[0], engines)
+        for rank in senders(want, ranks):
+            _refuse_cuda_handles(nodes, want, rank, engines)
     reason, certain = _no_nccl(nodes, want, sender, engines, shared=bool(shared))
     if want.backend == NCCL and reason and certain and want.transport != HANDLES:
         cure = "set weights.backend: auto" + (" or weights.transport: handles" if shared else "")
@@ -39,6 +40,12 @@ def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
             why.append(f"weights go over gloo: {reason}")
         return GLOO
     return NCCL
+
+
+def senders(want: Want, ranks: Sequence[RankPlace]) -> list[RankPlace]:
+    """Return the ranks that send weights: the first ones of each stage, whose ranks have neighbouring numbers."""
+    of_stage = max(1, len(ranks) // want.pp)
+    return [rank for rank in ranks if rank.rank % of_stage < want.senders]
 
 
 def _no_nccl(nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[EnginePlace], *, shared: bool) -> tuple[str, bool]:
@@ -71,7 +78,8 @@ def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, e
 def refuse_memory(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace]) -> None:
     """Raise Refused for a device whose memory is too small for the least that its processes need."""
     for device in every_device(nodes):
-        learner = sum(want.memory_rank + (want.memory_sender if rank.rank == 0 else 0) for rank in ranks if rank.uuid == device.uuid)
+        own = [rank for rank in ranks if rank.uuid == device.uuid]
+        learner = want.memory_rank * len(own) + want.memory_sender * len([rank for rank in senders(want, ranks) if rank in own])
         here = [engine for engine in engines if device.uuid in engine.uuids]
         one = want.memory_engine
         if want.kind == SGLANG and want.memory_fraction is not None and not want.colocated:

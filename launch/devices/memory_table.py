@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
-from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE
+from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, num_senders, sender_of
 from learner.settings.config import RECOMPUTE, LearnerConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -26,7 +26,8 @@ VALUE_HEAD = "lm_head.value"
 _EXPERTS = ".experts."
 """In the names of the weights of routed experts, and of no other."""
 STAGED_COPIES = 2
-"""Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
+"""Copies that a rank keeps of the weights that it sends: the head, and the one being filled (``weightstore/transport/staging.py``)."""
+SENDER = "rank that sends weights, besides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Row:
     """One line of the table."""
 
     process: str
-    """rank | rank 0, besides | engine."""
+    """rank | rank that sends weights, besides | engine."""
     part: str
     bytes: int
     on_host: bool = False
@@ -113,13 +114,25 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
     yield from _activations(tokens, shape, critic, learner, dtype, cuda=cuda)
-    staged = STAGED_COPIES * item * parameters(shape)
     yield Row(
-        process="rank 0, besides",
-        part=f"{STAGED_COPIES} copies of the weights, for pushes",
-        bytes=staged,
+        process=SENDER,
+        part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
+        bytes=staged_bytes(shape.tensors(), config, dtype),
         on_host=config.weights.staging != "cuda",
     )
+
+
+def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
+    """Return the bytes of the copies of the rank that sends the largest part of the weights. ``dtype``: theirs."""
+    ours = config.learner
+    senders = num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage)
+    parts: dict[tuple[int, int], int] = defaultdict(int)
+    sent: set[str] = set()
+    for stage, of_stage in enumerate(stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)):
+        for name in of_stage.keys() - sent:  # a tied embedding is in two stages, and is sent by the first
+            parts[stage, sender_of(name, senders)] += math.prod(of_stage[name])
+        sent |= of_stage.keys()
+    return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
 
 
 def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:

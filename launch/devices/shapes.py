@@ -70,8 +70,10 @@ class Want:
     nccl_engine: str = ""
     memory_rank: int = 0
     """Least bytes of device memory of a rank; 0 = not known."""
+    senders: int = 1
+    """Ranks of each stage that send weights."""
     memory_sender: int = 0
-    """Bytes that rank 0 needs besides, for staging on its device."""
+    """Bytes that each of them needs besides, for staging on its device."""
     memory_engine: int = 0
     """Least bytes of device memory of an engine, on each of its devices."""
     memory_fraction: float | None = None

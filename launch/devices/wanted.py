@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from actors.config import OF_RANKS, EngineConfig
 from launch.devices.errors import Refused
-from launch.devices.memory_table import ITEM_BYTES, STAGED_COPIES, dtype_on, training_bytes
+from launch.devices.memory_table import ITEM_BYTES, dtype_on, staged_bytes, training_bytes
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import engine_place
 from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
 from launch.devices.trained import Shapes
 from launch.devices.visible import VARIABLE
 from launch.settings.run_config import RunConfig
+from learner.layout.sizes import num_senders
 
 ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
 """Variable of the setting ``engine.devices``: a host names each engine's devices in it."""
@@ -78,7 +79,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
         memory_rank=training_bytes(size.tensors, dtype, ours, cuda=known and ours.device != "cpu", critic=size.critic),
-        memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
+        senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
+        memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
         bucket_bytes=max(config.weights.bucket_size(on_gpu=known and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),

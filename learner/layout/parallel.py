@@ -1,6 +1,5 @@
 """The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
 
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from bus.wire.json_object import JsonObject
 from learner.errors import ConfigRefused
+from learner.layout.sizes import num_senders
 from learner.settings.config import LearnerConfig
 
 
@@ -44,19 +44,14 @@ class Parallel:
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
 
     @property
-    def exporters(self) -> int:
-        """Ranks of each stage that have parts of its weights: those of the first copy of the model, and those that have experts of it."""
-        return math.lcm(self.tp_size, self.ep_size)
-
-    @property
     def export_place(self) -> int:
-        """Place of this rank among those of its stage: below ``exporters``, it takes part in a push."""
+        """Place of this rank among those of its stage."""
         return (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     @property
     def exports(self) -> bool:
-        """True if this rank takes part in a push."""
-        return self.export_place < self.exporters
+        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
+        return self.export_place < num_senders(self.tp_size, self.ep_size)
 
     @property
     def sizes(self) -> JsonObject:

@@ -3,6 +3,8 @@
 The values are those of the file, so a key that is missing has the default of transformers' class.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ FUSED_CHUNKS = 8
 """Factor of that number with fused kernels, which need no memory beside the logits."""
 OFFLOADED_AT_ONCE = 1 << 26
 """Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations are rounded up."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+"""Number of the layer in a Hugging Face name."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 _SPLIT_TOO = {
@@ -89,6 +93,24 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
     each = (num_layers - first - last) // others if others else 0
     found = [first or each, *[each] * (pipeline_parallel - 2), last or each][-pipeline_parallel:]
     return [*found[:-1], num_layers - sum(found[:-1])]
+
+
+def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
+    """Return the number of ranks of each stage that send weights: those that have parts of them, but ``at_most`` (0 = no limit).
+
+    They are those of the first copy of the model, and those that have experts of it.
+    """
+    found = math.lcm(tensor_parallel, expert_parallel)
+    return min(found, at_most) if at_most else found
+
+
+def sender_of(name: str, senders: int) -> int:
+    """Return the number of the rank, among those of its stage, that sends the tensor of this Hugging Face name: layers are dealt out.
+
+    All tensors of a layer have one sender, so engines that keep several of them as one can be compared with it.
+    """
+    layer = _LAYER.search(name)
+    return int(layer[1]) % senders if layer else 0
 
 
 def _stage_refusals(layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]) -> Iterator[ConfigRefused]:

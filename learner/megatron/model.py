@@ -4,7 +4,6 @@ A rank has one chunk of it: the whole model, or with pipeline parallelism its st
 """
 
 import hashlib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from learner.layout import stages
 from learner.layout.parallel import Parallel, Replicas
+from learner.layout.sizes import sender_of
 from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.initial_weights import load_initial
@@ -34,8 +34,6 @@ from learner.megatron.tuning import Tuning, tune
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 """End of the name of a router's bias, which Megatron keeps as a buffer."""
-_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
-"""Number of the layer in a Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +128,7 @@ class Policy:
         """
         here = self.parallel
         for name, tensor in self.export_stage() if here.exports else ():
-            layer = _LAYER_NUMBER.search(name)
-            if (int(layer[1]) % senders if layer else 0) == here.export_place:
+            if sender_of(name, senders) == here.export_place:
                 yield name, tensor
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:

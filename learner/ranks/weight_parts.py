@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bus.client.reach import AUTO, Reach, reach, route_to
 from learner.feed.places import RankPlaces
+from learner.layout.sizes import num_senders
 from learner.megatron.model import Policy
 from weightstore.config import WeightsConfig
 from weightstore.format.manifest import Manifest, joined
@@ -37,7 +38,7 @@ class WeightParts:
     def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
         here = policy.parallel
         self._policy, self._places, self._weights, self._here = policy, places, weights, here
-        self._senders = here.exporters if weights.senders_per_stage == 0 else min(here.exporters, weights.senders_per_stage)
+        self._senders = num_senders(here.tp_size, here.ep_size, weights.senders_per_stage)
         self._several = self._senders * here.pp_size > 1
         self._server: PartServer | None = None
         self.manifest = Manifest([])

@@ -20,6 +20,7 @@ from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
+from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.port import WeightReceiver
@@ -62,7 +63,11 @@ def row_of(url: str) -> LiveRow:
 
 async def pushed(member: Member) -> Updated:
     await member.begin(1)
-    return await member.finish(1, lambda told: [])
+
+    async def nothing_differs(told: ChecksumReport) -> list[str]:
+        return []
+
+    return await member.finish(1, nothing_differs)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,16 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
-from weightstore.config import Deadlines
+from weightstore.config import Deadlines, WeightsConfig
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import Manifest
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
+from weightstore.push.staged_model import StagedModel
 from weightstore.transport.http_receiver import HttpReceiver
+from weightstore.transport.part_server import PartServer
+from weightstore.transport.parts import RemotePart
 
 TOLERANCE = 1e-3
 """Tolerance of log-probs, in fp32 on both sides."""
@@ -233,12 +237,13 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
         pytest.skip("this server computes no checksums on CPU")
     async with serving(python, server, directories[0]) as served:
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
-        for check, good in ((flipped.differences, False), (staging.differences, True)):
+        for copy, good in ((flipped, False), (staging, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
             member = Member(row, receiver, deadlines=Deadlines(60.0))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [member])
             try:
-                how = (await group.update(2 if good else 1, staging.buckets, lambda _, check=check: check))[member]
+                compare = StagedModel(copy, (), check_s=60).differences
+                how = (await group.update(2 if good else 1, staging.buckets, lambda _, compare=compare: compare))[member]
                 if good:
                     assert isinstance(how, Updated) and how.verify_s is not None
                 else:
@@ -252,6 +257,50 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
         status, answer = await served.post("/weights_checksums")
         assert (status, answer["weight_version"], staging.differences(ChecksumReport.parse(answer))) == (200, "2", [])
         assert (await served.generate(PROMPT, max_new_tokens=4, temperature=0.0))["meta_info"]["weight_version"] == "2"
+
+
+async def test_two_ranks_of_a_learner_send_their_parts_to_one_server(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
+    """Each over a process group of its own; checksums are compared in the rank that has the weights."""
+
+    def split(version: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        tensors = {name: tensor.detach() for name, tensor in models[version].state_dict().items()}
+        theirs = {name for name in tensors if ".layers.1." in name}
+        return {name: tensors[name] for name in tensors.keys() - theirs}, {name: tensors[name] for name in theirs}
+
+    manifest = Manifest.of(split(1)[1].items())
+    with closing(PartServer(manifest, WeightsConfig(bucket_bytes=20_000), rank=1, at=HERE)) as rank:
+        part = RemotePart(await asyncio.to_thread(rank.start), 1)
+        async with serving(python, server, directories[0]) as served:
+            checked = (await release_at(server)).cpu_checksums
+            row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
+            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
+            member = Member(row, receiver, deadlines=Deadlines(60.0))
+            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0), parts=(part,)), [member])
+            try:
+                for version in (1, 2):
+                    own, theirs = split(version)
+                    rank.stage(0, theirs.items())
+                    whole = StagedModel(staged(own), (part,), check_s=60)
+                    assert len({bucket.part for bucket, _ in whole.buckets}) == 2
+                    how = (await group.update(version, whole.buckets, lambda _, check=whole.differences if checked else None: check))[
+                        member
+                    ]
+                    assert isinstance(how, Updated) and (how.verify_s is not None) == checked
+                    made = await served.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+                    wanted = log_probs_of(await scores(models[version], PROMPT, made["output_ids"]), made["output_ids"])
+                    assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
+                if checked:
+                    report = ChecksumReport.parse((await served.post("/weights_checksums"))[1])
+                    assert await whole.differences(report) == []
+                    rank.stage(0, split(1)[1].items())
+                    wrong = await whole.differences(report)
+                    assert wrong and all(".layers.1." in line for line in wrong)
+            finally:
+                group.close()
+                await member.close(leave=True)
+                await part.close()
 
 
 async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_of_it(

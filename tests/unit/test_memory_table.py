@@ -1,12 +1,13 @@
 """The table of memory over settings. That it agrees with a real rank is tested in tests/integration/test_memory_table.py."""
 
+import math
 import re
 
 import pytest
 
 from actors.serving.builtin.shape import ModelShape
 from launch.cli.main import main
-from launch.devices.memory_table import Row, memory_rows, parameters, rank_parameters
+from launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
 from launch.devices.shapes import Device, Node
 from launch.devices.wanted import ModelSize, want_of
 from launch.settings.config_loader import load
@@ -24,6 +25,7 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 SHAPE = ModelShape.of(QWEN3_8B, where="Qwen3-8B")
+COPIES = (SENDER, "2 copies of its part")
 
 
 def rows(*settings: str, cuda: bool = True) -> dict[tuple[str, str], Row]:
@@ -55,7 +57,28 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
         assert found["rank", "reference model"].on_host is cuda
         assert (("rank", "own weights") in found) is cuda, "on the CPU parameters only point to the copies"
         assert not found["rank", "weights"].on_host
-    assert rows("weights.transport=handles", "weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
+    assert rows("weights.transport=handles", "weights.staging=cuda")[COPIES].on_host is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "ends"),
+    [
+        ((), 36, 2),
+        (("learner.tensor_parallel=4",), 9, 2),
+        (("learner.tensor_parallel=4", "weights.senders_per_stage=1"), 36, 2),
+        (("learner.tensor_parallel=4", "weights.senders_per_stage=3"), 12, 2),
+        (("learner.pipeline_parallel=2",), 18, 1),
+        (("learner.pipeline_parallel=2", "learner.tensor_parallel=2"), 9, 1),
+        (("learner.pipeline_parallel=2", "learner.last_stage_layers=12"), 24, 1),
+        (("learner.data_parallel=8",), 36, 2),
+    ],
+)
+def test_the_copies_for_pushes_are_divided_among_the_ranks_that_send(settings: tuple[str, ...], layers: int, ends: int) -> None:
+    """The largest part: so many layers, and embedding or output projection, or both."""
+    tensors = {name: math.prod(shape) for name, shape in SHAPE.tensors().items()}
+    layer, end = sum(size for name, size in tensors.items() if ".layers.0." in name), SHAPE.vocab_size * SHAPE.hidden
+    norm = SHAPE.hidden if ends == 2 or "learner.last_stage_layers=12" not in settings else 0  # the larger stage is the first one there
+    assert rows(*settings)[COPIES].bytes == 2 * 2 * (layers * layer + ends * end + norm)
 
 
 def test_a_critic_is_one_more_model_with_a_value_head() -> None:
