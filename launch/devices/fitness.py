@@ -44,7 +44,7 @@ def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
 
 def senders(want: Want, ranks: Sequence[RankPlace]) -> list[RankPlace]:
     """Return the ranks that send weights: the first ones of each stage, whose ranks have neighbouring numbers."""
-    of_stage = max(1, len(ranks) // want.pp)
+    of_stage = max(1, len(ranks) * want.nodes // want.pp)
     return [rank for rank in ranks if rank.rank % of_stage < want.senders]
 
 

@@ -94,9 +94,9 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
     if not want.ranks:
         return ()
     model = want.tp * want.pp * want.cp
-    if want.ranks % model:
+    if (total := want.ranks * want.nodes) % model:
         wanted = f"a multiple of tensor x pipeline x context parallel = {want.tp} x {want.pp} x {want.cp}"
-        raise Refused("ranks", wanted, str(want.ranks), "change the number of ranks or the sizes")
+        raise Refused("ranks", wanted, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
         raise Refused("learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU")

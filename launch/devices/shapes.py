@@ -43,6 +43,9 @@ class Want:
     """Sizes and settings of a run that decide on the placement."""
 
     ranks: int = 0
+    """Ranks to place."""
+    nodes: int = 1
+    """Nodes of the learner with as many ranks each, of which these are placed: a stage of a pipeline may have a node of its own."""
     tp: int = 1
     pp: int = 1
     cp: int = 1

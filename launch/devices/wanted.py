@@ -63,6 +63,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=known and each > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
+        nodes=max(1, ours.nodes) if learner else 1,
         tp=ours.tensor_parallel,
         pp=ours.pipeline_parallel,
         cp=ours.context_parallel,

@@ -147,7 +147,7 @@ class NodeWork:
         """Return the number of ranks of each node. Raises NodeRefused."""
         nodes = [_node_of(row) for row in offers]
         of_one = want_of(self._config, nodes[0], learner=True, engines=0)
-        want = dataclasses.replace(of_one, ranks=_ranks(self._config), learner_devices=())
+        want = dataclasses.replace(of_one, ranks=_ranks(self._config), nodes=1, learner_devices=())
         try:
             ranks = place(nodes, want).ranks
         except Refused as error:

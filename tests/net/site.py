@@ -118,6 +118,6 @@ def site(
     """Make the machines, their disks and a run, and put this thread into the desk's network. Nothing is started yet."""
     with Lab(directory, "desk", *machines, hosts=hosts, is_ipv6=is_ipv6) as lab:
         made = Site(lab, config, *settings, run=config.stem, machines=machines)
-        put_prepared(config, made.directory)
+        put_prepared(config, made.directory, *settings)
         with lab["desk"].inside():
             yield made

@@ -1,4 +1,6 @@
-"""A learner of two nodes, each a machine: the second one is cut off, vanishes and returns, and loses its way to its peer alone.
+"""A learner of two nodes, each a machine with a stage of a pipeline, which it pushes itself.
+
+The second one is cut off, vanishes and returns, and loses its way to its peer alone.
 
 They share the directory of the run. Printed (-s): the times to the next step.
 """
@@ -19,7 +21,13 @@ from tests.whole.running import SMOKE
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 MACHINES = ("bus", "node", "node1", "gpu", "act0")
-SETTINGS = (f"learner.steps={NO_END}", "learner.data_parallel=2", "learner.checkpoint_every=3", "bus.lease_s=10")
+SETTINGS = (
+    f"learner.steps={NO_END}",
+    "prepare.layers=2",
+    "learner.pipeline_parallel=2",
+    "learner.checkpoint_every=3",
+    "bus.lease_s=10",
+)
 APART_S = 90.0
 
 

@@ -79,7 +79,7 @@ def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
         return want.memory_rank // GB, want.memory_sender // GB, want.memory_engine // GB, want.bucket_bytes // GB
 
     assert wanted() == (144, 0, 32, 2)
-    assert wanted(tp=4, dtype="float32", staging="cuda") == (32, 64, 32, 4)
+    assert wanted(tp=4, dtype="float32", staging="cuda") == (32, 16, 32, 4), "each of four ranks stages a quarter"
     assert wanted(engine=replace(sglang(tp_size=2), dtype="bfloat16"))[2] == 8
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from bus import exit_codes
 from launch.devices.errors import Refused
-from launch.devices.fitness import USABLE
+from launch.devices.fitness import USABLE, senders
 from launch.devices.placement import engine_place, place
-from launch.devices.shapes import Device, Node, Placed, Want, described
+from launch.devices.shapes import Device, Node, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000
 
@@ -161,6 +161,8 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "0 1",
         "nccl",
     ),
+    "one of two nodes, each with a stage": ([node(4)], {"ranks": 4, "nodes": 2, "tp": 4, "pp": 2}, "0 1 2 3", "", ""),
+    "one of two nodes, each with a stage of one rank": ([node(0)], {"ranks": 1, "nodes": 2, "pp": 2}, "cpu", "", ""),
     "two nodes without a GPU": ([node(0), node(0, 1)], {"ranks": 4, "tp": 2}, "cpu cpu | cpu cpu", "", ""),
 }
 REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
@@ -181,6 +183,7 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     ),
     "TP beyond a machine": ([node(4), node(4, 1)], {"ranks": 8, "tp": 8}, r"tensor_parallel: want <= 4, the devices of one machine, got 8"),
     "not a multiple": ([node(8)], {"ranks": 6, "tp": 2, "pp": 2}, r"ranks: want a multiple of tensor x pipeline .* 2 x 2 x 1, got 6"),
+    "not a multiple on two nodes": ([node(8)], {"ranks": 3, "nodes": 2, "pp": 4}, r"ranks: want a multiple of .* 1 x 4 x 1, got 6"),
     "two ranks, one GPU": (
         [node(1)],
         {"ranks": 2},
@@ -466,3 +469,20 @@ def test_memory_adds_up_or_is_refused(size_gb: int, learner_gb: int, engine_gb: 
         assert not fits and refused.where == "memory of device 0"
     else:
         assert fits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pp", "count", "sending"),
+    [
+        (1, 1, 1, [0]),
+        (1, 2, 1, [0]),
+        (4, 1, 1, [0]),
+        (4, 1, 2, [0, 1]),
+        (4, 2, 1, [0, 2]),
+        (8, 2, 2, [0, 1, 4, 5]),
+        (8, 4, 2, list(range(8))),
+    ],
+)
+def test_the_first_ranks_of_every_stage_send(ranks: int, pp: int, count: int, sending: list[int]) -> None:
+    places = [RankPlace(rank=rank, node=0, local_rank=rank) for rank in range(ranks)]
+    assert [rank.rank for rank in senders(Want(ranks=ranks, pp=pp, senders=count), places)] == sending
