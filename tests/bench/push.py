@@ -4,7 +4,8 @@
 and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers report that they have all
 bytes, and both receive each bucket into memory of its own, in other processes. The push is the learner's: bus rows, a process
 group per receiver or push group, buckets announced over HTTP.
-``--verify always`` compares checksums in every push, and prints the time of that.
+``--verify always`` compares checksums in every push, and prints the time of that. ``--senders 1 2``: the same weights are sent by one
+rank, and in parts by two, each from a process of its own (``weightstore/transport/part_server.py``).
 ``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
 generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this
 machine's CPU; its pushes are also compared with its own API, called by a minimal client.
@@ -20,7 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from actors.errors import EngineError
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from actors.serving.sglang.engine import SglangEngine
+from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
@@ -51,6 +53,8 @@ from weightstore.format.manifest import Bucket, Manifest
 from weightstore.push.publisher import Publisher
 from weightstore.push.pusher import PushReport
 from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.part_server import PartServer
+from weightstore.transport.parts import PartPlace
 
 RUN = "bench"
 WARM = 4
@@ -99,15 +103,71 @@ def bare_round(flats: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def publishing(bus_url: str, run: str, directory: Path, epoch: int, bucket_bytes: int, **settings: Any) -> Iterator[Publisher]:
-    """Run a publisher in this process; ``settings`` are those of ``weights``."""
+def publishing(
+    bus_url: str,
+    run: str,
+    directory: Path,
+    epoch: int,
+    bucket_bytes: int,
+    manifest: Manifest | None = None,
+    parts: Sequence[PartPlace] = (),
+    **settings: Any,
+) -> Iterator[Publisher]:
+    """Run a publisher in this process; ``settings`` are those of ``weights``, ``parts`` those of other ranks."""
     config = WeightsConfig(bucket_bytes=bucket_bytes, min_engines=1, **{"verify": "never", **settings})
-    publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=directory / "model")
+    publisher = Publisher(
+        config,
+        bus_url=bus_url,
+        run=run,
+        epoch=epoch,
+        directory=directory,
+        model_dir=directory / "model",
+        manifest=manifest,
+        parts=parts,
+    )
     try:
         publisher.start()
         yield publisher
     finally:
         publisher.close(drain=False)
+
+
+def part_child(pipe: Any, names: list[str], bucket_bytes: int, rank: int) -> None:
+    """Serve these layers as a rank of the learner does, and fill the copies whose numbers come over the pipe."""
+    torch.set_num_threads(1)
+    tensors = {name: torch.randn(1 << 20) for name in names}
+    server = PartServer(Manifest.of(tensors.items()), WeightsConfig(bucket_bytes=bucket_bytes), rank=rank, at=HERE)
+    pipe.send(server.start())
+    with suppress(EOFError):  # the end
+        while True:
+            server.stage(pipe.recv(), tensors.items())
+            pipe.send(None)
+
+
+@contextmanager
+def other_ranks(parts: Sequence[list[str]], bucket_bytes: int) -> Iterator[tuple[list[PartPlace], Callable[[int], None]]]:
+    """Run a process for each part. Yields their places, and a function that fills the copies of a number in all of them."""
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe() for _ in parts]
+    children = [
+        context.Process(target=part_child, args=(theirs, names, bucket_bytes, rank), daemon=True)
+        for rank, ((_, theirs), names) in enumerate(zip(pipes, parts, strict=True), 1)
+    ]
+    for child in children:
+        child.start()
+
+    def fill(number: int) -> None:
+        for ours, _ in pipes:
+            ours.send(number)
+        for ours, _ in pipes:
+            ours.recv()
+
+    try:
+        yield [ours.recv() for ours, _ in pipes], fill
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
 
 
 async def make_layout(bus_url: str, run: str) -> None:
@@ -119,24 +179,36 @@ def mega(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / seconds / 1e6:7.0f} MB/s"
 
 
-def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, groups: list[str], args: argparse.Namespace) -> None:
-    """Return the times of bare broadcasts and of every grouping, in turn, ``--rounds`` times."""
+def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, senders: int, args: argparse.Namespace) -> None:
+    """Print the times of bare broadcasts and of every grouping, in turn, ``--rounds`` times."""
+    groups = args.groups
     tensors = {f"layer.{index}.weight": torch.randn(1 << 20) for index in range(max(1, mbytes * 1_000_000 >> 22))}
     bucket_bytes = args.bucket_mbytes * 1_000_000
     manifest = Manifest.of(tensors.items())
     flats = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in manifest.buckets(bucket_bytes)]
     pushes: dict[str, list[PushReport]] = {group: [] for group in groups}
     bare_s: dict[str, list[float]] = {group: [] for group in groups}
+    dealt = [list(tensors)[rank::senders] for rank in range(senders)]
+    own = {name: tensors[name] for name in dealt[0]}
     for epoch, group in enumerate(groups, 1):
-        run_id = f"{mbytes}-{num_receivers}-{group}"
+        run_id = f"{mbytes}-{num_receivers}-{senders}-{group}"
         asyncio.run(make_layout(bus_url, run_id))
-        with receivers(bus_url, run_id, {str(index): Behaviour(at_once=not args.in_turn) for index in range(num_receivers)}):
-            with publishing(bus_url, run_id, directory, epoch, bucket_bytes, verify=args.verify, group=group) as publisher:
-                with bare_group(num_receivers, flats):
-                    for step in range(args.rounds + WARM):
-                        pushes[group].append(publisher.publish(step, tensors.items(), wait=True).result(0))
-                        bare_s[group].append(bare_round(flats))
-        told(num_receivers, group, pushes[group][WARM:], bare_s[group][WARM:], args)
+        settings = {"verify": args.verify, "group": group}
+        with ExitStack() as stack:
+            behaviours = {str(index): Behaviour(at_once=not args.in_turn) for index in range(num_receivers)}
+            stack.enter_context(receivers(bus_url, run_id, behaviours))
+            parts, fill = stack.enter_context(other_ranks(dealt[1:], bucket_bytes))
+            pushing = publishing(bus_url, run_id, directory, epoch, bucket_bytes, Manifest.of(own.items()), parts, **settings)
+            publisher = stack.enter_context(pushing)
+            stack.enter_context(bare_group(num_receivers, flats))
+            for step in range(args.rounds + WARM):
+                staged = publisher.stage(step, own.items(), fill)
+                handle = publisher.push(staged)
+                staged.release()
+                handle.wait()
+                pushes[group].append(handle.result(0))
+                bare_s[group].append(bare_round(flats))
+        told(num_receivers, f"{group}, {senders} sender(s)", pushes[group][WARM:], bare_s[group][WARM:], args)
 
 
 def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[float], args: argparse.Namespace) -> None:
@@ -311,6 +383,7 @@ def main() -> None:
     parser.add_argument("--bucket-mbytes", type=int, default=64)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--groups", nargs="+", default=["pairs"], help="weights.group: pairs, all, or a number")
+    parser.add_argument("--senders", type=int, nargs="+", default=[1], help="ranks that send a part of the weights each")
     parser.add_argument("--in-turn", action="store_true", help="a bucket is announced when the one before is stored, as to SGLang")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--verify", choices=("never", "always"), default="never")
@@ -329,7 +402,8 @@ def main() -> None:
                 return
             for mbytes in args.mbytes:
                 for num_receivers in args.receivers:
-                    compare(server.url, directory / f"{mbytes}-{num_receivers}", num_receivers, mbytes, args.groups, args)
+                    for senders in args.senders:
+                        compare(server.url, directory / f"{mbytes}-{num_receivers}-{senders}", num_receivers, mbytes, senders, args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weightstore.format.manifest import Bucket, TensorSpec, unflatten
 from weightstore.store import snapshot
+from weightstore.transport.parts import Payload
 from weightstore.transport.port import Rendezvous, WeightReceiver
 
 
@@ -28,7 +29,8 @@ class SharedDirectory:
     async def begin(self, version: int) -> None:
         self._version, self._tensors = version, {}
 
-    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
+        flat = flat if isinstance(flat, Tensor) else await flat.tensor()  # of another rank of the learner
         whole = Bucket(specs=tuple(specs), num_bytes=flat.numel())
         self._tensors |= {name: tensor.clone() for name, tensor in unflatten(whole, flat.cpu())}
 
