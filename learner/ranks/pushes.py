@@ -85,8 +85,7 @@ class Pushes:
             epoch=start.epoch,
             directory=self._places.snapshots,
             model_dir=self._places.model_dir,
-            manifest=self._parts.manifest,
-            parts=self._parts.others,
+            division=self._parts.division,
             bus_config=self._bus,
         )
         try:

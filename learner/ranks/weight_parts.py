@@ -22,9 +22,9 @@ from learner.feed.places import RankPlaces
 from learner.layout.sizes import num_senders
 from learner.megatron.model import Policy
 from weightstore.config import WeightsConfig
-from weightstore.format.manifest import Manifest, joined
+from weightstore.format.manifest import Manifest
 from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import PartPlace, PartTensors, release
+from weightstore.transport.parts import Division, PartPlace, PartTensors, release
 
 log = logging.getLogger(__name__)
 
@@ -41,26 +41,25 @@ class WeightParts:
         self._senders = num_senders(here.tp_size, here.ep_size, weights.senders_per_stage)
         self._several = self._senders * here.pp_size > 1
         self._server: PartServer | None = None
-        self.manifest = Manifest([])
-        """This rank's part."""
-        self.others: tuple[PartPlace, ...] = ()
-        """The parts of other ranks; known on rank 0."""
+        self.division = Division(Manifest([]))
+        """This rank's part; on rank 0 also those of the others."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Find the tensors of each rank, and serve those of the others. Raises OSError, and ValueError for an address without a route."""
-        self.manifest = Manifest.of(self.export())
+        own = Manifest.of(self.export())
+        self.division = Division(own)
         if not self._several:
             yield
             return
         try:
             place = None
-            if self._here.rank > 0 and self.manifest.specs:
-                self._server = PartServer(self.manifest, self._weights, rank=self._here.rank, at=self._address())
+            if self._here.rank > 0 and own.specs:
+                self._server = PartServer(own, self._weights, rank=self._here.rank, at=self._address())
                 place = self._server.start()
             found: list[PartPlace | None] = [None] * dist.get_world_size()
             dist.gather_object(place, found if self._here.rank == 0 else None, dst=0)
-            self.others = tuple(one for one in found if one is not None)
+            self.division = Division(own, tuple(one for one in found if one is not None))
             yield
         finally:
             if self._server is not None:
@@ -102,12 +101,12 @@ class WeightParts:
         if self._server is not None:
             self._server.offer(name, own)
         self.staged()
-        parts = [PartTensors(place, name) for place in self.others]
-        return joined([self.manifest, *(Manifest(place.specs) for place in self.others)]), ChainMap(dict(own), *parts)  # type: ignore[arg-type]
+        parts = [PartTensors(place, name) for place in self.division.others]
+        return self.division.whole, ChainMap(dict(own), *parts)  # type: ignore[arg-type]
 
     def release(self, name: str) -> None:
         """Let the other ranks go on: what they offered has been read. On rank 0, in any thread."""
-        for place in self.others:
+        for place in self.division.others:
             try:
                 release(place, name)
             except OSError as error:  # that rank has ended, or waits until this learner has

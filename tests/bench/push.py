@@ -54,7 +54,7 @@ from weightstore.push.publisher import Publisher
 from weightstore.push.pusher import PushReport
 from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import PartPlace
+from weightstore.transport.parts import Division, PartPlace
 
 RUN = "bench"
 WARM = 4
@@ -122,8 +122,7 @@ def publishing(
         epoch=epoch,
         directory=directory,
         model_dir=directory / "model",
-        manifest=manifest,
-        parts=parts,
+        division=None if manifest is None else Division(manifest, tuple(parts)),
     )
     try:
         publisher.start()

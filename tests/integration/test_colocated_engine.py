@@ -29,6 +29,7 @@ from weightstore.config import WeightsConfig
 from weightstore.format.manifest import Manifest
 from weightstore.push.publisher import Publisher
 from weightstore.store.registry import VersionRegistry
+from weightstore.transport.parts import Division
 
 LEARNER = LiveRow(role="learner", id="learner", host="here", pid=1, phase="working")
 DEADLINE_S = 60.0
@@ -78,7 +79,7 @@ async def publishing(bus: Bus, url: str, model: Path, directory: Path, *, deadli
         epoch=1,
         directory=directory,
         model_dir=model,
-        manifest=Manifest.of(tensors_of(model)),
+        division=Division(Manifest.of(tensors_of(model))),
     )
     await asyncio.to_thread(publisher.start)
     try:

@@ -23,7 +23,7 @@ from weightstore.format.checksums import report_checksums
 from weightstore.format.manifest import Manifest, joined
 from weightstore.push.publisher import Publisher, PushReport
 from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import PartPlace, PartTensors, RemotePart, staged
+from weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, staged
 
 __all__ = ["bus_url"]
 Tensors = dict[str, torch.Tensor]
@@ -80,8 +80,7 @@ def learning(
             epoch=1,
             directory=directory / "snapshots",
             model_dir=write_tiny_companions(directory / "model"),
-            manifest=own,
-            parts=found,
+            division=Division(own, tuple(found)),
             bus_config=BusConfig(),
         )
         stack.callback(publisher.close, drain=False)

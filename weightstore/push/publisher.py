@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ from bus.system.loop import new_event_loop
 from bus.wire.messages import VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
-from weightstore.format.manifest import Manifest, joined
-from weightstore.push.pusher import Pusher, PushReport
+from weightstore.format.manifest import Manifest
+from weightstore.push.pusher import Pusher, PushReport, Source
 from weightstore.transport.nccl import own_end
-from weightstore.transport.parts import PartPlace
+from weightstore.transport.parts import Division
 from weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
@@ -112,22 +112,21 @@ class Publisher:
         epoch: int,
         directory: Path,
         model_dir: Path | None = None,
-        manifest: Manifest | None = None,
-        parts: Sequence[PartPlace] = (),
+        division: Division | None = None,
         bus_config: BusConfig = _DEFAULT_BUS,
     ) -> None:
         """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
 
-        ``manifest``: the tensors that are staged here; without it the first publish creates it, for which it needs all tensors at once.
-        ``parts``: those of other ranks.
+        ``division``: the tensors that are staged here, and those of other ranks; without it all are staged here, and the first publish
+        needs all at once.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
         self._own = own_end()
         self._memory = staging_memory(config, self._own)
-        self._parts = tuple(parts)
-        self._pool = None if manifest is None else self._new_pool(manifest)
+        self._division = division
+        self._pool = None if division is None else self._new_pool(division.own)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -152,7 +151,7 @@ class Publisher:
     def publish_initial(self, model_dir: Path) -> VersionRow:
         """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
         pusher = self._running()
-        digest = "" if self._pool is None else joined([self._pool.manifest, *(Manifest(part.specs) for part in self._parts)]).digest
+        digest = "" if self._division is None else self._division.whole.digest
         return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
@@ -181,7 +180,8 @@ class Publisher:
         self._running()
         if self._pool is None:
             tensors = list(tensors)
-            self._pool = self._new_pool(Manifest.of(tensors))
+            self._division = Division(Manifest.of(tensors))
+            self._pool = self._new_pool(self._division.own)
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
@@ -286,9 +286,7 @@ class Publisher:
                 epoch=self.epoch,
                 directory=self._directory,
                 model_dir=self._model_dir,
-                memory=self._memory,
-                own=self._own,
-                parts=self._parts,
+                source=Source(self._own, self._memory, () if self._division is None else self._division.others),
                 at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
             )
             await pusher.open(stack)

@@ -10,7 +10,7 @@ Engines that share the learner's accelerator release their memory before each st
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,22 @@ from weightstore.transport.staging import Staging
 
 _log = logging.getLogger(__name__)
 
-NO_DEVICE = DeviceEnd()
 _POLL_S = 1.0
 """Interval at which live rows and snapshot requests are read, besides the wake-ups."""
 _GATHER_S = 0.25
 """Interval of looking for more engines while there are fewer than ``min_engines``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights are."""
+
+    end: DeviceEnd
+    """The GPU of the thread that stages."""
+    memory: Memory | None
+    """The staging memory, if other processes can read it."""
+    others: tuple[PartPlace, ...]
+    """Parts of the weights that other ranks send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +102,13 @@ class Pusher:
         epoch: int,
         directory: Path,
         model_dir: Path | None,
-        memory: Memory | None = None,
+        source: Source,
         at: Reach = HERE,
-        own: DeviceEnd = NO_DEVICE,
-        parts: Sequence[PartPlace] = (),
     ) -> None:
-        """``memory``: the staging memory, if other processes can read it; ``at``: the address at which engines reach this process.
-
-        ``own``: the GPU of the thread that stages; ``parts``: those of the weights that other ranks send.
-        """
-        self._parts = tuple(RemotePart(place, number) for number, place in enumerate(parts, 1))
-        self._own = own
-        self._bus, self._config, self._epoch, self._memory, self._at = bus, config, epoch, memory, at
+        """``at``: the address at which engines reach this process."""
+        self._parts = tuple(RemotePart(place, number) for number, place in enumerate(source.others, 1))
+        self._own, self._memory = source.end, source.memory
+        self._bus, self._config, self._epoch, self._at = bus, config, epoch, at
         self._view = LiveView(bus)
         self._registry, self._lease = VersionRegistry(bus), AcceleratorLease(bus)
         self._owns = False

@@ -23,7 +23,7 @@ from bus.liveness.keys import Keys
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import PeerLost
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket, Manifest, TensorSpec
+from weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
 from weightstore.transport.engine_api import CallFailed, EngineApi
 from weightstore.transport.nccl import DeviceEnd
 
@@ -55,6 +55,20 @@ class PartPlace:
     """The GPU of its rank."""
     domain: str = ""
     """Where its memory can be opened (``shared_memory_domain``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The tensors of a model, divided among the ranks that send them."""
+
+    own: Manifest
+    """Those of this process."""
+    others: tuple[PartPlace, ...] = ()
+
+    @property
+    def whole(self) -> Manifest:
+        """All tensors, those of this process first."""
+        return joined([self.own, *(Manifest(place.specs) for place in self.others)])
 
 
 @dataclass(frozen=True, slots=True)
