@@ -30,6 +30,10 @@ class PeerLost(WeightstoreError):
         return f"group {self.group}: {self.doing}: peer lost: {self.reason}"
 
 
+class PartLost(PeerLost):
+    """Another rank of the learner, which sends a part of the weights, is gone, too slow, or has failed: no engine's fault."""
+
+
 class ReceiverFailed(WeightstoreError):
     """An engine refused, failed or exceeded the deadline of a phase of a push; ``answered`` = the engine itself reported the error."""
 

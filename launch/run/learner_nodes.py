@@ -45,6 +45,8 @@ from learner.ranks.process import Part, run_part
 
 LONG_WAIT_S = 300.0
 """Seconds that an agent waits for a bus that is started after it."""
+SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
+"""Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends."""
 PROOF = ".nodes"
 """File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
@@ -204,6 +206,8 @@ class NodeWork:
         uuids = tuple(device.uuid for device in self._devices[:count])
         places = [RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids) for local in range(count)]
         more = network_variables(self._interface, os.environ)
+        if self._place.rank > 0:  # the run's settings have an address of the leader
+            more |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
         await run_part(
             self._arguments,
             part,

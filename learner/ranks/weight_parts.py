@@ -9,27 +9,33 @@ its own. Rank 0 pushes them, and writes them into files, from the memory of the 
 """
 
 import logging
+import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.client.reach import AUTO, Reach, reach, route_to
+from bus.client.reach import Reach, reach, route_to
+from learner.errors import AlarmStop, FeederFailed, FeederLost
 from learner.feed.places import RankPlaces
 from learner.layout.sizes import num_senders
 from learner.megatron.model import Policy
 from weightstore.config import WeightsConfig
 from weightstore.format.manifest import Manifest
 from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import Division, PartPlace, PartTensors, release
+from weightstore.transport.parts import Division, PartPlace, PartTensors, leave, release
 
 log = logging.getLogger(__name__)
 
 _SAID_S = 60.0
-"""Interval of the log lines of a rank that waits for rank 0's disk."""
+"""Interval of the log lines of a rank that waits for rank 0."""
+_LEAVE_S = 600.0
+"""Longest time of a rank that has ended in seconds: each phase of rank 0's last push has its deadline."""
+_ALL_LEAVE = (AlarmStop, FeederFailed, FeederLost)
+"""Errors that end all ranks at the same place."""
 
 
 class WeightParts:
@@ -60,10 +66,30 @@ class WeightParts:
             found: list[PartPlace | None] = [None] * dist.get_world_size()
             dist.gather_object(place, found if self._here.rank == 0 else None, dst=0)
             self.division = Division(own, tuple(one for one in found if one is not None))
-            yield
+            with self._until_all_is_sent():
+                yield
         finally:
             if self._server is not None:
                 self._server.close()
+
+    @contextmanager
+    def _until_all_is_sent(self) -> Iterator[None]:
+        """Serve until rank 0 has ended the push under way, where all ranks leave together. A rank that fails alone does not wait."""
+        try:
+            yield
+        except _ALL_LEAVE:
+            self._leave()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let the other ranks end; on these, wait for that."""
+        for place in self.division.others:
+            with suppress(OSError):  # it has ended
+                leave(place)
+        deadline = time.monotonic() + _LEAVE_S
+        while self._server is not None and not self._server.wait_until_left(_SAID_S) and time.monotonic() < deadline:
+            log.info("waiting until rank 0 has ended its push rank=%d", self._here.rank)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank, whole, as ``Policy.export_part``."""
@@ -118,7 +144,4 @@ class WeightParts:
             log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._here.rank)
 
     def _address(self) -> Reach:
-        # The settings name an address of rank 0's node.
-        route = route_to(self._places.bus_url)
-        host, advertise = (self._weights.host, self._weights.advertise) if self._places.node == 0 else (AUTO, "")
-        return reach(host, advertise, route, name="weights.host")
+        return reach(self._weights.host, self._weights.advertise, route_to(self._places.bus_url), name="weights.host")

@@ -1,9 +1,11 @@
 """Ranks that share a model, and each send their part of it: the engine, the saved models and the final one have the same bits."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -12,6 +14,7 @@ from tests.integration.test_megatron_rank import OpenLearner, open_learner  # no
 from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
+from weightstore.store.registry import VersionRegistry
 
 MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
@@ -55,3 +58,32 @@ async def test_ranks_that_share_the_model_push_and_save_what_they_train(
     if "lora" in settings:
         for name in ("final", "models/step-2", "models/step-4"):
             assert_merged(tmp_path / name, tmp_path / "model")
+
+
+async def test_ranks_that_leave_together_end_the_push_under_way(open_learner: OpenLearner, tmp_path: Path) -> None:  # noqa: F811
+    """The engine is stopped in the middle of the push of step 2, behind which there is none, until both ranks are drained, and goes on."""
+    write_tiny_model(tmp_path / "model", vocab_size=300)
+    weights = {"bucket_bytes": 8_000, "phase_deadline_s": 600.0}
+    async with open_learner(pipeline_parallel=2, steps=200, checkpoint_every=50, weights=weights) as learner:
+        here = receivers(
+            learner.world.url, learner.world.run, {"stopped": Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)}
+        )
+        engines = await asyncio.to_thread(here.__enter__)
+        url, engine = engines["stopped"]
+        try:
+            async with learner.started(steps=2):
+                while psutil.Process(engine.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                for rank in learner.ranks:  # both wait for a batch: neither leaves before the other has its signal
+                    rank.send_signal(signal.SIGTERM)
+                for number in range(2):
+                    while f"drained rank={number}" not in (tmp_path / f"rank-{number}.log").read_text():  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                engine.send_signal(signal.SIGCONT)
+                assert await learner.ended() == [0, 0]
+            head = await VersionRegistry(learner.world.bus).head()
+            told = await asyncio.to_thread(state, url)
+        finally:
+            await asyncio.to_thread(here.__exit__, None, None, None)
+    assert head is not None and (head.version, told["version"], told["ended"]) == (2, 2, [1, 2])
+    assert "evicted engine" not in (tmp_path / "rank-0.log").read_text()

@@ -13,7 +13,6 @@ group, its result is ignored, and the channel is not used again.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -124,7 +123,7 @@ class GroupChannel:
         """Broadcast the bucket to all members, from the rank that has it. After one failed no other is tried: each could block."""
         async with self._sending:
             if self._lost is not None:
-                raise PeerLost(self._own.name, "sending", f"an earlier message was lost: {self._lost.reason}")
+                raise type(self._lost)(self._own.name, "sending", f"an earlier message was lost: {self._lost.reason}")
             try:
                 await self._broadcast(payload, following)
             except PeerLost as error:
@@ -143,7 +142,7 @@ class GroupChannel:
         """Close all groups, without waiting for a call under way."""
         self._own.close()
         for group in self._remote:
-            closing = asyncio.create_task(_closed(group))
+            closing = asyncio.create_task(group.close())
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
 
@@ -206,11 +205,6 @@ class _OwnGroup:
     def close(self) -> None:
         self._sender.close()
         self._thread.shutdown(wait=False)
-
-
-async def _closed(group: RemoteGroup) -> None:
-    with suppress(PeerLost):  # its rank has gone, or closes it at its end
-        await group.close()
 
 
 def _run(thread: ThreadPoolExecutor, work: Callable[[], T]) -> "asyncio.Future[T]":

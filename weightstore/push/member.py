@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bus.errors import Fenced
 from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
-from weightstore.errors import PeerLost, ReceiverFailed
+from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket
 from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
@@ -18,7 +18,7 @@ from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 _log = logging.getLogger(__name__)
 
 Check = Callable[[ChecksumReport], Awaitable[list[str]]]
-"""Returns a line for every tensor that an engine does not have as it was sent. Raises PeerLost."""
+"""Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost."""
 _LEAVE_S = 1.0
 """Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group anyway."""
 _SHOWN = 5
@@ -146,7 +146,7 @@ class Member:
 
     @asynccontextmanager
     async def phase(self, name: str, *, bounded: bool = True, within_s: float | None = None) -> AsyncIterator[None]:
-        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced stays as it is.
+        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced and PartLost stay.
 
         ``within_s`` None = the deadline of a phase.
         """
@@ -158,6 +158,8 @@ class Member:
             raise ReceiverFailed(self.receiver.url, name, f"not done within {deadline_s:g} s") from None
         except ReceiverFailed as error:
             raise ReceiverFailed(error.url, name, error.reason, answered=error.answered) from None
+        except PartLost:
+            raise
         except PeerLost as error:
             raise ReceiverFailed(self.receiver.url, name, str(error)) from None
         except Fenced:

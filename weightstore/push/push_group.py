@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from bus.client.reach import Reach
 from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
-from weightstore.errors import PeerLost, ReceiverFailed
+from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
 from weightstore.push.channels import Channel, GroupChannel, HandleChannel
 from weightstore.push.member import Check, Member, Updated
@@ -120,7 +120,10 @@ class PushGroup:
         return member.colocated == self.is_colocated and len(self.members) < self._rules.engines
 
     async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
-        """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""
+        """Push a version to all engines of the group. Returns how each took it, or why it did not.
+
+        Raises Fenced, and PartLost where another rank of the learner cannot send its part: no engine has failed then.
+        """
         going, apart, outcome = list(self.members), list[Member](), Outcome()
         # Decided once for all rounds of this push.
         checks = {member: check_of(member) for member in going}
@@ -130,6 +133,7 @@ class PushGroup:
                 served = await self._transfer(going, version, buckets, serve=len(going) == 1 and checks[going[0]] is None)
                 break
             except _GroupBroken as broken:
+                await self._check_parts(broken)
                 # An engine that did not fail may still be joining, and SGLang gets the time to end that: see ``_JOIN_S``.
                 if broken.phase == "join" and any(not member.single_request for member in going if member not in broken.errors):
                     await asyncio.sleep(min(_JOIN_S, self._rules.deadlines.phase_s / 4))
@@ -148,6 +152,17 @@ class PushGroup:
         for found in await _all(ways):
             outcome |= found
         return outcome
+
+    async def _check_parts(self, broken: "_GroupBroken") -> None:
+        """Raise PartLost if another rank of the learner is the reason: its end of a group fails the engines' ends, too."""
+        try:
+            if isinstance(broken.ours, PartLost):
+                raise broken.ours
+            for part in self._rules.parts:
+                await part.check()
+        except PartLost:
+            self.close()
+            raise
 
     async def _once(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
         try:

@@ -24,7 +24,7 @@ from bus.liveness.keys import admin_keys, make_keys
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, VersionRow
 from weightstore.config import WeightsConfig
-from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.errors import PartLost, PushFailed, ReceiverFailed
 from weightstore.push.accelerator_turns import AcceleratorLease
 from weightstore.push.eviction import Opener, PushGroups
 from weightstore.push.member import Check, Member, Updated
@@ -106,7 +106,7 @@ class Pusher:
         at: Reach = HERE,
     ) -> None:
         """``at``: the address at which engines reach this process."""
-        self._parts = tuple(RemotePart(place, number) for number, place in enumerate(source.others, 1))
+        self._parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(source.others, 1))
         self._own, self._memory = source.end, source.memory
         self._bus, self._config, self._epoch, self._at = bus, config, epoch, at
         self._view = LiveView(bus)
@@ -186,7 +186,7 @@ class Pusher:
                 raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
             await self._publish(row, staging)
             await self._record_evicted()
-        except (PushFailed, BusError) as error:
+        except (PushFailed, PartLost, BusError) as error:
             await self._give_up(row, error)
             if isinstance(error, PushFailed | Fenced):
                 raise
@@ -240,6 +240,9 @@ class Pusher:
             # Version 0 was never pushed; its weights are in the model directory.
             if head.version == 0 and head.snapshot:
                 return await self._each(members, lambda member: member.load(head.snapshot, 0))
+        except PartLost as error:
+            _log.error("engines wait for the next version, this one cannot be sent version=%d error=%s", head.version, error)
+            return ()
         finally:
             if staging is not None:
                 staging.release()
@@ -319,9 +322,13 @@ class Pusher:
             return staging.differences if self._config.verify == "always" or self._is_unverified(member) else None
 
         async def update_group(group: PushGroup) -> dict[str, Updated]:
-            """Push to one group and evict the members that failed. Returns the times of the others."""
-            since, by = time.perf_counter(), group.transport or handles
-            outcome = await group.update(staging.version, staging.buckets, check_of)
+            """Push to one group and evict the members that failed. Returns the times of the others. Raises PartLost."""
+            since, by, members = time.perf_counter(), group.transport or handles, list(group.members)
+            try:
+                outcome = await group.update(staging.version, staging.buckets, check_of)
+            except PartLost:
+                await self._groups.renew(members)
+                raise
             throughput.add(by, sum(isinstance(how, Updated) for how in outcome.values()), time.perf_counter() - since)
             failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
             evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})

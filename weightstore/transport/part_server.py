@@ -28,7 +28,7 @@ from bus.client.reach import Reach, bare
 from bus.liveness.keys import Keys, RunKeys
 from bus.system.loop import new_event_loop
 from weightstore.config import WeightsConfig
-from weightstore.errors import PeerLost
+from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
 from weightstore.listener import Access, Handler, Listener
@@ -76,7 +76,11 @@ class PartServer:
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}
         """Set name -> set when rank 0 has read it."""
+        self._left = threading.Event()
+        """Set when rank 0 will ask nothing more."""
         self._groups: dict[str, _Group] = {}
+        self._met: set[str] = set()
+        """Ids of the groups whose members rank 0 has let join."""
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
         self._thread = threading.Thread(target=self._run, name="weight part", daemon=True)
@@ -108,7 +112,9 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest."""
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, and PublisherClosed without the thread."""
+        if not self._thread.is_alive():
+            raise PublisherClosed(f"the server of this rank's weights has ended: {self._failure!r}")
         copy = self._pool.at(number)
         copy.fill(tensors)
         self._copies[number] = copy
@@ -123,6 +129,10 @@ class PartServer:
         """Wait until rank 0 has read the set that was last offered by this name. Returns whether it has, or there is none."""
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
+
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """Wait until rank 0 will ask nothing more. Returns whether that is so, or nothing can be asked."""
+        return not self._thread.is_alive() or self._left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
@@ -147,6 +157,8 @@ class PartServer:
     async def _serve(self) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         routes = {
+            "GET /alive": self._answer(self._alive),
+            "POST /leave": self._answer(self._leave),
             "POST /groups": self._answer(self._host),
             "POST /groups/{id}/meet": self._answer(self._meet),
             "POST /groups/{id}/send": self._answer(self._send),
@@ -185,6 +197,13 @@ class PartServer:
 
         return handle
 
+    async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        return {}
+
+    async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+        self._left.set()
+        return {}
+
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), float(body["timeout_s"])
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")
@@ -198,12 +217,20 @@ class PartServer:
             raise
         id = str(next(self._ids))
         self._groups[id] = _Group(sender, thread)
+        # If the answer is lost, rank 0 knows of no group to be closed.
+        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, id)
         return {"id": id, "host": bare(self._at.advertised), "port": sender.port}
 
     async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group = self._group(request)
+        self._met.add(request.match_info["id"])
         await _in(group.thread, group.sender.meet)
         return {}
+
+    def _drop_unmet(self, id: str) -> None:
+        if id in self._groups and id not in self._met:
+            _log.warning("a group that nobody has joined is closed id=%s", id)
+            self._groups.pop(id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group, timeout_s = self._group(request), float(body["timeout_s"])
@@ -213,8 +240,10 @@ class PartServer:
         return {}
 
     async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        self._group(request).close()
-        del self._groups[request.match_info["id"]]
+        id = request.match_info["id"]
+        if id in self._groups:  # an earlier request may have closed it, and its answer been lost
+            self._groups.pop(id).close()
+        self._met.discard(id)
         return {}
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
@@ -237,8 +266,9 @@ class PartServer:
 
     async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name = request.match_info["set"]
-        self._read[name].set()
+        read = self._read[name]
         self._sets.pop(name, None)
+        read.set()  # last: the trainer's thread may offer another one by this name now
         return {}
 
     def _group(self, request: web.Request) -> _Group:

@@ -8,7 +8,10 @@
 A part is a few layers of a model. Every rank that sends one has as many copies of it as rank 0 has of its own, with the same numbers.
 """
 
+import asyncio
 import http.client
+import logging
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,18 +24,27 @@ from torch import Tensor
 
 from bus.liveness.keys import Keys
 from bus.wire.json_object import JsonMapping
-from weightstore.errors import PeerLost
+from weightstore.errors import PartLost
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
 from weightstore.transport.engine_api import CallFailed, EngineApi
 from weightstore.transport.nccl import DeviceEnd
 
+_log = logging.getLogger(__name__)
+
 ANSWER_S = 30.0
 """Deadline in seconds of a request that waits for nothing but the rank."""
 GRACE_S = 5.0
 """Seconds beyond the deadline of a call in the other rank, in which its answer arrives."""
+CHECK_S = 5.0
+"""Deadline in seconds of a request that is answered at once."""
 FETCH_S = 120.0
 """Deadline in seconds of each wait for a tensor's bytes."""
+
+
+RELEASE_S = 600.0
+"""Time in seconds for which another rank is told again that its tensors are read: it waits for that."""
+_AGAIN_S = 1.0
 
 
 def staged(number: int) -> str:
@@ -81,11 +93,11 @@ class RemoteBucket:
     num_bytes: int
 
     async def handle(self, ranks: int) -> Mapping[str, object]:
-        """Return the handle of the bucket for an engine of ``ranks`` processes. Raises PeerLost."""
+        """Return the handle of the bucket for an engine of ``ranks`` processes. Raises PartLost."""
         return await self.part.handle(self, ranks)
 
     async def tensor(self) -> Tensor:
-        """Return the bytes, flat uint8, for a transport of another kind: they come to this process. Raises PeerLost."""
+        """Return the bytes, flat uint8, for a transport of another kind: they come to this process. Raises PartLost."""
         return await self.part.read(self)
 
 
@@ -94,13 +106,14 @@ Payload = Tensor | RemoteBucket
 
 
 class RemotePart:
-    """The client of one part server; every call raises PeerLost when the rank is gone, too slow, or reports an error."""
+    """The client of one part server; every call raises PartLost when the rank is gone, too slow, or reports an error."""
 
-    def __init__(self, place: PartPlace, number: int) -> None:
-        """``number``: of the part, from 1."""
+    def __init__(self, place: PartPlace, number: int, *, connect_s: float = ANSWER_S) -> None:
+        """``number``: of the part, from 1. ``connect_s``: deadline for a connection."""
         self.place, self.number, self.manifest = place, number, Manifest(place.specs)
         self._buckets = self.manifest.buckets(place.bucket_bytes, number)
-        self._api = EngineApi(place.url, self._lost, headers=self._headers)
+        self._api = EngineApi(place.url, self._lost, headers=self._headers, connect_s=connect_s)
+        self._names = self.manifest.by_name.keys()
         self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
 
     def __str__(self) -> str:
@@ -129,19 +142,25 @@ class RemotePart:
         path = f"/buckets/{bucket.copy}/{bucket.index}"
         raw = await self._api.read("GET", path, timeout_s=FETCH_S)
         if len(raw) != bucket.num_bytes:
-            raise PeerLost(path, "reading", f"{self}: want {bucket.num_bytes} bytes, got {len(raw)}")
+            raise PartLost(path, "reading", f"{self}: want {bucket.num_bytes} bytes, got {len(raw)}")
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     async def differences(self, copy: int, report: ChecksumReport, timeout_s: float) -> list[str]:
         """Return the lines of ``Staging.differences`` for a copy, within ``timeout_s``."""
-        answer = await self.ask("POST", "/differences", {"copy": copy, "report": report.to_json()}, timeout_s)
+        ours = tuple(one for one in report.parts if not self._names.isdisjoint(one.names))
+        body = {"copy": copy, "report": ChecksumReport(scheme=report.scheme, parts=ours).to_json()}
+        answer = await self.ask("POST", "/differences", body, timeout_s)
         return [str(line) for line in answer["lines"]]
+
+    async def check(self) -> None:
+        """Return if the rank answers."""
+        await self.ask("GET", "/alive", {}, CHECK_S)
 
     async def ask(self, method: str, path: str, body: Mapping[str, object], timeout_s: float) -> JsonMapping:
         """Return the map in the answer."""
         answer = await self._api.call(method, path, body, timeout_s=timeout_s)
         if not isinstance(answer, dict):
-            raise PeerLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
+            raise PartLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
         return answer
 
     async def close(self) -> None:
@@ -151,8 +170,8 @@ class RemotePart:
     async def _headers(self) -> Mapping[str, str]:
         return Keys.of(self.place.key).headers
 
-    def _lost(self, failed: CallFailed) -> PeerLost:
-        return PeerLost(failed.path, "asking", f"{self}: {failed.reason}")
+    def _lost(self, failed: CallFailed) -> PartLost:
+        return PartLost(failed.path, "asking", f"{self}: {failed.reason}")
 
 
 class RemoteGroup:
@@ -163,11 +182,11 @@ class RemoteGroup:
         self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
 
     async def meet(self) -> None:
-        """Wait until every rank is connected. Raises PeerLost."""
+        """Wait until every rank is connected. Raises PartLost."""
         await self.part.ask("POST", f"{self._path}/meet", {}, self._timeout_s + GRACE_S)
 
     async def send(self, payload: RemoteBucket, following: RemoteBucket | None, timeout_s: float) -> None:
-        """Have the rank broadcast a bucket of its copy, as ``BroadcastGroup.send``. Raises PeerLost."""
+        """Have the rank broadcast a bucket of its copy, as ``BroadcastGroup.send``. Raises PartLost."""
         body = {
             "copy": payload.copy,
             "bucket": payload.index,
@@ -177,8 +196,14 @@ class RemoteGroup:
         await self.part.ask("POST", f"{self._path}/send", body, timeout_s + GRACE_S)
 
     async def close(self) -> None:
-        """Have the rank close its end; a call under way there ends by its deadline. Raises PeerLost."""
-        await self.part.ask("DELETE", self._path, {}, ANSWER_S)
+        """Have the rank close its end, and ask again while it does not answer; a call under way there ends by its deadline."""
+        for pause_s in (1.0, 5.0, 25.0, 0.0):
+            try:
+                await self.part.ask("DELETE", self._path, {}, ANSWER_S)
+                return
+            except PartLost as error:
+                _log.info("group not closed group=%s reason=%s", self.name, error)
+            await asyncio.sleep(pause_s)
 
 
 class PartTensors(Mapping[str, Tensor]):
@@ -204,15 +229,33 @@ class PartTensors(Mapping[str, Tensor]):
         return len(self._specs)
 
 
-def release(place: PartPlace, name: str) -> None:
-    """Release a set of tensors in another rank, which waits for it. Blocking; raises OSError."""
-    _asked(place, "DELETE", f"/tensors/{name}")
+def leave(place: PartPlace) -> None:
+    """Let another rank end: nothing more will be asked of it. Blocking; raises OSError."""
+    _asked(place, "POST", "/leave", timeout_s=CHECK_S)
 
 
-def _asked(place: PartPlace, method: str, path: str) -> bytes:
+def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
+    """Release a set of tensors in another rank, which waits for it. Repeated while there is a way to it, for ``within_s`` seconds.
+
+    Blocking. Raises OSError.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            _asked(place, "DELETE", f"/tensors/{name}")
+            return
+        except OSError as error:
+            gone = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+            if gone or time.monotonic() >= deadline:
+                raise
+        time.sleep(_AGAIN_S)
+
+
+def _asked(place: PartPlace, method: str, path: str, timeout_s: float = FETCH_S) -> bytes:
     request = urllib.request.Request(place.url + path, method=method, headers=Keys.of(place.key).headers)
     try:
-        with urllib.request.urlopen(request, timeout=FETCH_S) as answer:
+        # Without the proxies of the environment: they would get the key, and do not know the ranks.
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
             found: bytes = answer.read()
             return found
     except urllib.error.HTTPError as error:
