@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from actors.serving.builtin.shape import ModelShape
 from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
-from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, num_senders, sender_of
+from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, Dealt, num_senders
 from learner.settings.config import RECOMPUTE, LearnerConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -129,8 +129,9 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
     parts: dict[tuple[int, int], int] = defaultdict(int)
     sent: set[str] = set()
     for stage, of_stage in enumerate(stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)):
-        for name in of_stage.keys() - sent:  # a tied embedding is in two stages, and is sent by the first
-            parts[stage, sender_of(name, senders)] += math.prod(of_stage[name])
+        dealt = Dealt(senders)
+        for name in [name for name in of_stage if name not in sent]:  # a tied embedding is in two stages, and is sent by the first
+            parts[stage, dealt.sender(name)] += math.prod(of_stage[name])
         sent |= of_stage.keys()
     return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
 

@@ -104,13 +104,19 @@ def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) ->
     return min(found, at_most) if at_most else found
 
 
-def sender_of(name: str, senders: int) -> int:
-    """Return the number of the rank, among those of its stage, that sends the tensor of this Hugging Face name: layers are dealt out.
+class Dealt:
+    """The layers of a stage, dealt out to the ranks of the stage that send, in the order in which they come.
 
     All tensors of a layer have one sender, so engines that keep several of them as one can be compared with it.
     """
-    layer = _LAYER.search(name)
-    return int(layer[1]) % senders if layer else 0
+
+    def __init__(self, senders: int) -> None:
+        self._senders, self._layers = senders, dict[str, int]()
+
+    def sender(self, name: str) -> int:
+        """Return the number of the rank, among those of the stage, that sends the tensor of this Hugging Face name."""
+        layer = _LAYER.search(name)
+        return self._layers.setdefault(layer[1], len(self._layers)) % self._senders if layer else 0
 
 
 def _stage_refusals(layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]) -> Iterator[ConfigRefused]:

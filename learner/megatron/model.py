@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.layout import stages
 from learner.layout.parallel import Parallel, Replicas
-from learner.layout.sizes import sender_of
+from learner.layout.sizes import Dealt
 from learner.megatron.bridges.registry import open_bridge
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.initial_weights import load_initial
@@ -126,9 +126,9 @@ class Policy:
         """Yield the weights of this stage that this rank sends, as ``export_stage``. ``senders``: ranks of the stage among which its layers
         are dealt out, of those that have parts of them. All of these run the iterator to its end; any other rank gets nothing.
         """
-        here = self.parallel
+        here, dealt = self.parallel, Dealt(senders)
         for name, tensor in self.export_stage() if here.exports else ():
-            if sender_of(name, senders) == here.export_place:
+            if dealt.sender(name) == here.export_place:
                 yield name, tensor
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:

@@ -69,6 +69,7 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
         (("learner.tensor_parallel=4", "weights.senders_per_stage=3"), 12, 2),
         (("learner.pipeline_parallel=2",), 18, 1),
         (("learner.pipeline_parallel=2", "learner.tensor_parallel=2"), 9, 1),
+        (("learner.pipeline_parallel=2", "learner.virtual_pipeline=18", "learner.tensor_parallel=2"), 9, 1),
         (("learner.pipeline_parallel=2", "learner.last_stage_layers=12"), 24, 1),
         (("learner.data_parallel=8",), 36, 2),
     ],

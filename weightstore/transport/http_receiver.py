@@ -1,5 +1,6 @@
 """An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang ignores."""
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -91,14 +92,10 @@ class HttpReceiver:
 
     async def leave(self) -> None:
         """POST /destroy_weights_update_group for every group, also after an error; the first one is raised."""
-        errors = []
-        for name in self._groups or [""]:
-            try:
-                await self._leave(name)
-            except ReceiverFailed as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        found = await asyncio.gather(*(self._leave(name) for name in self._groups or [""]), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
 
     async def _leave(self, name: str) -> None:
         await self._post("destroy_weights_update_group", {"group_name": name})
