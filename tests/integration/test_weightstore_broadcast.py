@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.forked import piped
 from weightstore.errors import PeerLost
-from weightstore.push.member import GroupChannel
+from weightstore.push.channels import GroupChannel, LocalGroup
 from weightstore.transport.broadcast import BroadcastGroup, _translated
 
 FAR_S = 300.0
@@ -132,7 +132,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
-        channel = GroupChannel(group, [], thread, deadline_s=5.0, address="127.0.0.1")
+        channel = GroupChannel(LocalGroup(group, thread, "127.0.0.1"), [], [], deadline_s=5.0)
         await asyncio.to_thread(group.send, pattern(SMALL))  # with the group's own deadline
         os.kill(told(pipe), signal.SIGSTOP)
         found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)

@@ -59,11 +59,12 @@ class GroupChannel:
 
     def __init__(
         self,
-        own: "_OwnGroup",
+        own: "LocalGroup",
         remote: Sequence[RemoteGroup],
         members: Sequence[Member],
         deadline_s: float,
     ) -> None:
+        """``remote``: the groups of other ranks, in the order of their parts. ``deadline_s``: of a bucket."""
         self._own, self._remote, self._deadline_s = own, list(remote), deadline_s
         self.groups = 1 + len(self._remote)
         self._sending = asyncio.Lock()
@@ -94,7 +95,7 @@ class GroupChannel:
         ``memory``, ``gpu`` and ``apart`` as for ``senders.host``; ``parts``: those of other ranks, which send them.
         """
         size, backend = 1 + sum(member.ranks for member in members), members[0].backend
-        own = await _OwnGroup.open(members[0].id, size, backend, at=at, deadline_s=deadline_s, memory=memory, gpu=gpu, apart=apart)
+        own = await LocalGroup.open(members[0].id, size, backend, at=at, deadline_s=deadline_s, memory=memory, gpu=gpu, apart=apart)
         channel = cls(own, (), members, deadline_s)
         start_s = deadline_s + (START_S if backend in apart else 0.0)
         hosting = [part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s) for number, part in enumerate(parts, 1)]
@@ -166,7 +167,7 @@ class HandleChannel:
         pass
 
 
-class _OwnGroup:
+class LocalGroup:
     """The process group of this rank, whose blocking calls run in a thread: one that hangs until its deadline delays no other channel."""
 
     def __init__(self, sender: senders.Sender, thread: ThreadPoolExecutor, host: str) -> None:
@@ -186,7 +187,7 @@ class _OwnGroup:
         memory: Memory | None,
         gpu: str,
         apart: tuple[str, ...],
-    ) -> "_OwnGroup":
+    ) -> "LocalGroup":
         """Listen. ``first``: id of the first member, for the name of the thread. Raises PeerLost."""
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {first}")
         try:
@@ -197,12 +198,15 @@ class _OwnGroup:
             raise
 
     async def meet(self) -> None:
+        """Wait until every rank is connected. Raises PeerLost."""
         await _run(self._thread, self._sender.meet)
 
     async def send(self, flat: Tensor, following: Tensor | None, timeout_s: float) -> None:
+        """Broadcast a bucket. Raises PeerLost."""
         await _run(self._thread, lambda: self._sender.send(flat, timeout_s, following))
 
     def close(self) -> None:
+        """Close the group and let its thread end, without waiting for a call under way."""
         self._sender.close()
         self._thread.shutdown(wait=False)
 
