@@ -3,15 +3,19 @@
 import atexit
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from bus.server.ports import KeptPort
 from learner.layout import parallel
+from learner.layout.sizes import num_senders
+from learner.megatron.model import Policy
 from tests.learner_steps import rank_environment
 
 
@@ -66,3 +70,20 @@ def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
     parallel.leave()
     free_models()
     os.environ["MASTER_PORT"] = str(port[0])
+
+
+def not_sent_once(policy: Policy) -> list[str]:
+    """Return the names of the tensors that do not have exactly one sender, or that it has with other bits; collective over all ranks.
+
+    With all ranks of a stage that have parts of it as senders, and with one.
+    """
+    here, whole = policy.parallel, {name: tensor.clone() for name, tensor in policy.export()}
+    wrong: list[str] = []
+    for at_most in (0, 1):
+        own = {name: tensor.clone() for name, tensor in policy.export_part(num_senders(here.tp_size, here.ep_size, at_most))}
+        wrong += [name for name, tensor in own.items() if not torch.equal(tensor, whole[name])]
+        names: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(names, list(own))
+        senders = Counter(name for of_rank in names for name in of_rank)
+        wrong += [name for name in whole.keys() | senders.keys() if senders[name] != 1]
+    return sorted(wrong)

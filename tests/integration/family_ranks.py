@@ -14,7 +14,7 @@ from learner.megatron.model import build_policy
 from tests.integration.expert_ranks import LAYOUTS as OF_EXPERTS
 from tests.integration.expert_ranks import VOCAB, WAYS, Way, learner, take
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import joined
+from tests.megatron_world import joined, not_sent_once
 from tests.tiny_models import DENSE, EXPERTS
 
 STEPS = (3, 4)
@@ -73,6 +73,7 @@ def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> 
     """Score, export and train a model, and save it; begin another from the checkpoint that one process has made of the files."""
     made = learner(model_dir, here, way)
     found: dict[str, Any] = {"log_probs": scores(made, here), "exported": differing(exported(made.policy), model_dir)}
+    found["sent"] = not_sent_once(made.policy)
     found["metrics"] = take(made, STEPS, here, way)
     weights = exported(made.policy)
     if here.rank == 0:

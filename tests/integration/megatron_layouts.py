@@ -23,7 +23,7 @@ from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMP
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
-from tests.megatron_world import joined
+from tests.megatron_world import joined, not_sent_once
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -128,6 +128,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     exported = [(name, projected(tensor)) for name, tensor in policy.export()]
     weights = dict(exported)
     assert len(weights) == len(exported), "a weight is exported twice"
+    assert not_sent_once(policy) == []
     return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
 
 

@@ -63,11 +63,14 @@ def test_another_family_at_a_layout(rare: World, name: str, layout: str) -> None
 
 
 def _check(world: World, name: str, layout: str) -> None:
-    """Compare log-probs and the metrics of two steps with one process; exports, and conversions both ways, with the files."""
+    """Compare log-probs and the metrics of two steps with one process; exports, and conversions both ways, with the files.
+
+    For pushes, every tensor is sent by one rank, whole.
+    """
     one, replicas = world.one[name], 2 if layout in ("EP2", "DP2, distributed") else 1
     for rank in world.ranks:
         ours = rank[f"{name} {layout}"]
-        assert ours["exported"] == []
+        assert ours["exported"] == ours["sent"] == []
         assert ours["loaded"] == []
         if replicas == 1:
             assert len(ours["log_probs"]) == len(one["log_probs"]) > 1
