@@ -1,5 +1,6 @@
 """Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a lost rank."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -16,10 +17,11 @@ from safetensors.torch import load_file
 from bus.client.reach import HERE
 from bus.config import BusConfig
 from tests.forked import Forked, piped
-from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, bus_url, look, state
+from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
+from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest, PushFailed
+from weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
 from weightstore.format.checksums import report_checksums
 from weightstore.format.manifest import Manifest, joined
 from weightstore.push.publisher import Publisher, PushReport
@@ -140,6 +142,21 @@ def test_an_engine_with_a_changed_tensor_of_any_rank_is_found(bus_url: str, run_
         report = learner.push(1, tiny_tensors(1))
         assert report.engines == ("good",)
         assert "differs from what was sent in 1 tensors: model.scale" in report.evicted["bad"]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("group", ["pairs", "all"])
+def test_an_engine_that_fails_is_evicted_alone(bus_url: str, run_id: str, tmp_path: Path, at_once: bool, group: str) -> None:
+    bad = {how: Behaviour(fails=how, at="bucket", once_served=1, at_once=at_once) for how in ("kill", "stop", "refuse")}
+    with (
+        receivers(bus_url, run_id, {"good": Behaviour(at_once=at_once), **bad}) as engines,
+        learning(bus_url, run_id, tmp_path, group=group, phase_deadline_s=SOME_HUNG_S) as learner,
+    ):
+        assert len(learner.push(1, tiny_tensors(1)).engines) == 4
+        report = learner.push(2, tiny_tensors(2))
+        assert report.engines == ("good",) and sorted(report.evicted) == ["kill", "refuse", "stop"]
+        assert state(engines["good"][0])["digest"] == digest(tiny_tensors(2))
+        assert state(engines["refuse"][0])["digest"] == digest(tiny_tensors(1))
 
 
 def serve_part(config: WeightsConfig, pipe: Any) -> None:
@@ -278,7 +295,7 @@ def test_a_rank_that_is_cut_off_is_told_again_that_its_tensors_are_read(server: 
     with pytest.raises(OSError, match="refused"):
         release(replace(place, url=place.url.rpartition(":")[0] + ":9"), "saved")  # no process listens there: the rank has ended
     with pytest.raises(OSError, match="401"):
-        release(replace(place, key="another"), "saved", 0)
+        release(replace(place, key="another"), "saved")
     assert not one.wait_until_read("saved", 0)
     release(place, "saved")
     assert one.wait_until_read("saved", 60)
@@ -298,6 +315,31 @@ def test_an_offered_set_is_read_and_released(server: tuple[PartServer, PartPlace
     with pytest.raises(OSError, match=r"/tensors/saved\?name=model.scale: rank 3 of the learner: HTTP Error 400"):
         found["model.scale"]
     assert digest(dict(PartTensors(place, "final"))) == digest(tiny_tensors(6))
+
+
+async def test_a_lost_engine_is_no_lost_rank(server: tuple[PartServer, PartPlace]) -> None:
+    """An engine that dies in a broadcast of another rank is charged with it; a rank that has ended is not taken for an engine."""
+    one, place = server
+    one.stage(0, tiny_tensors(4).items())
+    remote = RemotePart(place, 1)
+    group = await remote.host("pair", 2, "gloo", FAR_S, FAR_S)
+    with piped(hang_before_receiving, group.port, 1, 2) as (_, process):
+        await group.meet()
+        process.kill()
+        process.wait()
+        with pytest.raises(PeerLost) as lost:
+            for _ in range(10_000):  # the first bytes may go into a buffer of the system
+                await group.send(remote.buckets(0)[0][1], None, FAR_S)
+        assert not isinstance(lost.value, PartLost)
+    await group.close()
+    await group.close()
+    with pytest.raises(PartLost, match="rank 3 of the learner"):
+        await group.send(remote.buckets(0)[0][1], None, FAR_S)
+    await asyncio.to_thread(one.close)
+    with pytest.raises(PartLost, match="rank 3 of the learner"):
+        await remote.check()
+    await remote.close()
+    await group.close()
 
 
 async def test_a_checksum_over_tensors_of_two_ranks_is_reported(server: tuple[PartServer, PartPlace]) -> None:

@@ -192,8 +192,10 @@ class PartServer:
                 return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
             except (LookupError, TypeError, ValueError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
-            except PeerLost as error:
-                return web.json_response({"message": error.reason}, status=500)
+            except PeerLost as error:  # of an engine: this rank is well
+                return web.json_response({"message": error.reason, "lost": True}, status=500)
+            except OSError as error:
+                return web.json_response({"message": str(error)}, status=500)
 
         return handle
 
@@ -212,6 +214,9 @@ class PartServer:
                 thread,
                 lambda: senders.host(self._at.bind, name, world_size, backend, timeout_s, memory=self._memory, gpu=self._end.uuid),
             )
+        except PeerLost as error:
+            thread.shutdown(wait=False)
+            raise OSError(str(error)) from None  # no engine has part in this
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -272,10 +277,7 @@ class PartServer:
         return {}
 
     def _group(self, request: web.Request) -> _Group:
-        group = self._groups.get(request.match_info["id"])
-        if group is None:
-            raise PeerLost(request.match_info["id"], "sending", "the group is closed")
-        return group
+        return self._groups[request.match_info["id"]]
 
     def _flat(self, copy: int, bucket: int) -> Tensor:
         return self._copies[copy].buckets[bucket][1]

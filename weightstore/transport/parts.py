@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bus.liveness.keys import Keys
 from bus.wire.json_object import JsonMapping
-from weightstore.errors import PartLost
+from weightstore.errors import PartLost, PeerLost
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
 from weightstore.transport.engine_api import CallFailed, EngineApi
@@ -106,7 +106,9 @@ Payload = Tensor | RemoteBucket
 
 
 class RemotePart:
-    """The client of one part server; every call raises PartLost when the rank is gone, too slow, or reports an error."""
+    """The client of one part server. Every call raises PartLost when the rank is gone, too slow, or reports an error of its own, and
+    PeerLost for an engine that is lost in a group of its.
+    """
 
     def __init__(self, place: PartPlace, number: int, *, connect_s: float = ANSWER_S) -> None:
         """``number``: of the part, from 1. ``connect_s``: deadline for a connection."""
@@ -115,6 +117,7 @@ class RemotePart:
         self._api = EngineApi(place.url, self._lost, headers=self._headers, connect_s=connect_s)
         self._names = self.manifest.by_name.keys()
         self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
+        self.closed = False
 
     def __str__(self) -> str:
         return f"rank {self.place.rank} of the learner"
@@ -165,12 +168,15 @@ class RemotePart:
 
     async def close(self) -> None:
         """Close the connections; groups that were not closed are closed by their rank when it ends."""
+        self.closed = True
         await self._api.close()
 
     async def _headers(self) -> Mapping[str, str]:
         return Keys.of(self.place.key).headers
 
-    def _lost(self, failed: CallFailed) -> PartLost:
+    def _lost(self, failed: CallFailed) -> PeerLost:
+        if failed.answer.get("lost"):
+            return PeerLost(failed.path, "asking", f"{self}: {failed.reason}")
         return PartLost(failed.path, "asking", f"{self}: {failed.reason}")
 
 
@@ -182,11 +188,11 @@ class RemoteGroup:
         self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
 
     async def meet(self) -> None:
-        """Wait until every rank is connected. Raises PartLost."""
+        """Wait until every rank is connected. Raises PeerLost."""
         await self.part.ask("POST", f"{self._path}/meet", {}, self._timeout_s + GRACE_S)
 
     async def send(self, payload: RemoteBucket, following: RemoteBucket | None, timeout_s: float) -> None:
-        """Have the rank broadcast a bucket of its copy, as ``BroadcastGroup.send``. Raises PartLost."""
+        """Have the rank broadcast a bucket of its copy, as ``BroadcastGroup.send``. Raises PeerLost."""
         body = {
             "copy": payload.copy,
             "bucket": payload.index,
@@ -198,10 +204,12 @@ class RemoteGroup:
     async def close(self) -> None:
         """Have the rank close its end, and ask again while it does not answer; a call under way there ends by its deadline."""
         for pause_s in (1.0, 5.0, 25.0, 0.0):
+            if self.part.closed:
+                return
             try:
                 await self.part.ask("DELETE", self._path, {}, ANSWER_S)
                 return
-            except PartLost as error:
+            except PeerLost as error:
                 _log.info("group not closed group=%s reason=%s", self.name, error)
             await asyncio.sleep(pause_s)
 
@@ -229,6 +237,10 @@ class PartTensors(Mapping[str, Tensor]):
         return len(self._specs)
 
 
+class _Answered(OSError):
+    """The rank has answered, with an error."""
+
+
 def leave(place: PartPlace) -> None:
     """Let another rank end: nothing more will be asked of it. Blocking; raises OSError."""
     _asked(place, "POST", "/leave", timeout_s=CHECK_S)
@@ -246,7 +258,7 @@ def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
             return
         except OSError as error:
             gone = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
-            if gone or time.monotonic() >= deadline:
+            if gone or isinstance(error, _Answered) or time.monotonic() >= deadline:
                 raise
         time.sleep(_AGAIN_S)
 
@@ -259,6 +271,6 @@ def _asked(place: PartPlace, method: str, path: str, timeout_s: float = FETCH_S)
             found: bytes = answer.read()
             return found
     except urllib.error.HTTPError as error:
-        raise OSError(f"{path}: rank {place.rank} of the learner: {error}: {error.read()[:500]!r}") from None
+        raise _Answered(f"{path}: rank {place.rank} of the learner: {error}: {error.read()[:500]!r}") from None
     except http.client.HTTPException as error:
         raise OSError(f"{path}: rank {place.rank} of the learner: {error!r}") from error
