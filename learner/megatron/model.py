@@ -146,11 +146,14 @@ class Policy:
             pass
 
     def digest(self) -> str:
-        """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
+        """Return a digest of the exported weights: SHA-256 over names and the SHA-256 of each tensor, in the order of the names.
+
+        It does not depend on how they are split, and no tensor is kept for it. Collective as ``export``.
+        """
+        sums = {name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest() for name, tensor in self.export()}
         total = hashlib.sha256()
-        for name, tensor in sorted(self.export(), key=lambda item: item[0]):
-            total.update(name.encode())
-            total.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+        for name, of_tensor in sorted(sums.items()):
+            total.update(name.encode() + of_tensor)
         return total.hexdigest()
 
 

@@ -136,7 +136,7 @@ class WeightParts:
             try:
                 release(place, name)
             except OSError as error:  # that rank has ended, or waits until this learner has
-                log.warning("rank %d not told that its weights are read: %s", place.rank, error)
+                log.warning("release of weights failed rank=%d error=%s", place.rank, error)
 
     def wait(self, name: str) -> None:
         """Wait until rank 0 has read what this rank offered by this name."""

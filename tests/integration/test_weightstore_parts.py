@@ -1,7 +1,6 @@
 """Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a lost rank."""
 
 import asyncio
-import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,13 @@ from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
+from tests.receiver_app import staged as staged_here
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
-from weightstore.format.checksums import report_checksums
+from weightstore.format.checksums import ChecksumReport, Part, report_checksums
 from weightstore.format.manifest import Manifest, joined
 from weightstore.push.publisher import Publisher, PushReport
+from weightstore.push.staged_model import StagedModel
 from weightstore.transport.part_server import PartServer
 from weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, leave, release, staged
 
@@ -342,17 +343,42 @@ async def test_a_lost_engine_is_no_lost_rank(server: tuple[PartServer, PartPlace
     await group.close()
 
 
-async def test_a_checksum_over_tensors_of_two_ranks_is_reported(server: tuple[PartServer, PartPlace]) -> None:
+async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: tuple[PartServer, PartPlace]) -> None:
     one, place = server
     one.stage(0, tiny_tensors(4).items())
     remote = RemotePart(place, 1)
+    own = {"model.other.weight": torch.ones(3)}
     try:
-        report = report_checksums(tiny_tensors(4))
-        assert await remote.differences(0, report, 60) == []
-        other = report_checksums(tiny_tensors(5))
-        assert len(await remote.differences(0, other, 60)) == len(tiny_tensors(4))
+        whole = StagedModel(staged_here(own), (remote,), check_s=60)
+        report = report_checksums(own | tiny_tensors(4))
+        assert await whole.differences(report) == []
+        changed = await whole.differences(report_checksums(own | tiny_tensors(5)))
+        assert len(changed) == len(tiny_tensors(4))
+        missing = await whole.differences(report_checksums(own))
+        assert sorted(line.partition(":")[0] for line in missing) == sorted(tiny_tensors(4))
         raw = await remote.buckets(0)[0][1].tensor()
         assert torch.equal(raw, one._copies[0].buckets[0][1])
+        # No rank has the bytes of both: such an engine is not taken for verified.
+        fused = Part(names=("model.other.weight", "model.norm.weight"), dtype="float32", sum="0" * 16)
+        both = await whole.differences(ChecksumReport(scheme="sum64", parts=(*report.parts, fused)))
+        assert len(both) == 1 and "sent by several ranks" in both[0] and "model.norm.weight" in both[0]
     finally:
         await remote.close()
-    assert json.loads(ask(place, "POST", "/differences", json.dumps({"copy": 0, "report": report.to_json()}).encode())[1]) == {"lines": []}
+
+
+async def test_a_group_that_no_engine_is_requested_to_join_is_closed(server: tuple[PartServer, PartPlace]) -> None:
+    one, place = server
+    remote = RemotePart(place, 1)
+    try:
+        groups = [await remote.host(name, 2, "gloo", FAR_S, FAR_S) for name in ("lost", "pair")]
+        with piped(hang_before_receiving, groups[1].port, 1, 2):
+            await groups[1].meet()
+            assert one._loop is not None
+            for id in ("1", "2"):
+                one._loop.call_soon_threadsafe(one._drop_unmet, id)
+            await remote.check()
+            assert set(one._groups) == {"2"}
+        with pytest.raises(PartLost):
+            await groups[0].meet()
+    finally:
+        await remote.close()

@@ -77,10 +77,10 @@ class PartServer:
         self._read: dict[str, threading.Event] = {}
         """Set name -> set when rank 0 has read it."""
         self._left = threading.Event()
-        """Set when rank 0 will ask nothing more."""
+        """Set when no request of rank 0 will follow."""
         self._groups: dict[str, _Group] = {}
         self._met: set[str] = set()
-        """Ids of the groups whose members rank 0 has let join."""
+        """Ids of the groups that members have begun to join."""
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
         self._thread = threading.Thread(target=self._run, name="weight part", daemon=True)
@@ -131,7 +131,7 @@ class PartServer:
         return read is None or read.wait(timeout_s)
 
     def wait_until_left(self, timeout_s: float) -> bool:
-        """Wait until rank 0 will ask nothing more. Returns whether that is so, or nothing can be asked."""
+        """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
         return not self._thread.is_alive() or self._left.wait(timeout_s)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class PartServer:
 
     def _drop_unmet(self, id: str) -> None:
         if id in self._groups and id not in self._met:
-            _log.warning("a group that nobody has joined is closed id=%s", id)
+            _log.warning("group closed, because no engine was requested to join it id=%s", id)
             self._groups.pop(id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:

@@ -43,7 +43,7 @@ FETCH_S = 120.0
 
 
 RELEASE_S = 600.0
-"""Time in seconds for which another rank is told again that its tensors are read: it waits for that."""
+"""Time in seconds for which the release of a set of tensors is repeated: its rank waits for it."""
 _AGAIN_S = 1.0
 
 
@@ -242,7 +242,7 @@ class _Answered(OSError):
 
 
 def leave(place: PartPlace) -> None:
-    """Let another rank end: nothing more will be asked of it. Blocking; raises OSError."""
+    """Let another rank end: no further request will follow. Blocking; raises OSError."""
     _asked(place, "POST", "/leave", timeout_s=CHECK_S)
 
 
