@@ -1,6 +1,7 @@
 """Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a lost rank."""
 
 import asyncio
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,6 +218,35 @@ def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(bus_url: str, run
         assert head is not None and head.version == 1
         assert learner.publisher._pusher is not None and not learner.publisher._pusher._groups.evicted
         assert look(bus_url, run_id, "evicted") == {}
+
+
+def test_a_push_is_repeated_when_the_rank_of_a_part_was_frozen(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    config = WeightsConfig(bucket_bytes=BUCKET_BYTES, phase_deadline_s=SOME_HUNG_S)
+    with (
+        rank_apart(config) as (pipe, process, place),
+        receivers(bus_url, run_id, {"a": Behaviour(), "b": Behaviour(at_once=False)}) as engines,
+        learning(bus_url, run_id, tmp_path, places=[place], phase_deadline_s=SOME_HUNG_S) as learner,
+    ):
+        own, _, last = split(tiny_tensors(1))
+
+        def filled(number: int) -> None:
+            learner.servers[0].stage(number, last.items())
+            pipe.send((number, 1))
+            assert pipe.recv() == number
+            process.send_signal(signal.SIGSTOP)
+
+        copy = learner.publisher.stage(1, own.items(), filled)
+        handle = learner.publisher.push(copy)
+        handle.wait()
+        with pytest.raises(PushFailed, match="rank 7 of the learner"):
+            handle.result(0)
+        process.send_signal(signal.SIGCONT)
+        handle = learner.publisher.push(copy)
+        copy.release()
+        handle.wait()
+        report = handle.result(0)
+        assert (report.engines, report.evicted) == (("a", "b"), {})
+        assert {state(engines[id][0])["digest"] for id in engines} == {digest(tiny_tensors(1))}
 
 
 def test_a_part_elsewhere_is_broadcast_although_rank_0_shares_its_memory(bus_url: str, run_id: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from weightstore.config import Deadlines
-from weightstore.errors import ReceiverFailed
+from weightstore.errors import PartLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
 from weightstore.transport.http_receiver import HttpReceiver
@@ -68,6 +68,16 @@ async def pushed(member: Member) -> Updated:
         return []
 
     return await member.finish(1, nothing_differs)
+
+
+async def test_a_rank_that_is_lost_while_checksums_are_compared_is_no_failure_of_the_engine() -> None:
+    async def lost(told: ChecksumReport) -> list[str]:
+        raise PartLost("/differences", "asking", "rank 7 of the learner")
+
+    async with member_of("", {}) as member:
+        await member.begin(1)
+        with pytest.raises(PartLost, match="rank 7"):
+            await member.finish(1, lost)
 
 
 @pytest.mark.parametrize(

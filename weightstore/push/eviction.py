@@ -78,10 +78,6 @@ class PushGroups:
         _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
         await self._drop(member, leave=True)
 
-    async def renew(self, members: list[Member]) -> None:
-        """Leave the engines out of this push, which the learner itself has broken off: they are new in the next one, and not evicted."""
-        await asyncio.gather(*[self._drop(member, leave=True) for member in members])
-
     def succeeded(self, member: Member) -> None:
         """Record that the engine has taken a version: it is no longer evicted, and its failures are forgotten."""
         self._backoffs.pop(member.identity, None)

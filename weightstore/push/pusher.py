@@ -323,12 +323,8 @@ class Pusher:
 
         async def update_group(group: PushGroup) -> dict[str, Updated]:
             """Push to one group and evict the members that failed. Returns the times of the others. Raises PartLost."""
-            since, by, members = time.perf_counter(), group.transport or handles, list(group.members)
-            try:
-                outcome = await group.update(staging.version, staging.buckets, check_of)
-            except PartLost:
-                await self._groups.renew(members)
-                raise
+            since, by = time.perf_counter(), group.transport or handles
+            outcome = await group.update(staging.version, staging.buckets, check_of)
             throughput.add(by, sum(isinstance(how, Updated) for how in outcome.values()), time.perf_counter() - since)
             failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
             evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})
