@@ -99,6 +99,7 @@ test-net: setup
 test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
 
+test-all: export THOROUGH := 1
 test-all: check
 	$(BIN)/python -m pytest -m "not gpu" tests/chaos $(TESTS) $(BESIDE)
 

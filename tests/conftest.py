@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
 from tests.template import has_template, template
 
 pytest_plugins = ["tests.bus_fixtures"]
@@ -26,7 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 """Nothing is compiled on CPUs, and Megatron's decorators import the compiler unless it is off: two of nine seconds of a start."""
 
-settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tests", max_examples=examples(100), deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tests")
 
 BLOCKED_S = 20.0
@@ -36,8 +39,8 @@ Generous: a first import of transformers' models, which a test may do in a callb
 LIMIT_S = {"unit": 120.0}
 """Seconds that an async test in this folder may take."""
 
-FIRST = {"test_weightstore_cohorts.py"}
-"""Files that wait for minutes, and hardly compute: a worker that begins with one later is the last one of all."""
+FIRST = ("test_weightstore_cohorts.py", "test_megatron_layouts.py")
+"""Files of minutes, of which the one waits while the other computes: a worker that begins with one later is the last one of all."""
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
@@ -177,7 +180,7 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put ``FIRST`` first."""
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
 def pytest_report_header() -> str:

@@ -8,7 +8,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.errors import BadRequest, NoRenderer, RendererMissing
 from actors.text.chat_template import ChatTemplate
+from actors.text.harmony_vocabulary import HarmonyVocabulary
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply, call_of
 from bus.system.foreign import errors_as
@@ -29,9 +30,12 @@ ROLES = ("system", "user", "assistant", "tool")
 """Roles that every renderer has. Some renderers leave out a message of another role without an error."""
 UNSUPPORTED = {
     "default": "it is the model's own chat template; leave the setting empty",
-    "gpt-oss": "its vocabulary is downloaded from the network, not read from the model directory",
 }
 """Renderers of the library that cannot be used here, with the reason."""
+HARMONY = "gpt-oss"
+"""The renderer that encodes by openai-harmony, with a vocabulary of its own."""
+NAMED_RESULTS = (HARMONY, "gemma4", "inkling")
+"""Renderers that write the name of the tool into a result, as the templates of these families do."""
 MOST_VARIANTS = 16
 """Renderers that are kept for different ``chat_template_kwargs``."""
 OF_REQUEST = ("tools", "add_generation_prompt")
@@ -41,16 +45,21 @@ OF_REQUEST = ("tools", "add_generation_prompt")
 class Renderer:
     """The renderer of a model. Knows nothing of earlier chats."""
 
-    def __init__(self, text: Text, config: Any, *, public_name: str = "", template: str = "") -> None:
+    def __init__(
+        self, text: Text, config: Any, *, public_name: str = "", template: str = "", vocabulary: HarmonyVocabulary | None = None
+    ) -> None:
         """``config``: the library's, of one renderer. Raises the library's errors when the tokenizer does not fit.
 
         ``public_name`` and ``template``: of the model, for the renderers of families with small differences among models.
+        ``vocabulary``: the model's, for gpt-oss.
         """
-        self._text, self._config = text, config
+        self._text, self._config, self._vocabulary = text, config, vocabulary
         self._tokenizer = _Tokenizer(text, public_name, template)
         self._variants: OrderedDict[str, Any] = OrderedDict()
         """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
         self.name = str(config.name)
+        self.names_results = self.name in NAMED_RESULTS
+        """True if results of tools have to say the name of the tool."""
         self.stop_token_ids = tuple(dict.fromkeys(map(int, self._variant({}).get_stop_token_ids())))
         """Tokens that end a response."""
 
@@ -65,7 +74,13 @@ class Renderer:
         cure = f"name the renderer of this model's family, or use the tokenizer that belongs to it ({model_dir / 'tokenizer.json'})"
         with errors_as(lambda error: NoRenderer(want=want, got=_first_line(error), cure=cure)):
             template = ChatTemplate.read(model_dir)
-            return cls(text, config, public_name=_public_name(model_dir) or "", template="" if template is None else template.source)
+            return cls(
+                text,
+                config,
+                public_name=_public_name(model_dir) or "",
+                template="" if template is None else template.source,
+                vocabulary=HarmonyVocabulary(model_dir / "tokenizer.json") if config.name == HARMONY else None,
+            )
 
     def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
         """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
@@ -137,10 +152,11 @@ class Renderer:
     def _create(self, arguments: JsonMapping) -> Any:
         import renderers
 
-        if not arguments:
-            return renderers.create_renderer(self._tokenizer, self._config)
-        with self._rejecting("chat_template_kwargs"):
-            return renderers.create_renderer(self._tokenizer, self._config, chat_template_kwargs=arguments)
+        with nullcontext() if self._vocabulary is None else self._vocabulary.given():
+            if not arguments:
+                return renderers.create_renderer(self._tokenizer, self._config)
+            with self._rejecting("chat_template_kwargs"):
+                return renderers.create_renderer(self._tokenizer, self._config, chat_template_kwargs=arguments)
 
     def _rejecting(self, what: str) -> AbstractContextManager[None]:
         """Raise BadRequest for every error of the library, which does not check what programs and models write."""

@@ -24,6 +24,7 @@ from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task
+from tests.examples import examples
 from tests.tiny_models import write_tiny_model
 
 
@@ -432,7 +433,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4).map(lambda found: json.dumps(found).encode()) | st.binary(max_size=40),
     path=st.sampled_from(

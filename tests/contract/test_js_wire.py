@@ -17,7 +17,8 @@ from bus.wire import parts, subjects
 from bus.wire.codec import check_sample, decode_sample, encode_task
 from bus.wire.messages import Sample, Sampling, Span, Task, Timings
 from tests.bus_kit import join, make_task
-from tests.js_kit import installed, node
+from tests.js_kit import installed
+from tests.npm_kit import node
 
 SCRIPT = Path(__file__).with_name("js_wire.mjs")
 PROMPT_TOKENS = (0, 65_536, 2**31 - 1)

@@ -139,7 +139,7 @@ async def test_an_episode_that_needs_more_memory_than_its_child_may_have_fails_w
 
 
 async def test_files_and_processor_time_have_limits_where_they_are_set(tmp_path: Path) -> None:
-    async with children(processes=1, cpu_s=4, open_files=60, file_mb=1) as pool:
+    async with children(processes=1, cpu_s=2, open_files=60, file_mb=1) as pool:
         assert (await run(pool, "opens", count=10)).value == 1.0
         assert "Too many open files" in await refusal(pool, "opens", count=60)
         assert (await run(pool, "writes", file=str(tmp_path / "small"), mb=1)).value == 1.0

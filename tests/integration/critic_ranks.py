@@ -114,7 +114,8 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
     return {"metrics": metrics, "digest": built.policy.digest()}
 
 
-def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, out: Path) -> None:
+def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, every: bool, out: Path) -> None:
+    """``every``: also what repeats parts of others."""
     with joined() as here:
         results = {
             "dp2": trained(model_dir, here),
@@ -126,16 +127,18 @@ def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, o
         with joined(**sizes) as here:
             saves = f"{out}/{name}_{{step}}_{{rank}}.safetensors"
             directory, kind = (deep_dir, " deep") if name == DEEP else (model_dir, "")
-            if "sequence" in name or not name.startswith("tp2"):
+            if name not in ("tp2", "pp2") or (every and name == "pp2"):
                 results[f"{name} vtrace{kind}"] = trained(directory, here, **VTRACE)
             if name == DEEP:
-                results[f"{name}{kind}"] = trained(directory, here)
+                if every:
+                    results[f"{name}{kind}"] = trained(directory, here)
                 continue
             results[name] = trained(model_dir, here, recompute="full" if "recompute" in name else "none", saves=saves)
-            results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
+            if every or name in ("tp2", "pp2"):
+                results[f"{name} resumed"] = trained(model_dir, here, checkpoint=checkpoint)
     for name, sizes in {
         "ep2 of experts": {"expert_parallel_size": 2},
-        "tp2 of experts": {"tensor_parallel_size": 2, "sequence_parallel": True},
+        **({"tp2 of experts": {"tensor_parallel_size": 2, "sequence_parallel": True}} if every else {}),
     }.items():
         with joined(**sizes) as here:
             results[name] = trained(experts_dir, here)

@@ -128,7 +128,6 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     exported = [(name, projected(tensor)) for name, tensor in policy.export()]
     weights = dict(exported)
     assert len(weights) == len(exported), "a weight is exported twice"
-    assert not_sent_once(policy) == []
     return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found, "weights": weights}
 
 
@@ -190,6 +189,7 @@ def projected(tensor: torch.Tensor) -> float:
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
     logprobs.CHUNK_ELEMENTS = layout.chunk
     with joined(**layout.sizes) as here:
+        assert not_sent_once(build_policy(model_dir, dtype=layout.dtype, parallel=here)) == []
         results = {case: train(model_dir, here, case, layout) for case in layout.cases}
         for rows, max_tokens in ROWS.items() if layout.with_gradients else ():
             tensors, metrics = gradients(model_dir, here, layout, max_tokens)

@@ -112,10 +112,12 @@ def gradients(model_dir: Path, here: Parallel, way: Way, lora: LoraConfig) -> tu
 DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp2": ({"tensor_parallel_size": 2}, ("plain", "recompute full")),
     "tp2 sp": ({"tensor_parallel_size": 2, "sequence_parallel": True}, ("plain",)),
-    "pp2": ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, ("plain", "recompute full")),
+    "pp2": ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, ("plain",)),
     "cp2": ({"tensor_parallel_size": 1, "context_parallel_size": 2}, ("plain",)),
 }
 """Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
+RESUMED = ("tp2 sp", "pp2")
+"""Those that go on from a checkpoint of one rank."""
 
 
 ATTENTION = LoraConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -159,7 +161,7 @@ def experts(mixture_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) 
 
 def main(model_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> None:
     """``filled``: with adapters of which no matrix is zero."""
-    shared = ("plain", "distributed", "offload", "distributed, offload")
+    shared = ("plain", "distributed", "distributed, offload")
     with joined() as here:
         results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
         for name in IN_REPLICAS:
@@ -170,5 +172,6 @@ def main(model_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> No
             for name in ways:
                 results[f"{layout} {name}"] = trained(model_dir, here, WAYS[name])
                 save(out, f"{layout} {name}", *gradients(model_dir, here, WAYS[name], filled))
-            results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
+            if layout in RESUMED:
+                results[f"{layout} plain, resumed"] = trained(model_dir, here, WAYS["plain"], checkpoint)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

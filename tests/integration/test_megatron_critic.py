@@ -210,7 +210,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
     assert all(torch.equal(tensor, undisturbed.weights()[name]) for name, tensor in disturbed.weights().items())
 
 
-def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path, every: bool) -> None:
     """Data, tensor, sequence, pipeline (virtual), context and expert parallel, GAE and V-trace, and from the checkpoint of one rank.
 
     Every metric to 1e-5. Dumps of policy and critic have the same values by token.
@@ -233,7 +234,7 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
     }
     of_vtrace = {name for metrics in others["vtrace"] for name in metrics}
     assert not missing(of_vtrace, ("critic/",)), "every metric is compared"
-    args = (model_dir, deep_dir, experts_dir, tmp_path / "checkpoint")
+    args = (model_dir, deep_dir, experts_dir, tmp_path / "checkpoint", every)
     for result in run_ranks(critic_ranks.main, args, world=2, out=tmp_path, timeout_s=400):
         for name, ours in result.items():
             wanted: Any = next((others[end] for end in sorted(others, key=len, reverse=True) if name.endswith(f" {end}")), metrics)

@@ -22,7 +22,7 @@ HALF = "several rows in bfloat16"
 LAYOUTS = {
     WHOLE: Layout(watched=True),
     "4 micro-batches": Layout(max_tokens=70, every=2, first=1),
-    "unpacked": Layout(max_tokens=1, every=16),
+    "unpacked": Layout(max_tokens=1, every=32),
     "data parallel 2": Layout(data_parallel=2, max_tokens=80, every=2),
     "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000, every=10),
     "unpacked, every case": Layout(max_tokens=1),
@@ -64,10 +64,14 @@ OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name} | {
     "pp2 of one row",
+    "pp2 vpp2",
     "pp2, tied",
     "cp2 sharded optimizer",
     "tp2 sp, recompute",
     "pp2, recompute",
+    "pp2 vpp2, recompute",
+    "cp2, recompute",
+    "4 layers, several rows",
     "bfloat16, pp2",
 }
 """Layouts of four processes, those with every case, and those that repeat parts of other layouts. Each case is divided anyway: over two

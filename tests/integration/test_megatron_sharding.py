@@ -9,7 +9,7 @@ from megatron.core import dist_checkpointing
 
 from learner.megatron import state
 from tests.integration import megatron_sharding
-from tests.integration.megatron_sharding import CASES, CLIPPED_CASES, RESUMES, STEPS, UNCLIPPED, VOCAB, WAYS, learner, saved, take
+from tests.integration.megatron_sharding import CASES, CLIPPED_CASES, RARE, STEPS, UNCLIPPED, VOCAB, WAYS, learner, resumes, saved, take
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
@@ -50,7 +50,21 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize(("dtype", "way"), CASES)
 def test_the_same_bits_as_the_plain_optimizer(world: World, dtype: str, way: str) -> None:
     """Where no gradient is clipped: each weight's gradient is the sum of the same two numbers, and Adam is element by element."""
-    plain, ours = world[f"{dtype} plain"], world[f"{dtype} {way}"]
+    for rank in world.ranks:
+        same_bits(rank, dtype, way)
+
+
+@pytest.mark.slow
+def test_the_same_bits_in_rare_ways(tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model", vocab_size=VOCAB)
+    (tmp_path / "out").mkdir()
+    for rank in run_ranks(megatron_sharding.rare, (model_dir,), world=2, out=tmp_path / "out"):
+        for dtype, way in RARE:
+            same_bits(rank, dtype, way)
+
+
+def same_bits(rank: dict[str, Any], dtype: str, way: str) -> None:
+    plain, ours = rank[f"{dtype} plain"], rank[f"{dtype} {way}"]
     assert ours["digests"] == plain["digests"] and len(set(plain["digests"])) == len(STEPS)
     for step, wanted in zip(ours["metrics"], plain["metrics"], strict=True):
         norms = {"train/grad_norm", "train/grad_norm_max"}  # sums in another order
@@ -71,8 +85,7 @@ def test_clipped_gradients(world: World, dtype: str, way: str) -> None:
     assert ours["digests"] == world[f"clipped {dtype} {way.removesuffix(', offload').replace('offload', 'plain')}"]["digests"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("one", "other"), RESUMES)
+@pytest.mark.parametrize(("dtype", "one", "other"), [(dtype, one, other) for dtype in DTYPES for one, other in resumes(dtype)])
 def test_one_continues_what_the_other_has_saved(world: World, dtype: str, one: str, other: str) -> None:
     unbroken = world[f"{dtype} plain"]
     assert world[f"{dtype} {one} > {other}"]["digest"] == unbroken["digests"][1]

@@ -22,6 +22,7 @@ from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
 from bus.wire.messages import Kind, Partial, Sample, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, running_engines
+from tests.examples import examples
 
 TASK = Task(
     id=17,
@@ -195,7 +196,7 @@ async def test_failing_a_sample_keeps_what_it_has() -> None:
     assert bad.tokens is sample.tokens
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=4), st.sampled_from(["stop", "length"]), st.data())
 def test_every_answer_that_keeps_the_ports_promises_becomes_a_valid_sample(
     stretches: list[tuple[int, int]], finish: str, data: st.DataObject

@@ -31,6 +31,7 @@ from learner.algorithms.advantages import (
     whitened,
 )
 from tests.enumerated import Policy, gradient
+from tests.examples import examples
 
 KINDS = sorted(ADVANTAGES)
 
@@ -123,7 +124,7 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
     return (member.reward - mean) / divisor
 
 
-EACH = 40
+EACH = examples(40)
 """Number of examples for every estimator with every treatment of failed members."""
 
 
@@ -435,7 +436,7 @@ def test_returns_to_go_are_the_loop_within_each_sample(
     _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8), k=st.integers(1, 5))
 def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], k: int) -> None:
     got = pass_at_k(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64), k=k).tolist()
@@ -450,7 +451,7 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], 
     assert sum(got) == pytest.approx(0.0, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8),
     weights=st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)),

@@ -13,6 +13,7 @@ from learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from learner.algorithms.choices import AGGREGATIONS
 from learner.algorithms.policy_losses import Clip, ppo
 from learner.algorithms.supervised import sft_loss
+from tests.examples import examples
 
 CONSTANT = 7.5
 DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]
@@ -86,7 +87,7 @@ LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), masked=st.sampled_from([0.0, 0.4, 0.9, 1.0]))
 def test_the_number_is_the_definition(mode: str, lengths: list[int], seed: int, masked: float) -> None:
     step = _step(lengths, seed, masked)
@@ -94,7 +95,7 @@ def test_the_number_is_the_definition(mode: str, lengths: list[int], seed: int, 
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), data=st.data())
 def test_order_padding_and_split_change_nothing(mode: str, lengths: list[int], seed: int, data: st.DataObject) -> None:
     """A part is a micro-batch, a rank, or a rank's piece of a sample; parts are summed. Sample ids are arbitrary too."""

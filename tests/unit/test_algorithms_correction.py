@@ -43,6 +43,7 @@ from tests.enumerated import (
     objective_gradient,
     per_token,
 )
+from tests.examples import examples
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU, MU2 = Policy.random(2, like=PI, spread=0.5), Policy.random(3, like=PI, spread=0.5)
@@ -311,7 +312,7 @@ def test_rows_are_summed_by_sample(row: Any) -> None:
 METRIC: dict[str, Callable[[float], float]] = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(packed(), st.sampled_from(["k1", "k2", "k3"]), st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]))
 def test_rejection_is_that_of_a_loop(row: Any, metric: str, span: str) -> None:
     low, high = (0.6, 1.7) if metric == "k1" else (0.0, 0.4)

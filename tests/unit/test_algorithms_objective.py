@@ -12,6 +12,7 @@ from torch import Tensor
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Objective, RewardParts, Tokens
+from tests.examples import examples
 
 N, EACH = 4, 6
 
@@ -40,7 +41,7 @@ def rejected(log_probs_T: Tensor, tokens: Tokens, **changes: Any) -> dict[str, T
     return dict(objective.token_loss(log_probs_T, tokens, coupled).rejected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), limit=st.sampled_from([1e-4, 0.04, 0.1, 0.3, 10.0]), band=st.booleans())
 def test_m2po_of_harmful_tokens_is_its_definition(seed: int, limit: float, band: bool) -> None:
     """Reference: the largest squares of the harmful tokens go, until the mean of those left is below the limit."""

@@ -34,6 +34,7 @@ from learner.algorithms.policy_losses import (
     vespo,
 )
 from tests.enumerated import MASK_T, PLACE, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
+from tests.examples import examples
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU = Policy.random(2, like=PI, spread=0.5)
@@ -490,7 +491,7 @@ def one_token(p: float, q: float, advantage: float, loss: Callable[..., PolicyLo
     return float(torch.autograd.grad(made.loss_T.sum(), log_p_T)[0]), bool(made.clipped_T)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(case=CASE, low=st.floats(0.01, 0.3), high=st.floats(0.01, 0.3), cap=st.sampled_from([0.0, 1.0, 3.0]))
 def test_dppo_of_the_binary_kl_and_ipo_are_their_definitions(case: tuple[float, float, float], low: float, high: float, cap: float) -> None:
     p, q, advantage = case
@@ -509,7 +510,7 @@ def test_ipo_lets_go_of_a_token_that_dppo_would_bring_back() -> None:
     assert one_token(0.7, 0.4, -1.0, ipo, low=0.1, high=0.1) == (0.0, True)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     deltas=st.lists(st.floats(-2, 2), min_size=1, max_size=6),
     advantage=st.sampled_from([-1.0, 0.5]),

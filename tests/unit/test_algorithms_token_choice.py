@@ -13,6 +13,7 @@ from torch import Tensor
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
 from learner.algorithms.token_choice import draws, last_draw, top_cut
+from tests.examples import examples
 
 N, EACH = 5, 8
 
@@ -71,7 +72,7 @@ def covariance(tokens: Tokens) -> dict[int, float]:
     return {t: (advantage[t] - mean_a) * (log_prob[t] - mean_l) for t in at}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.2, 0.5, 0.99]))
 def test_the_tokens_of_high_entropy_train_and_the_others_have_no_gradient(seed: int, share: float) -> None:
     config = {"correction": "bypass", "top_entropy": share}
@@ -88,7 +89,7 @@ def test_the_tokens_of_high_entropy_train_and_the_others_have_no_gradient(seed: 
     assert plain.left_out_T is None
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.1, 0.5, 1.0]), anchor=st.sampled_from(["rollout", "proximal"]))
 def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share: float, anchor: str) -> None:
     """Reference: ``-A r + coef |log r|`` there and ``-A r`` elsewhere, with the derivative by log pi by hand."""
@@ -108,7 +109,7 @@ def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share
     assert not loss.clipped_T.any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.1, 1.0]), low=st.sampled_from([0.0, 0.5, 1.0]))
 def test_clip_cov_drops_tokens_within_its_bounds_and_no_more_than_its_share(seed: int, share: float, low: float) -> None:
     bounds = {"clip_cov_low": low, "clip_cov_high": low + 2.0}

@@ -16,6 +16,7 @@ from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.policy_losses import reinforce
 from learner.settings.config import LearnerConfig
 from tests.enumerated import MASK_T, RESPONSES, SAMPLE_T, Policy, expected, gradient, per_token
+from tests.examples import examples
 
 OWNERS = [0, 0, 1, 2, 2, 2]
 """Sample of each sequence."""
@@ -78,7 +79,7 @@ def by_loop(tokens: Tokens, coef: float, *, whiten: bool, gamma: float = 1.0) ->
     return [(value - mean) / deviation if tokens.mask_T[t] else 0.0 for t, value in enumerate(found)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline", "rloo"]), parts=st.integers(1, 4))
 def test_a_token_is_charged_for_the_rest_of_its_episode(seed: int, advantage: str, parts: int) -> None:
     """Returns do not change if the sequences of an episode are in several rows, in any order."""
@@ -95,7 +96,7 @@ def test_a_token_is_charged_for_the_rest_of_its_episode(seed: int, advantage: st
     torch.testing.assert_close(got_T[at_T], torch.tensor(wanted, dtype=torch.float64)[at_T], atol=1e-10, rtol=1e-10)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
     advantage=st.sampled_from(["reinforce_pp", "reinforce"]),

@@ -38,6 +38,7 @@ from bus.wire.messages import (
 from bus.wire.table import unpack
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_sample, make_task
+from tests.examples import examples
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -229,14 +230,14 @@ DECODERS = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200), st.sampled_from(DECODERS))
 def test_arbitrary_bytes_raise_wire_error(data: bytes, decode: Any) -> None:
     with pytest.raises(WireError):
         decode(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_damaged_bytes_decode_or_raise_wire_error(data: st.DataObject) -> None:
     """Any damage is refused as WireError, or leaves a message that can be decoded and checked without another error."""
@@ -254,7 +255,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from([field.name for field in dataclasses.fields(Sample) if field.name != "extra"]), VALUES)
 def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_sample()))
@@ -421,7 +422,7 @@ ODD = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(sample=SAMPLES, data=st.data())
 def test_what_msgspec_decodes_is_what_the_table_decodes(sample: Sample, data: st.DataObject) -> None:
     """Messages are compared whole, with one field changed, missing, doubled or unknown, inside and outside, and with bytes damaged."""
@@ -481,7 +482,7 @@ NOT_USUAL = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(sample=SAMPLES, data=st.data())
 def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st.DataObject) -> None:
     """The encoders agree byte for byte, with one field of another type, outside and inside, and refuse for the same reason."""

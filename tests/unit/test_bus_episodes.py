@@ -18,6 +18,7 @@ from bus.wire.budget import Budget
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Dead, Kind, Plan, Sample, Span
 from tests.bus_kit import make_episode, make_sample, make_task, make_turns
+from tests.examples import examples
 
 NAN = math.nan
 
@@ -282,7 +283,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(["schema", "rollout", "sequences", "turns", "transcript"]), VALUES)
 def test_any_value_in_a_field_of_episodes_is_read_or_refused(name: str, value: Any) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_episode()))
@@ -293,7 +294,7 @@ def test_any_value_in_a_field_of_episodes_is_read_or_refused(name: str, value: A
         assert error.field.startswith((name, "schema", "spans", "turns", "response_length")), error
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(["at", "tokens", "begin_s", "seconds", "tools_s", "id", "finish", "agent", "rewards", "added"]), VALUES)
 def test_any_value_in_a_column_of_turns_is_read_or_refused(name: str, value: Any) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_episode()))
@@ -304,7 +305,7 @@ def test_any_value_in_a_column_of_turns_is_read_or_refused(name: str, value: Any
         assert error.field.startswith("turns"), error
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_damaged_bytes_of_an_episode_are_read_or_refused(data: st.DataObject) -> None:
     whole = bytearray(codec.encode_sample(make_episode()))

@@ -32,6 +32,7 @@ from learner.data.datasource import DataSource
 from learner.data.plans import plan_bytes
 from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
+from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
@@ -561,7 +562,7 @@ STRANGE = st.sampled_from(
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(file=st.sampled_from(FILES), key=st.sampled_from([*VALUES, *KEYS]), value=STRANGE)
 def test_whatever_stands_in_a_model_directory_a_check_ends(
     file: str, key: str, value: object, tmp_path_factory: pytest.TempPathFactory

@@ -19,6 +19,7 @@ from learner.data.groups import Verdict
 from learner.data.rules import DataRules
 from learner.data.waits import Waits
 from tests.data_kit import rules, sample, task
+from tests.examples import examples
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()
@@ -430,7 +431,9 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one.missing == other.missing)
 
 
-History.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+History.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestHistory = History.TestCase
 
 

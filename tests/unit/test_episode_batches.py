@@ -34,6 +34,7 @@ from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from learner.settings.config import LearnerConfig
 from tests.data_kit import rules, task
+from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
 
 Turn = tuple[list[int], list[float], int]
@@ -165,7 +166,7 @@ def by_loop(told: Sequence[Sequence[Turn]], mode: str, groups: Sequence[int]) ->
     return sum(map(sum, losses)) / len(losses) / (8.0 if mode == "constant" else 1.0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(episodes(), BORDERS, st.integers(1, 3), st.integers(1, 2), st.sampled_from([12, 1000]))
 def test_no_number_depends_on_how_an_episode_is_cut(
     told: list[list[Turn]], borders: list[list[bool]], ranks: int, minibatches: int, max_tokens: int
@@ -182,7 +183,7 @@ def test_no_number_depends_on_how_an_episode_is_cut(
         assert total(split, mode, minibatches) == pytest.approx(wanted, rel=1e-12), mode
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(episodes(), BORDERS)
 def test_rows_know_their_sequence_and_turn(told: list[list[Turn]], borders: list[list[bool]]) -> None:
     samples = step(told, borders)
@@ -358,7 +359,7 @@ def test_returns_run_in_order_of_delivery() -> None:
     assert returns.tolist() == [[0.5 + 0.25 * 1.5, 0.5 * 1.5, 1.5]]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SIX, BORDERS, episodes())
 def test_the_baseline_of_an_episode_does_not_see_its_sequences(
     rewards: list[float], borders: list[list[bool]], told: list[list[Turn]]

@@ -13,6 +13,7 @@ from actors.episodes.recorder import Output, Recorder, Sequences
 from bus.wire.invariants import check_sample
 from bus.wire.messages import Sample, Span
 from tests.bus_kit import make_sample
+from tests.examples import examples
 
 UNKNOWN = int(np.iinfo(np.uint16).max)
 """Id of unknown experts."""
@@ -219,7 +220,7 @@ def trained_tokens(found: Sequences) -> list[tuple[tuple[int, ...], float, int]]
     return sorted(result)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(conversations())
 def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns: list[tuple[list[int], list[int], int, bool]]) -> None:
     wanted = sorted(
@@ -241,7 +242,7 @@ def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns:
     assert found.numbers == tuple(number for number, (_, answered, _, trained) in enumerate(turns) if trained and answered)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(conversations(), st.sets(st.integers(0, 8), max_size=3))
 def test_a_trained_token_has_the_experts_of_the_pass_that_sampled_it(turns: list[Any], lacking: set[int]) -> None:
     """Every row names its turn and place; ``lacking``: turns without experts, such as those of a log."""
@@ -275,7 +276,7 @@ def test_a_trained_token_has_the_experts_of_the_pass_that_sampled_it(turns: list
         left, right = left + length, right + response
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(conversations(), st.randoms())
 def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: list[Any], random: Any) -> None:
     """Any order trains the same tokens, though perhaps in other sequences."""

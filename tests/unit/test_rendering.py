@@ -15,6 +15,7 @@ from actors.openai.openai_api import parse
 from actors.router.chats import AskedChat, RenderedChats
 from actors.text.rendering import Renderer
 from actors.text.text import Text
+from tests.examples import examples
 from tests.tiny_models import EOS, OF_RENDERERS, write_tiny_tokenizer
 
 for package in ("renderers", "httpx"):
@@ -46,7 +47,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
 PIECES = ["{", "}", '"name"', '"arguments"', ":", '"add"', "NaN", '"\\ud800"', "[" * 2000, "9" * 5000, "\n", "a", "\ud7ff"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(OF_RENDERERS))
 def test_whatever_a_model_says_is_a_reply(family: str, rendered: dict[str, tuple[Renderer, Text]], data: st.DataObject) -> None:
@@ -81,7 +82,7 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     messages=st.lists(MESSAGES, min_size=1, max_size=4),
     more=st.fixed_dictionaries({}, optional={"tools": st.just([ADD]) | VALUES, "chat_template_kwargs": VALUES, "stop_token_ids": VALUES}),
@@ -183,7 +184,8 @@ def test_a_renderer_that_cannot_be_used_is_refused(rendered: dict[str, tuple[Ren
 
     assert "'qwen33'; fix the name" in refused("qwen33") and "glm-4.5" in refused("qwen33")
     assert "special token" in refused("glm-4.5") and "[gMASK]" in refused("glm-4.5")
-    assert "downloaded from the network" in refused("gpt-oss") and "leave the setting empty" in refused("default")
+    assert "want the vocabulary of gpt-oss, got another one" in refused("gpt-oss", write_tokenizer("qwen3", tmp_path / "other"))
+    assert "leave the setting empty" in refused("default")
     assert "OWNER/NAME" in refused("auto")
     assert refused("qwen3", no_such=1).startswith("renderer_options: want fields of renderers.Qwen3RendererConfig, got ")
 

@@ -30,6 +30,7 @@ from rewards.ifeval import INSTRUCTIONS, follows
 from rewards.port import RewardRequest
 from rewards.registry import ASKING, TABLE, bind, checked
 from rewards.scorers.single import opened
+from tests.examples import examples
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
 
@@ -113,7 +114,7 @@ def within(seconds: float, what: object) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", HERE)
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(TEXTS, LABELS, st.integers(0, 10**9), st.dictionaries(st.sampled_from(["choices", "valid_letters", "correct_letter"]), JSON))
 def test_any_input_gets_numbers_or_a_refusal_in_time(name: str, response: str, label: Any, length: int, metadata: dict[str, Any]) -> None:
     reward = bind(name, OPTIONS.get(name))
@@ -132,7 +133,7 @@ def test_each_long_repeat_gets_numbers_or_a_refusal_in_time(name: str) -> None:
                 number_or_refusal(name, lambda response=response: reward(asked(response, "A", length=7)))  # type: ignore[misc]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(st.integers(0, 10**9), st.floats(-1e6, 1e6) | st.dictionaries(st.text(max_size=5), st.floats(-10, 10), min_size=1)),
@@ -169,7 +170,7 @@ def test_every_instruction_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), TEXTS)
 def test_any_response_and_arguments_get_a_verdict_or_a_refusal_in_time(name: str, data: st.DataObject, response: str) -> None:
     own = data.draw(arguments_of(ROWS[name]))
@@ -180,7 +181,7 @@ def test_any_response_and_arguments_get_a_verdict_or_a_refusal_in_time(name: str
             assert name in str(error)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(JSON, JSON, TEXTS)
 def test_any_metadata_of_ifeval_is_read_or_refused(names: Any, arguments: Any, response: str) -> None:
     rules = {"instruction_id_list": names, "kwargs": arguments}
@@ -203,7 +204,7 @@ CASES_OF_CODE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     TEXTS,
     LABELS | CASES_OF_CODE | CASES_OF_CODE.map(json.dumps) | st.lists(st.fixed_dictionaries({"input": JSON, "output": JSON}), max_size=2),
@@ -366,7 +367,7 @@ async def test_any_answer_of_a_server_is_a_number_or_a_failure_with_a_reason(nam
             finally:
                 await made._calls.close()
 
-        @settings(max_examples=100)
+        @settings(max_examples=examples(100))
         @given(STATUSES, BODIES)
         def one(status: int, body: bytes) -> None:
             answers.append((status, body))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rewards.errors import RewardFailed
 from rewards.ifbench import CAPITALS, INSTRUCTIONS, sentences
 from rewards.ifeval import follows
+from tests.examples import examples
 
 PALINDROMES = "level radar civic refer kayak rotor madam tenet stats Racecar!"
 QUESTIONS = "".join(f"Question {n}. {'Who is it' * n}?\nA. a\nB. b\nC. c\nD. d\nE. e\n" for n in range(1, 5))
@@ -140,7 +141,7 @@ def test_a_sentence_ends_where_another_one_can_begin() -> None:
     assert list(sentences("")) == [] and list(sentences("no end")) == ["no end"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.text(max_size=200)
     | st.lists(st.sampled_from([*"abZ .,!?\"'()[]{}*-\n\t1\U0001f600", "Question 1.", "<i>", "</i>"]), max_size=60).map("".join)

@@ -27,6 +27,7 @@ from learner.feed.feed_messages import unpack
 from tests.bus_kit import make_sample
 from tests.data_kit import sample as made_sample
 from tests.data_kit import task
+from tests.examples import examples
 from tests.learner_steps import with_random_experts
 from tests.unit.test_batch import plan_of
 
@@ -112,7 +113,7 @@ def test_a_field_that_is_missing_is_refused(name: str) -> None:
 JUNK = st.recursive(st.none() | st.integers() | st.binary(max_size=20) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.dictionaries(st.sampled_from([*GOOD, "x"]), JUNK | st.sampled_from(list(GOOD.values()))) | JUNK)
 def test_anything_else_is_a_wire_error_or_checked(value: Any) -> None:
     try:

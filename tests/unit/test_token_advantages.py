@@ -16,6 +16,7 @@ from learner.algorithms.objective import Tokens
 from learner.algorithms.token_advantages import with_token_advantages
 from learner.settings.config import CriticConfig, LearnerConfig
 from learner.settings.schedule import OptimizerConfig
+from tests.examples import examples
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
 
@@ -66,7 +67,7 @@ def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
     return advantages_T, returns_T
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["gae", "vtrace"]), parts=st.integers(1, 4), whiten=st.booleans())
 def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: int, whiten: bool) -> None:
     """Advantages do not change if the sequences of an episode are in several rows, in any order."""

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.router.tree import Piece, TokenTree, columns
+from tests.examples import examples
 
 
 def given_(text: str, *tokens: int) -> Piece:
@@ -74,7 +75,7 @@ def test_an_emptied_tree_holds_nothing() -> None:
 words = st.text("ab", min_size=1, max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.lists(words, min_size=1, max_size=4), max_size=12), st.text("ab", max_size=12))
 def test_as_a_plain_map_would(texts: list[list[str]], asked: str) -> None:
     """The tree agrees with a map from whole text to the piece that ends there."""

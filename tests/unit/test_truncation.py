@@ -17,6 +17,7 @@ from learner.data.batch import StepBatch
 from learner.data.truncation import without_truncated
 from learner.layout.parallel import Parallel
 from learner.megatron.rows import rows_of, step_of
+from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
 
 
@@ -64,7 +65,7 @@ def loss_of(batch: StepBatch, log_probs: list[Tensor], aggregation: str) -> tupl
     return float(total.detach()), list(torch.autograd.grad(total, log_probs))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(cut=st.sets(st.integers(0, 15), max_size=15), aggregation=st.sampled_from(AGGREGATIONS), seed=st.integers(0, 1000))
 def test_truncated_samples_have_no_gradient_and_are_in_no_denominator(cut: set[int], aggregation: str, seed: int) -> None:
     """Whatever their log-probs, NaN included; loss and gradient of the others are those of a step without them."""

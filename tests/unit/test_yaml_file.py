@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from launch.settings import yaml_file
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
+from tests.examples import examples
 
 GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
 PIECES = (
@@ -114,7 +115,7 @@ def refuses_or_loads(file: Path) -> None:
         assert isinstance(config, RunConfig)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(data=st.binary(max_size=60))
 def test_bytes(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "bytes.yaml"
@@ -122,7 +123,7 @@ def test_bytes(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     refuses_or_loads(file)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
 def test_pieces_of_yaml(pieces: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "pieces.yaml"
@@ -130,7 +131,7 @@ def test_pieces_of_yaml(pieces: list[str], tmp_path_factory: pytest.TempPathFact
     refuses_or_loads(file)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     place=st.integers(0, len(GOOD)), cut=st.integers(0, 30), piece=st.one_of(st.sampled_from(PIECES).map(str.encode), st.binary(max_size=4))
 )
@@ -140,7 +141,7 @@ def test_a_good_file_with_something_else_in_one_place(place: int, cut: int, piec
     refuses_or_loads(file)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     path=st.sampled_from(
         ["learner.algorithm.alarms.thresholds", "learner.algorithm.reject", "actor.reward_options", "learner", "seed", "bus.url"]
