@@ -36,6 +36,9 @@ BLOCKED_S = 20.0
 """Callbacks between two looks at the sockets that take longer than this fail the test; time in which the thread had no core is not counted.
 Generous: a first import of transformers' models, which a test may do in a callback, takes 10 s of a busy core."""
 
+COMPUTING = ("test_adamw", "test_expert", "test_families", "test_lora", "test_megatron", "test_model_families", "test_routing")
+"""Beginnings of the names of files that compute for most of their time; most of the others wait."""
+
 LIMIT_S = {"unit": 120.0}
 """Seconds that an async test in this folder may take."""
 
@@ -179,8 +182,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put ``FIRST`` first."""
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    """Put ``FIRST`` first, and the files that compute among those that wait, which are before the unit tests."""
+    files = list(dict.fromkeys(item.path for item in items if item.path.name not in FIRST and item.path.parent.name != "unit"))
+    computing = [file for file in files if file.name.startswith(COMPUTING)]
+    waiting = [file for file in files if file not in computing]
+    # The first number of a file is its part of the way through its list.
+    place = {file: number / len(each) for each in (computing, waiting) for number, file in enumerate(each)}
+    first = {name: number - len(FIRST) for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: first.get(item.path.name, place.get(item.path, 2.0)))
 
 
 def pytest_report_header() -> str:

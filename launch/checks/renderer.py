@@ -12,6 +12,7 @@ from launch.settings.run_config import RunConfig
 
 QUESTION = ({"role": "user", "content": "What is three plus four?"},)
 """Chat that the renderer and the model's chat template are to write in the same way."""
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
@@ -33,6 +34,13 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         return
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
+    if not _tells_of_tools(renderer):
+        want, got = (
+            "a renderer that writes the tools of a request into its prompt",
+            f"{renderer.name}, which writes calls and results alone",
+        )
+        cure = "describe the tools in the system prompt, as the template of this family has no place for them either"
+        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory):
         want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
@@ -43,6 +51,13 @@ def _tokenizer(directory: Path) -> Text | None:
         return Text.read(directory)
     except ValueError:  # reported by the check of the tokenizer
         return None
+
+
+def _tells_of_tools(renderer: Renderer) -> bool:
+    try:
+        return renderer.prompt(QUESTION, {"tools": [TOOL]}) != renderer.prompt(QUESTION, {})
+    except ValueError:  # BadRequest
+        return True
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path) -> str:

@@ -46,15 +46,24 @@ SAID = {
         *("<|assistant|>", "<think>", THOUGHT, "</think>", " \n", "<tool_call>", "add", "<arg_key>", "a", "</arg_key>"),
         *("<arg_value>", "3", "</arg_value>", "</tool_call>", "<|observation|>"),
     ],
+    "deepseek-v3": [
+        *("<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "add\n```json\n"),
+        *('{"a":  3}', "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜end▁of▁sentence｜>"),
+    ],
 }
 """Tokens that the model generates for every prompt, behind the last token of one. A template would write the calls with other ids."""
+BEHIND_RESULTS = {"deepseek-v3": "<｜tool▁outputs▁end｜>"}
+"""Last token of a prompt that ends with the result of a tool, where it is another one."""
+THOUGHTS = {"qwen3": THOUGHT, "glm-4.5": THOUGHT}
+"""Reasoning in ``SAID``, of the families that have some."""
 FAMILIES = tuple(SAID)
 
 
 def model_of(family: str, directory: Path, said: list[str] | None = None) -> Path:
     chain = said or SAID[family]
     own = [piece for piece in chain if len(piece) > 1 and piece != EOS]
-    return write_chains(directory, [chain], added=list(dict.fromkeys([*OF_RENDERERS[family], *own])), context=4096)
+    chains = [chain, *([[BEHIND_RESULTS[family], chain[1]]] if family in BEHIND_RESULTS else [])]
+    return write_chains(directory, chains, added=list(dict.fromkeys([*OF_RENDERERS[family], *own])), context=4096)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +120,7 @@ async def test_the_second_turn_begins_with_the_very_ids_of_the_first(family: str
     async def program(client: Client) -> float:
         message, finish, answer = await asked(client, ASKED)
         (call,) = message["tool_calls"]
-        assert (message["role"], message["content"], message["reasoning_content"]) == ("assistant", None, THOUGHT)
+        assert (message["role"], message["content"], message.get("reasoning_content")) == ("assistant", None, THOUGHTS.get(family))
         assert (call["function"]["name"], json.loads(call["function"]["arguments"]), finish) == ("add", {"a": 3}, "tool_calls")
         kept = message if keeps_reasoning else {name: value for name, value in message.items() if name != "reasoning_content"}
         answers.extend([answer, (await asked(client, [*ASKED, kept, result_of(message)]))[2]])
@@ -306,6 +315,8 @@ def test_the_check_of_a_run_makes_the_renderer(models: dict[str, Path], tmp_path
     assert level == "error" and "actor.gateway.renderer_options: want fields of" in text
     _, (level, text) = found("qwen3", "actor.gateway.renderer_options={enable_thinking: false}")
     assert level == "warning" and "got '<think>\\n\\n</think>\\n\\n' instead of '' behind '<|im_start|>user" in text
+    of_deepseek = found("deepseek-v3", f"model.path={models['deepseek-v3']}")
+    assert [level for level, text in of_deepseek if "want a renderer that writes the tools of a request" in text] == ["warning"]
 
 
 async def test_an_actor_refuses_a_renderer_that_does_not_fit(models: dict[str, Path]) -> None:

@@ -177,7 +177,7 @@ def answer_of(ids: list[int]) -> dict[str, Any]:
 def test_the_second_turn_begins_with_the_very_ids_of_the_first(read: dict[str, Read], name: str, keeps_reasoning: bool) -> None:
     one, family = read[name], FAMILIES[name]
     chats = RenderedChats(one.renderer, 10_000)
-    tools = [ADD] if name != "deepseek-v3" else None  # its template has no place for them
+    tools = [ADD] if name != "deepseek-v3" else None  # neither its template nor its renderer has a place for them
     asked = chats.ask(parse({"messages": [QUESTION], **({"tools": tools} if tools else {})}, chat=True), "")
     said = one.text.encode(family.said, add_special=False)
     assert said[-1] in chats.stop_token_ids

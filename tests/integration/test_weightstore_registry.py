@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -293,3 +294,24 @@ async def test_an_unreadable_row_of_a_version_is_whole_again_when_it_is_publishe
         row = await registry.reserve(1, 1, digest="d")
         await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"junk", timeout=60)
         assert await registry.publish(row) == await registry.row(row.version)
+
+
+async def test_a_head_that_is_spoilt_and_repaired_before_the_row_is_published_is_the_version_again(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The feeder repairs it, from the rows that are published by then."""
+    async with open_bus() as bus:
+        registry, feeders = VersionRegistry(bus), VersionRegistry(bus)
+        first = await registry.publish(await registry.reserve(1, 1))
+        row, change, repaired = await registry.reserve(2, 1), registry._rows.change, []
+
+        async def later(key: str, fn: Any, **rest: Any) -> Any:
+            if key == f"v.{row.version}" and not repaired:
+                await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", b"junk", timeout=60)
+                repaired.append(await feeders.repaired_head(1))
+            return await change(key, fn, **rest)
+
+        monkeypatch.setattr(registry._rows, "change", later)
+        published = await registry.publish(row)
+        assert repaired == [first]
+        assert await registry.head() == published == await registry.row(row.version)

@@ -239,6 +239,8 @@ class VersionRegistry:
             return None if found.get("state") == row.state else {**found, "state": row.state}
 
         await self._rows.change(_key(row.version), shown, replace_unreadable=True)
+        # A head that could not be read was restored meanwhile, from the rows that were published before this one.
+        await self._change_head(row.epoch, published)
         return row
 
     async def fail(self, row: VersionRow) -> None:
