@@ -1,12 +1,20 @@
 """Four steps of `tidemill up` on programs as other projects write them: verifiers, OpenEnv, slime, and an agent in AReaL's shape."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.env.test_openenv_server import url  # noqa: F401 - a fixture
-from tests.env.test_verifiers_tasksets import python, rows, tasksets_are_found  # noqa: F401 - fixtures, and rows
-from tests.episode_runs import NEW_TOKENS, QUESTIONS, assert_turns, trained
+from tests.env.test_verifiers_tasksets import (  # noqa: F401 - fixtures, and what they are used with
+    HANGMAN,
+    python,
+    rows,
+    tasksets_are_found,
+    words,
+    write_guessing_model,
+)
+from tests.episode_runs import GROUPS, NEW_TOKENS, QUESTIONS, SIZE, assert_turns, trained
 from tests.tiny_models import write_tiny_model
 
 
@@ -20,6 +28,20 @@ def test_a_taskset_of_verifiers(tmp_path: Path, model: Path, python: str) -> Non
     prompts = rows(python, tmp_path, "verifiers_talk", "--count", "16")
     run = trained(tmp_path, model, {"use": "verifiers:verifiers_talk", "python": python}, prompts, key="metadata")
     assert_turns(run, 3)
+
+
+@pytest.mark.usefixtures("words")
+def test_a_taskset_that_verifiers_ships(tmp_path: Path, python: str) -> None:  # noqa: F811
+    """Hangman of TextArena, of a model whose guesses are letters."""
+    prompts = rows(python, tmp_path, "textarena", "--count", "16", "--options", json.dumps({"taskset": HANGMAN}))
+    rollout = {"use": "verifiers:textarena", "python": python, "options": {"taskset": HANGMAN}}
+    budget = {"budget": {"context": 4096, "total_tokens": 60_000}}
+    settings = ("learner.max_tokens_per_micro_batch=4096",)
+    run = trained(tmp_path, write_guessing_model(tmp_path / "model"), {**rollout, **budget}, prompts, key="metadata", settings=settings)
+    for step in run.metrics:
+        assert step["train/tokens"] > 2 * 3 * GROUPS * SIZE, "more than two guesses of three tokens each"
+        assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < 1e-4, step
+    assert any(step["train/reward_std"] > 0 for step in run.metrics)
 
 
 def test_a_server_of_openenv(tmp_path: Path, model: Path, url: str) -> None:  # noqa: F811

@@ -27,7 +27,8 @@ from bus.wire.messages import Sample, Status
 from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import stage, task
-from tests.tiny_models import write_tiny_model
+from tests.reciting_model import write_chains
+from tests.tiny_models import EOS, write_tiny_model
 
 HERE = Path(__file__).parent
 
@@ -96,6 +97,44 @@ async def assert_log_probs(sample: Sample, model_dir: Path) -> None:
         np.testing.assert_allclose(sample.rollout_log_probs[region][mask], want[mask], atol=1e-4)
         assert not sample.rollout_log_probs[region][~mask].any()
         at, done = at + size.num_tokens, done + size.response_length
+
+
+HANGMAN = {"game": "Hangman-v0"}
+LETTERS = "aeilmprv"
+"""Letters that a model of ``write_guessing_model`` guesses, of the words in ``words``."""
+
+
+def write_guessing_model(directory: Path) -> Path:
+    """Write a model that answers every prompt with a letter in brackets, each of ``LETTERS`` with the same probability."""
+    chains = [["Ċ", "["], *(["[", letter, "]"] for letter in LETTERS), ["]", EOS]]
+    return write_chains(directory, chains, added=[], context=4096)
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the library nltk, whose words the games take, a word list of ours; it would download one."""
+    directory = tmp_path / "nltk/corpora/words"
+    directory.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (directory / name).write_text("apple\nriver\nlamp\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # a download fails at once
+
+
+@pytest.mark.usefixtures("words")
+async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tmp_path: Path) -> None:
+    """Hangman of TextArena: prompt, moves and outcome are the game's."""
+    guessing = write_guessing_model(tmp_path / "model")
+    made_of = await written(python, tmp_path, "textarena", "--count", "2", "--options", json.dumps({"taskset": HANGMAN}))
+    async with playing(python, guessing, "textarena", taskset=HANGMAN) as (rollout, scene):
+        samples = [(await rollout.sample(asking(row, max_new_tokens=200), number, "n")).sample for number, row in enumerate(made_of)]
+        texts = [scene.gateway._model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
+    for sample, text in zip(samples, texts, strict=True):
+        check_sample(sample)
+        assert sample.turns is not None and 2 <= len(sample.turns.at) <= 20, "the game answers, until its end"
+        assert "You are playing Hangman." in text and text.count("C00 C01") >= 2, "the board, and the board behind a guess"
+        assert isinstance(sample.reward, dict) and 0 <= sample.reward["game_reward"] == sample.reward["score"] <= 1
+        await assert_log_probs(sample, guessing)
 
 
 @pytest.mark.parametrize("renderer", [None, "default"])
