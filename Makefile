@@ -66,7 +66,7 @@ TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integra
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
-# Several files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
+# Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 ALL_BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
 # Two, each with a server of SGLang: a start of one needs both cores.
@@ -75,20 +75,24 @@ TWO_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
 
-# Runs of which processes are killed at chosen instants, frozen, replaced or cut off. `.ci/run` runs these too.
+# Runs of which processes are killed at chosen instants, frozen, replaced or cut off, lost members of push groups, and hostile bytes on every
+# stream and row. `.ci/run` runs these too.
 test-chaos: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/chaos $(BESIDE)
+
+# Of the tests of chaos those that depend on an order or on speed, and are no runs of minutes.
+QUICK_CHAOS := tests/chaos/test_hostile_bytes.py tests/chaos/test_weightstore_cohorts.py
 
 # Answers of the bus, of HTTP servers and of threads come up to 1.5 s late, at random, in every process (tests/late). What fails relies on an
 # order of things that happen at once. The processes wait for most of the time, hence more of them; about 20 minutes.
 test-late: setup
 	PYTHONPATH=tests/late LATE_ANSWERS=$${LATE_ANSWERS:-0.03,1.5} \
-		$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 6 --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(QUICK_CHAOS) -n 6 --dist loadfile --no-loadscope-reorder
 
 # Processes of the tests stand still at random, each for up to 2.5 s, four of them at any time (tests/late/freezer.py). What fails relies on
 # the speed of a process; about 15 minutes.
 test-frozen: setup
-	$(BIN)/python tests/late/freezer.py $(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) -n 7 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python tests/late/freezer.py $(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(QUICK_CHAOS) -n 7 --dist loadfile --no-loadscope-reorder
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with

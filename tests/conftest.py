@@ -43,7 +43,7 @@ LIMIT_S = {"unit": 120.0}
 """Seconds that an async test in this folder may take."""
 
 FIRST = ("test_weightstore_cohorts.py", "test_megatron_layouts.py")
-"""Files of minutes, of which the one waits while the other computes: a worker that begins with one later is the last one of all."""
+"""Files of minutes: a worker that begins with one later is the last one of all."""
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""

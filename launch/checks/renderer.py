@@ -39,7 +39,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
             "a renderer that writes the tools of a request into its prompt",
             f"{renderer.name}, which writes calls and results alone",
         )
-        cure = "describe the tools in the system prompt, as the template of this family has no place for them either"
+        cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory):
         want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"

@@ -38,6 +38,7 @@ def test_a_taskset_that_verifiers_ships(tmp_path: Path, python: str) -> None:  #
     budget = {"budget": {"context": 4096, "total_tokens": 60_000}}
     settings = ("learner.max_tokens_per_micro_batch=4096",)
     run = trained(tmp_path, write_guessing_model(tmp_path / "model"), {**rollout, **budget}, prompts, key="metadata", settings=settings)
+    assert "offpolicy/fresh_logprob_diff_abs" in run.metrics[0]
     for step in run.metrics:
         assert step["train/tokens"] > 2 * 3 * GROUPS * SIZE, "more than two guesses of three tokens each"
         assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < 1e-4, step

@@ -162,9 +162,8 @@ def same_run(way: str) -> str:
 RESUMES = [
     ("1 plain", "EP2", "distributed"),
     ("1 plain", "PP2", "plain"),
-    *(("EP2 plain", other, "plain") for other in ("DP2", "PP2")),
-    ("EP2 plain", "EP2", "distributed"),
-    ("EP2 distributed", "DP2", "distributed"),
+    *(("EP2 plain", other, "plain") for other in ("DP2", "TP2", "PP2")),
+    *((f"EP2 {way}", other, "distributed") for way in ("plain", "distributed") for other in ("EP2", "DP2")),
     ("EP2 distributed", "TP2", "plain"),
 ]
 """(layout and optimizer that saved, layout that goes on, its optimizer). Every pair of layouts: ``every_pair``."""

@@ -116,7 +116,7 @@ DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "cp2": ({"tensor_parallel_size": 1, "context_parallel_size": 2}, ("plain",)),
 }
 """Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
-RESUMED = ("tp2 sp", "pp2")
+RESUMED = ("tp2", "tp2 sp", "pp2", "cp2")
 """Those that go on from a checkpoint of one rank."""
 
 

@@ -96,14 +96,14 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
 
 
 def main(model_dir: Path, of_one: Path, every: bool, out: Path) -> None:
-    """``of_one``: checkpoint of one rank. ``every``: each layout loads those of all; else that of the one before it, the first its own."""
+    """``of_one``: checkpoint of one rank. ``every``: each layout loads those of all; else its own and that of the one before it."""
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
         with joined(**layout.sizes) as here:
             results[f"saved {name}"] = saved(Learner(model_dir, here, layout), out / name)
             results[f"{name} <- 1"] = Learner(model_dir, here, layout).resume(of_one)
             number = [*LAYOUTS].index(name)
-            for other in [*LAYOUTS][: number + 1] if every else [*LAYOUTS][max(0, number - 1) : max(1, number)]:
+            for other in [*LAYOUTS][0 if every else max(0, number - 1) : number + 1]:
                 results[f"{name} <- {other}"] = Learner(model_dir, here, layout).resume(out / other)
             if name in SKIPPING:
                 results[f"skips {name}"] = skips(model_dir, here)

@@ -49,7 +49,7 @@ WAYS = {
     ),
 }
 ALWAYS = {"float32": [*WAYS], "bfloat16": ["plain", "distributed", "distributed, offload", "distributed, overlap, offload"]}
-"""Ways by dtype; the other ones in bfloat16 are run by ``make test-all``."""
+"""Ways by dtype. The other ones in bfloat16 are compared by ``make test-all``, where nothing is clipped."""
 CASES = [(dtype, way) for dtype, ways in ALWAYS.items() for way in ways]
 RARE = [(dtype, way) for dtype in ALWAYS for way in WAYS if (dtype, way) not in CASES]
 CLIPPED_CASES = [

@@ -22,7 +22,7 @@ class World:
         self.out.mkdir()
         with one_rank() as here:
             self.one = saved(Learner(self.model_dir, here), root / "of-one")
-            self.pairs = len(LAYOUTS) * (1 + len(LAYOUTS)) if every else 2 * len(LAYOUTS)
+            self.pairs = len(LAYOUTS) * (1 + len(LAYOUTS)) if every else 3 * len(LAYOUTS) - 1
             self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one", every), world=2, out=self.out, timeout_s=900)
             self.in_one = {name: Learner(self.model_dir, here).resume(self.out / name) for name in LAYOUTS}
 
