@@ -66,7 +66,8 @@ TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integra
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
 
-# Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on one worker, whose fixtures its tests share.
+# Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on
+# one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 ALL_BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
 # Two, each with a server of SGLang: a start of one needs both cores.

@@ -59,7 +59,7 @@ class Renderer:
         """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
         self.name = str(config.name)
         self.names_results = self.name in NAMED_RESULTS
-        """True if results of tools have to say the name of the tool."""
+        """True if a result needs the name of its tool."""
         self.stop_token_ids = tuple(dict.fromkeys(map(int, self._variant({}).get_stop_token_ids())))
         """Tokens that end a response."""
 

@@ -55,7 +55,7 @@ SAID = {
 BEHIND_RESULTS = {"deepseek-v3": "<｜tool▁outputs▁end｜>"}
 """Last token of a prompt that ends with the result of a tool, where it is another one."""
 THOUGHTS = {"qwen3": THOUGHT, "glm-4.5": THOUGHT}
-"""Reasoning in ``SAID``, of the families that have some."""
+"""Reasoning in ``SAID``, by family."""
 FAMILIES = tuple(SAID)
 
 

@@ -32,7 +32,7 @@ RESULT = "seven, or 7"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A renderer, and what a model of it answers."""
+    """The tokenizer of a renderer, and an answer in its format."""
 
     package: str
     """Directory with tokenizer.json and tokenizer_config.json in node_modules; empty = made here."""

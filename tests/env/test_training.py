@@ -32,7 +32,7 @@ def test_a_taskset_of_verifiers(tmp_path: Path, model: Path, python: str) -> Non
 
 @pytest.mark.usefixtures("words")
 def test_a_taskset_that_verifiers_ships(tmp_path: Path, python: str) -> None:  # noqa: F811
-    """Hangman of TextArena, of a model whose guesses are letters."""
+    """TextArena's Hangman; the model guesses letters."""
     prompts = rows(python, tmp_path, "textarena", "--count", "16", "--options", json.dumps({"taskset": HANGMAN}))
     rollout = {"use": "verifiers:textarena", "python": python, "options": {"taskset": HANGMAN}}
     budget = {"budget": {"context": 4096, "total_tokens": 60_000}}

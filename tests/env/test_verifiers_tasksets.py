@@ -112,7 +112,7 @@ def write_guessing_model(directory: Path) -> Path:
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the library nltk, whose words the games take, a word list of ours; it would download one."""
+    """Set nltk's word list, from which the games draw; without it nltk downloads one."""
     directory = tmp_path / "nltk/corpora/words"
     directory.mkdir(parents=True)
     for name in ("en", "en-basic"):

@@ -115,7 +115,7 @@ def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, 
 
 
 def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, every: bool, out: Path) -> None:
-    """``every``: also what repeats parts of others."""
+    """``every``: with the runs that repeat parts of others."""
     with joined() as here:
         results = {
             "dp2": trained(model_dir, here),
