@@ -16,7 +16,7 @@ GYMS   ?= .venv-gyms
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
+.PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
 
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
@@ -64,14 +64,14 @@ arithmetic: setup
 TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
-test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env: export CUDA_VISIBLE_DEVICES :=
+test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
 
 # Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on
 # one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 ALL_BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
-# Two, each with a server of SGLang: a start of one needs both cores.
-TWO_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# One of the three runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
+SERVERS_BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
@@ -99,7 +99,9 @@ test-frozen: setup
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
 # every machine and longer cuts, and prints the times to the next step.
 test-net: setup
-	$(BIN)/python -m pytest -m "not slow" tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/test_ipv6.py $(BESIDE)
+	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) $(BESIDE)
+
+ON_MACHINES := tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/test_ipv6.py
 
 test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
@@ -110,15 +112,22 @@ test-all: check
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
-	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python $(TWO_BESIDE)
+	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)
 
 test-sglang-all: setup $(SGLANG)/.ready
-	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(TWO_BESIDE)
+	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
 test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
-	$(BIN)/python -m pytest tests/env $(BESIDE) \
-		--openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+	$(BIN)/python -m pytest tests/env $(IN_ENVIRONMENTS) $(BESIDE)
+
+IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+
+# What `.ci/run` runs after `make test`: test-chaos, test-net, test-gpu-logic and test-env in one run, whose workers start once, and in which
+# tests that wait are beside tests that compute.
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
+		-n 6 --dist loadfile --no-loadscope-reorder
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
 environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
@@ -198,8 +207,8 @@ setup: $(VENV)/.ready
 # torch first: whichever build your index offers satisfies what follows.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
 	touch $@
 
 clean:

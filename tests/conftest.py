@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from tests.examples import examples
 from tests.template import has_template, template
 
-pytest_plugins = ["tests.bus_fixtures"]
+pytest_plugins = ["tests.bus_fixtures", "tests.sglang_servers"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a core waste it."""
@@ -42,8 +42,18 @@ COMPUTING = ("test_adamw", "test_expert", "test_families", "test_lora", "test_me
 LIMIT_S = {"unit": 120.0}
 """Seconds that an async test in this folder may take."""
 
-FIRST = ("test_weightstore_cohorts.py", "test_megatron_layouts.py")
-"""Files of minutes: a worker that begins with one later is the last one of all."""
+FIRST = (
+    "net/test_run.py",
+    "net/test_learner_nodes.py",
+    "chaos/test_weightstore_cohorts.py",
+    "integration/test_megatron_layouts.py",
+    "env/test_verifiers_tasksets.py",
+    "env/test_training.py",
+    "chaos/test_episode_instants.py",
+    "chaos/test_trouble.py",
+    "gpu/test_gpu_up.py",
+)
+"""Files of minutes, the longest first: a worker that begins with one later is the last one of all."""
 
 PROCESSES_LIMIT_S = 400.0
 """Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
@@ -183,13 +193,17 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put ``FIRST`` first, and the files that compute among those that wait, which are before the unit tests."""
-    files = list(dict.fromkeys(item.path for item in items if item.path.name not in FIRST and item.path.parent.name != "unit"))
+    first = {name: number - len(FIRST) for number, name in enumerate(FIRST)}
+    files = list(dict.fromkeys(item.path for item in items if _name(item) not in first and item.path.parent.name != "unit"))
     computing = [file for file in files if file.name.startswith(COMPUTING)]
     waiting = [file for file in files if file not in computing]
     # The first number of a file is its part of the way through its list.
     place = {file: number / len(each) for each in (computing, waiting) for number, file in enumerate(each)}
-    first = {name: number - len(FIRST) for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: first.get(item.path.name, place.get(item.path, 2.0)))
+    items.sort(key=lambda item: first.get(_name(item), place.get(item.path, 2.0)))
+
+
+def _name(item: pytest.Item) -> str:
+    return "/".join(item.path.parts[-2:])
 
 
 def pytest_report_header() -> str:

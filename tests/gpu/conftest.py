@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,31 @@ from learner.megatron.layers.kernels import CUDNN_CAPABILITY
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 
-# cuBLAS and NCCL read these when CUDA is initialised: the environment of a rank (learner/ranks/process.py), and the one interface of a
-# machine with a host name that may resolve to nothing.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""What cuBLAS and NCCL read when CUDA is initialised: the environment of a rank (learner/ranks/process.py), and the one interface of a
+machine with a host name that may resolve to nothing."""
 
 CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
 
 FAILURES = "FAILURES_FILE"
 """Environment variable with the path of a file to which each failure is written at once: a lent machine may be gone before pytest ends."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Set ``ENVIRONMENT``, where it is not set, for the tests of this folder alone: pytest calls this for all of a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items() if item.path.parent == Path(__file__).parent else ():
+            patch.setenv(name, os.environ.get(name, value))
+        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

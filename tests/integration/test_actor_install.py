@@ -42,7 +42,7 @@ def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / file, source / file)
     subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
     bin = directory / "venv" / "bin"
-    install = [bin / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{source}[actor]"]
+    install = [bin / "python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", f"{source}[actor]"]
     done = subprocess.run(install, env=_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return bin

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_kinds import Brake, sglang_server
+from tests.engine_kinds import Brake
 from tests.sglang.server import CONTEXT
+from tests.sglang_servers import SglangServers
 from tests.tiny_models import tiny_model, write_tiny_model
 
 
@@ -31,22 +32,16 @@ def models() -> list[Any]:
     return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
-@pytest.fixture(scope="session")
-def slowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("slowed") / "slowed"
-
-
-@pytest.fixture(scope="session")
-def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPathFactory, slowed: Path) -> Iterator[str]:
-    """Start one server for all tests that do not end it; yield its URL."""
-    with sglang_server(python, directories[0], tmp_path_factory.mktemp("log") / "sglang.log", dtype="float32", slowed=slowed) as url:
-        yield url
+@pytest.fixture
+def server(python: str, sglang_servers: SglangServers, directories: list[Path]) -> str:
+    """Return the URL of the server of all tests that do not end it; which weights it has is left to them."""
+    return sglang_servers.url("float32", directories[0])
 
 
 @pytest.fixture
-def brake(slowed: Path) -> Iterator[Brake]:
+def brake(sglang_servers: SglangServers) -> Iterator[Brake]:
     """Have the server decode slowly until the brake is opened, so that a push or a pause comes before a response ends."""
-    brake = Brake(slowed)
+    brake = Brake(sglang_servers.slowed)
     brake.put_on()
     yield brake
     brake.open()

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.engine_client import HttpEngine
+from actors.errors import EngineFailed
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.server_process import POLL_S
 from bus.wire.messages import Sampling
@@ -285,3 +287,11 @@ async def test_a_server_that_says_it_has_version_0_is_believed(python: str, serv
             finally:
                 await second.close()
                 await served.engine.api.call("POST", "/continue_generation", {})
+
+
+async def test_a_server_without_the_flag_of_routed_experts_is_refused_by_name(python: str, server: str, directories: list[Path]) -> None:
+    async with serving(python, server, directories[0]) as served:
+        client = HttpEngine(served.engine.url, routed_experts=True)
+        with pytest.raises(EngineFailed, match="--enable-return-routed-experts"):
+            await client.generate((5, 70, 9, 31), Sampling(max_new_tokens=2))
+        await client.close()

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineFailed
 from actors.serving.sglang.engine import SglangEngine
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import unknown_rows
 from tests.contract.test_engine_routing import chosen
-from tests.sglang.server import CONTEXT, config, serving
+from tests.sglang.server import CONTEXT, config
 from tests.tiny_models import tiny_model, write_tiny_model
 
 PROMPTS = [(5, 70, 9, 31), (8, 9), tuple(range(40, 90))]
@@ -41,11 +39,3 @@ async def test_the_experts_of_prompt_and_response_are_those_of_transformers(pyth
         assert unknown_rows(one.routed_experts).tolist() == [False] * (len(one.routed_experts) - 1) + [True]
         wanted = chosen(model, [*prompt, *one.tokens.tolist()[:-1]])
         assert (np.sort(one.routed_experts[:-1], axis=-1) == wanted).all()
-
-
-async def test_a_server_without_the_flag_is_refused_by_name(python: str, server: str, directories: list[Path]) -> None:
-    async with serving(python, server, directories[0]) as served:
-        client = HttpEngine(served.engine.url, routed_experts=True)
-        with pytest.raises(EngineFailed, match="--enable-return-routed-experts"):
-            await client.generate(PROMPTS[0], Sampling(max_new_tokens=2))
-        await client.close()

@@ -1,0 +1,185 @@
+"""The SGLang server that an engine starts itself: it ends with the engine, its end and its silence are detected, it answers nobody else."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from actors.config import EngineConfig
+from actors.errors import EngineFailed, UpdateRefused
+from actors.serving.sglang.engine import SglangEngine
+from tests.sglang.server import ARGUMENTS, config
+from tests.whole.running import ROOT
+
+GROUP = "actors.serving.sglang.process_group"
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("sglang.launch_server", marks=pytest.mark.slow),
+        "sglang::scheduler",
+        pytest.param("sglang::detokenizer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
+    """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too.
+
+    Before that, requests that go around its proxy are refused.
+    """
+
+    async def started() -> None:
+        async with started_engine(directories[0], config(python, log=str(tmp_path / "sglang.log"))) as (engine, whole):
+            await engine.probe()
+            await engine.load_snapshot(directories[0], 1)
+            engine.phase = "serving"
+            await _only_the_proxy_asks(engine, whole, tmp_path / "sglang.log")
+            begun = asyncio.Event()
+            streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
+            await asyncio.wait_for(begun.wait(), 60)
+            await asyncio.sleep(1)  # the keeper has recorded all of them
+            (victim,) = [
+                one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.process_group" not in one.cmdline()
+            ]
+            victim.kill()
+            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")):
+                await asyncio.wait_for(engine.failed(), 30)
+            assert not engine.servable
+            with pytest.raises(aiohttp.ClientError):  # rather than wait for more
+                await asyncio.wait_for(streaming, 30)
+        await _until_gone([one.pid for one in whole])
+
+    asyncio.run(started())
+
+
+def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """The server's scheduler is frozen, while its HTTP side still answers; a pause does not count as frozen; no process is left."""
+
+    async def started() -> None:
+        settings = config(python, log=str(tmp_path / "sglang.log"))
+        settings = replace(settings, sglang=replace(settings.sglang, silent_s=10.0))
+        async with started_engine(directories[0], settings) as (engine, whole):
+            await engine.api.call("POST", "/pause_generation", {"mode": "in_place"})
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.failed(), 15)  # it answers, and lives on
+            (scheduler,) = [one for one in whole if "sglang::scheduler" in one.cmdline()[0]]
+            scheduler.suspend()
+            pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update in progress
+            with pytest.raises(EngineFailed, match="has not answered for 10 s"):
+                await asyncio.wait_for(engine.failed(), 60)
+            pushes.cancel()
+        await _until_gone([one.pid for one in whole])
+
+    asyncio.run(started())
+
+
+async def _only_the_proxy_asks(engine: SglangEngine, whole: list[psutil.Process], log: Path) -> None:
+    """Other users of this machine cannot: the server requires a key that neither its command line, its log nor the proxy reveals."""
+    async with aiohttp.ClientSession() as session:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"):
+            async with session.post(engine.api.url + path, json=body) as answer:
+                assert answer.status == 401, path
+        async with session.post(f"{engine.url}/generate", json=body) as answer:
+            assert answer.status == 200
+        async with session.get(f"{engine.url}/server_info") as answer:
+            assert "api_key" not in await answer.text()
+    assert log.stat().st_mode & 0o077 == 0  # noqa: ASYNC240
+    words = [word for one in whole for word in one.cmdline()]
+    (file,) = {words[place + 1] for place, word in enumerate(words) if word == "--config"}
+    assert not os.path.exists(file), "it has been read"  # noqa: ASYNC240
+    assert not [word for word in words if "api-key" in word]
+
+
+async def _stream_for_ever(url: str, begun: asyncio.Event) -> None:
+    """Read a stream to its end; a normal end fails the test."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
+        async for line in response.content:
+            assert b"[DONE]" not in line
+            begun.set()
+
+
+async def _join_for_ever(engine: SglangEngine) -> None:
+    listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    host, port = listening.sockets[0].getsockname()
+    body = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "g", "timeout_s": 2.0}
+    async with listening:
+        while True:
+            with pytest.raises(UpdateRefused):
+                await engine.updates.run_shielded(engine.updates.join(body))
+
+
+@asynccontextmanager
+async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterator[tuple[SglangEngine, list[psutil.Process]]]:
+    """Start an engine with a server of its own; yield it and all processes of the server."""
+    engine = SglangEngine(directory, settings)
+    await asyncio.to_thread(engine.load)
+    others = {one.pid for one in psutil.Process().children()}
+    await engine.start()
+    try:
+        (keeper,) = [one for one in psutil.Process().children() if one.pid not in others and GROUP in one.cmdline()]
+        whole = [keeper, *keeper.children(recursive=True)]
+        assert len(whole) >= 4
+        yield engine, whole
+    finally:
+        await engine.close()
+
+
+def test_a_server_ends_with_the_process_that_started_it(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """The process is killed, and cannot end the server itself."""
+    program = (
+        "import asyncio; from pathlib import Path\n"
+        "from actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
+        "async def run():\n"
+        f"    engine = SglangEngine(Path({str(directories[0])!r}), config({python!r}, log={str(tmp_path / 'sglang.log')!r}))\n"
+        "    engine.load(); await engine.start(); print('up', flush=True); await asyncio.Event().wait()\n"
+        "asyncio.run(run())"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None and owner.stdout.readline() == "up\n"
+            whole = [one.pid for one in psutil.Process(owner.pid).children(recursive=True)]
+            assert len(whole) >= 4
+        finally:
+            owner.kill()
+    asyncio.run(_until_gone(whole))
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, directories: list[Path], tmp_path: Path) -> None:
+    async def refused() -> None:
+        wrong = config(python, log=str(tmp_path / "refused.log"))
+        wrong = replace(wrong, sglang=replace(wrong.sglang, arguments={**ARGUMENTS, "no_such_argument": 1}))
+        engine = SglangEngine(directories[0], wrong)
+        await asyncio.to_thread(engine.load)
+        try:
+            with pytest.raises(EngineFailed, match=r"(?s)ended with code .*no-such-argument"):
+                await engine.start()
+        finally:
+            await engine.close()
+
+    asyncio.run(refused())
+
+
+async def _until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if _lives(pid)]:
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.1)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
