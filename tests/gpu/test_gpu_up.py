@@ -20,7 +20,8 @@ ON_CUDA = {
     "colocated": ("learner.colocated=true", "weights.transport=handles"),
 }
 """Settings of whole runs. The learner's device and the engine's are ``auto`` by default."""
-CUDA_ONLY = {"handles in the GPU's memory"}
+CUDA_ONLY = {"handles in the GPU's memory", "float32"}
+"""On CPUs ``auto`` is float32."""
 
 
 @pytest.fixture(autouse=True)
