@@ -1,4 +1,4 @@
-"""SGLang servers that tests share: one at a time in a process, for all tests that end none; and which worker of xdist runs what on them."""
+"""SGLang servers that tests share, one at a time in a process; xdist runs the files of tests on such a server in one worker."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ ON_SHARED = (
     "test_engine_both_http.py",
     "test_engine_joined.py",
 )
-"""Files of tests on a server of the same dtype and model shape; one of another worker would start a server more."""
+"""Files of tests on a server of the same dtype and model shape: each further worker would start another server."""
 
 
 class SglangServers:
@@ -63,5 +63,6 @@ class OneWorker(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         return "shared server" if Path(file).name in ON_SHARED else file
 
 
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorker | None:
     return OneWorker(config, log) if config.getoption("--sglang-python") else None

@@ -27,8 +27,8 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""What cuBLAS and NCCL read when CUDA is initialised: the environment of a rank (learner/ranks/process.py), and the one interface of a
-machine with a host name that may resolve to nothing."""
+"""Variables that cuBLAS and NCCL read when CUDA is initialised, as in a rank (learner/ranks/process.py), and the loopback interface: the
+host name of the machine may not resolve."""
 
 CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""

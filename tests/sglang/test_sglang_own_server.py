@@ -1,12 +1,12 @@
-"""The SGLang server that an engine starts itself: it ends with the engine, its end and its silence are detected, it answers nobody else."""
+"""An SGLang server that an engine starts: it ends with the engine, a dead or silent one is detected, and it refuses other clients."""
 
 import asyncio
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +47,11 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             begun = asyncio.Event()
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
-            await asyncio.sleep(1)  # the keeper has recorded all of them
             (victim,) = [
                 one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.process_group" not in one.cmdline()
             ]
+            if "::" in part:
+                await _until_watched(whole[0].pid, victim.pid)
             victim.kill()
             with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")):
                 await asyncio.wait_for(engine.failed(), 30)
@@ -169,6 +170,19 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, dir
             await engine.close()
 
     asyncio.run(refused())
+
+
+async def _until_watched(keeper: int, pid: int) -> None:
+    """Wait until the keeper of the server's processes has a pidfd of this one. Source: proc(5), fdinfo."""
+    async with asyncio.timeout(30):
+        while not any(f"Pid:\t{pid}\n" in info for info in _descriptors(keeper)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    for file in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            yield file.read_text()
 
 
 async def _until_gone(pids: list[int]) -> None:

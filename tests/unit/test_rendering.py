@@ -201,7 +201,7 @@ def test_calls_of_one_response_have_ids_of_their_own(rendered: dict[str, tuple[R
 def test_results_have_the_name_of_their_call_where_the_format_writes_it(
     rendered: dict[str, tuple[Renderer, Text]], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """By the id of the call, in any order; the client's own name stays."""
+    """The id of the call gives the name, in any order; a name that the client gives stays."""
     renderer, _ = rendered["qwen3"]
     seen: list[Any] = []
     monkeypatch.setattr(renderer, "names_results", family in NAMED_RESULTS)
