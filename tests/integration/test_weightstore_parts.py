@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from bus.client.reach import HERE
 from bus.config import BusConfig
+from tests.bus_kit import until
 from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
@@ -370,7 +371,20 @@ async def test_a_lost_engine_is_no_lost_rank(server: tuple[PartServer, PartPlace
     with pytest.raises(PartLost, match="rank 3 of the learner"):
         await remote.check()
     await remote.close()
-    await group.close()
+
+
+async def test_a_client_that_is_closed_requests_the_end_of_its_groups_no_longer(
+    server: tuple[PartServer, PartPlace], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No task is left (``tests/conftest.py``), though the request would be repeated."""
+    one, place = server
+    remote = RemotePart(place, 1)
+    group = await remote.host("pair", 2, "gloo", FAR_S, FAR_S)
+    await asyncio.to_thread(one.close)
+    caplog.set_level("INFO")
+    remote.close_group(group)
+    await until(lambda: any("group not closed" in record.message for record in caplog.records))
+    await remote.close()
 
 
 async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: tuple[PartServer, PartPlace]) -> None:

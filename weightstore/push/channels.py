@@ -70,7 +70,6 @@ class GroupChannel:
         self._sending = asyncio.Lock()
         """Senders take their turns: the members receive one bucket after the other."""
         self._lost: PeerLost | None = None
-        self._closings: set[asyncio.Task[None]] = set()
         self._first: dict[Member, int] = {}
         """The first rank of each engine."""
         rank = 1
@@ -143,9 +142,7 @@ class GroupChannel:
         """Close all groups, without waiting for a call under way."""
         self._own.close()
         for group in self._remote:
-            closing = asyncio.create_task(group.close())
-            self._closings.add(closing)
-            closing.add_done_callback(self._closings.discard)
+            group.part.close_group(group)
 
 
 class HandleChannel:

@@ -117,7 +117,7 @@ class RemotePart:
         self._api = EngineApi(place.url, self._lost, headers=self._headers, connect_s=connect_s)
         self._names = self.manifest.by_name.keys()
         self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
-        self.closed = False
+        self._closings: set[asyncio.Task[None]] = set()
 
     def __str__(self) -> str:
         return f"rank {self.place.rank} of the learner"
@@ -166,9 +166,18 @@ class RemotePart:
             raise PartLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
         return answer
 
+    def close_group(self, group: "RemoteGroup") -> None:
+        """Close a group, without waiting for the rank."""
+        closing = asyncio.create_task(group.close())
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
+
     async def close(self) -> None:
-        """Close the connections; groups that were not closed are closed by their rank when it ends."""
-        self.closed = True
+        """Close the connections; groups that are not closed yet are closed by their rank when it ends."""
+        closings = tuple(self._closings)
+        for closing in closings:
+            closing.cancel()
+        await asyncio.gather(*closings, return_exceptions=True)
         await self._api.close()
 
     async def _headers(self) -> Mapping[str, str]:
@@ -204,8 +213,6 @@ class RemoteGroup:
     async def close(self) -> None:
         """Have the rank close its end, and ask again while it does not answer; a call under way there ends by its deadline."""
         for pause_s in (1.0, 5.0, 25.0, 0.0):
-            if self.part.closed:
-                return
             try:
                 await self.part.ask("DELETE", self._path, {}, ANSWER_S)
                 return
