@@ -92,7 +92,7 @@ class Stage:
     session: aiohttp.ClientSession
 
 
-def task(*, budget: Budget | None = None, seed: int | None = 7, **sampling: Any) -> Task:
+def task(*, budget: Budget | None = None, seed: int | None = 7, chat_template_args: dict[str, Any] | None = None, **sampling: Any) -> Task:
     return Task(
         id=5,
         run="r",
@@ -107,6 +107,7 @@ def task(*, budget: Budget | None = None, seed: int | None = 7, **sampling: Any)
         metadata={"topic": "sums"},
         rollout="agent",
         budget=budget,
+        chat_template_args=chat_template_args,
     )
 
 

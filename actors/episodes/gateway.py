@@ -116,7 +116,7 @@ class Gateway:
     async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
         """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is refused."""
         key = secrets.token_hex(16)
-        history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode))
+        history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         remember_restored(history, self._model, episode.log.restored)
         open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))

@@ -60,10 +60,17 @@ class ModelText:
 class TokenHistory:
     """A ``Middleware``; one for all requests of a router. Texts of different sessions are kept apart."""
 
-    def __init__(self, model: "ModelText | RouterConfig", max_text: int = RouterConfig.max_text, chats: Chats | None = None) -> None:
+    def __init__(
+        self,
+        model: "ModelText | RouterConfig",
+        max_text: int = RouterConfig.max_text,
+        chats: Chats | None = None,
+        template_args: JsonMapping | None = None,
+    ) -> None:
         """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that of a router.
 
-        ``chats``: None = those of the model's chat template.
+        ``chats``: None = those of the model's chat template. ``template_args``: those of requests that do not name
+        them.
         """
         if isinstance(model, RouterConfig):
             found, max_text = ModelText.read(model.model, "router.model"), model.max_text
@@ -73,6 +80,7 @@ class TokenHistory:
         self._engine_context, self._engine_context_until_s = 0, float("-inf")
         self.tree = TokenTree(max_text)
         self._chats = chats or TemplateChats(found.template, self.pieces, max_text)
+        self._template_args = dict(template_args or {})
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
         paths = {
@@ -197,7 +205,7 @@ class TokenHistory:
             parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
-                asked = self._chats.ask(parsed, request.session)
+                asked = self._ask(parsed, request.session)
             prompts = [self._prompt(each, request.session) for each in parsed.prompts] if asked is None else [list(asked.pieces)]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
@@ -228,6 +236,10 @@ class TokenHistory:
                 self._note_chat(asked, {**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
             return answer.with_content(whole)
+
+    def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
+        """Return a chat with its prompt. Raises BadRequest."""
+        return self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
 
     async def _translated(self, request: Request, handler: Handler) -> Answer:
         """Answer a request of another API by a chat completion."""
@@ -305,7 +317,7 @@ class TokenHistory:
         text = body.get("text")
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
-            pieces = list(self._chats.ask(openai_api.parse(body, chat=True), request.session).pieces)
+            pieces = list(self._ask(openai_api.parse(body, chat=True), request.session).pieces)
             seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
             text = "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
         elif not isinstance(text, str):

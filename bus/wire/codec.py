@@ -130,7 +130,7 @@ _BUDGET = Table(Budget, "budget", turns=INT, tokens=INT, context=INT, total_toke
 _TASK = Table(
     Task,
     "task",
-    later=("rollout", "budget"),
+    later=("rollout", "budget", "chat_template_args"),
     run=TEXT,
     epoch=INT,
     kind=_KIND,
@@ -148,6 +148,7 @@ _TASK = Table(
     metadata=MAP,
     rollout=TEXT,
     budget=optional(_BUDGET.nested()),
+    chat_template_args=optional(MAP),
 )
 _SAMPLE = Table(
     Sample,

@@ -96,14 +96,14 @@ def _check_turn_rewards(turns: Turns, max_reward: float) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Check rollout and budget of a task. Raises WireError naming the field."""
+    """Check rollout, budget and template arguments of a task. Raises WireError naming the field."""
     if task.rollout and not RUN_NAME.fullmatch(task.rollout):
         raise WireError("rollout", "1 to 64 of A-Z a-z 0-9 _ -", task.rollout[:80])
-    if task.budget is None:
-        return
-    if not task.rollout:
-        raise WireError("budget", "a task with a rollout", "one without")
-    _check_budget(task.budget)
+    for name in ("budget", "chat_template_args"):
+        if not task.rollout and getattr(task, name) is not None:
+            raise WireError(name, "a task with a rollout", "one without")
+    if task.budget is not None:
+        _check_budget(task.budget)
 
 
 def _check_budget(budget: Budget) -> None:

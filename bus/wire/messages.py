@@ -101,6 +101,8 @@ class Task:
     """Name of the rollout that answers it; empty = a single turn."""
     budget: Budget | None = None
     """Limits of an episode; only with a rollout."""
+    chat_template_args: JsonObject | None = None
+    """Variables of the chat template in the chats of an episode; only with a rollout. None = none."""
     id: int = 0
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""

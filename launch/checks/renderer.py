@@ -6,6 +6,7 @@ from actors.errors import NoRenderer, RendererMissing
 from actors.text.chat_template import ChatTemplate
 from actors.text.rendering import Renderer, config_of
 from actors.text.text import Text
+from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.settings.run_config import RunConfig
@@ -32,6 +33,10 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
+    if rejected := _rejects(renderer, config.data.chat_template_args):
+        where = report.at("data.chat_template_args")
+        cure = "leave it out, and set actor.gateway.renderer_options in its place"
+        report.error("rollouts", where, want=f"arguments that the renderer {renderer.name} has", got=rejected, cure=cure)
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
     if not _tells_of_tools(renderer):
@@ -41,7 +46,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         )
         cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
-    if difference := _difference(renderer, text, directory):
+    if difference := _difference(renderer, text, directory, config.data.chat_template_args):
         want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
 
@@ -53,6 +58,15 @@ def _tokenizer(directory: Path) -> Text | None:
         return None
 
 
+def _rejects(renderer: Renderer, template_args: JsonObject) -> str:
+    """Return the renderer's error for variables of a chat template; empty = it takes them."""
+    try:
+        renderer.prompt(QUESTION, template_args)
+    except ValueError as error:  # BadRequest
+        return str(error)
+    return ""
+
+
 def _tells_of_tools(renderer: Renderer) -> bool:
     try:
         return renderer.prompt(QUESTION, {"tools": [TOOL]}) != renderer.prompt(QUESTION, {})
@@ -60,14 +74,14 @@ def _tells_of_tools(renderer: Renderer) -> bool:
         return True
 
 
-def _difference(renderer: Renderer, text: Text, directory: Path) -> str:
+def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
     """Return how a question differs from that of the model's chat template; empty where it does not, or there is none to compare with."""
     try:
         template = ChatTemplate.read(directory)
         if template is None:
             return ""
-        theirs = text.encode(template.render(QUESTION, add_generation_prompt=True), add_special=False)
-        ours = renderer.prompt(QUESTION, {"add_generation_prompt": True})
+        theirs = text.encode(template.render(QUESTION, add_generation_prompt=True, **template_args), add_special=False)
+        ours = renderer.prompt(QUESTION, {**template_args, "add_generation_prompt": True})
     except ValueError:  # BadRequest, or a template that the check of the tokenizer reports
         return ""
     if ours == theirs:

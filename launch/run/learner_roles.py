@@ -232,6 +232,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
             max_tokens=max_context,
             chat=data.apply_chat_template,
         ),
+        chat_template_args=data.chat_template_args,
     )
     # All rows: ``check`` reads some of a large file.
     refuse_unfit(prompts.rows, config, max_new_tokens=max_new_tokens, vocab_size=model_shape(Path(config.model.path))[0])

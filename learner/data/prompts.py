@@ -59,6 +59,8 @@ class Drawn:
     tokens: NDArray[np.int32]
     recorded: tuple[RecordedSequence, ...] = ()
     """Recorded responses of the row, for a rollout that has them."""
+    chat_template_args: JsonMapping = field(default_factory=dict)
+    """Variables of the chat template in the chats of its rollout."""
 
 
 class PromptFile:
@@ -75,16 +77,17 @@ class PromptFile:
         shuffle: bool = True,
         seed: int = 0,
         recordings: Recordings | None = None,
+        chat_template_args: JsonMapping | None = None,
     ) -> None:
         """``path``: one file, with ``keys`` and ``template`` as those of ``Source``; or sources, which have their own.
-        ``recordings``: makes the sequences of recorded responses; None = no row has any.
+        ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for the chats of rollouts.
 
         Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
         nor messages.
         """
         self._sources = [Source(path=path, keys=keys, template=template)] if isinstance(path, Path) else list(path)
         self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
-        self._recordings = recordings
+        self._recordings, self.chat_template_args = recordings, dict(chat_template_args or {})
         self._place = " + ".join(map(str, self._sources))
         # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
         self.digest = prompts_digest(self._sources, shuffle=shuffle, seed=seed)
@@ -178,7 +181,7 @@ class PromptFile:
         tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
-        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens)
+        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens, chat_template_args=self.chat_template_args if row.rollout else {})
 
     def _skipped(self, drawn: Drawn) -> None:
         if drawn.row.where not in self._too_long:

@@ -33,6 +33,8 @@ class EvalPrompts:
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
         if used := {name: self.budgets[name] for name in sorted({self.prompts.rows[row].rollout for row in rows} - {""})}:
             identity += f" {used}"
+            if self.prompts.chat_template_args:
+                identity += f" {self.prompts.chat_template_args}"
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
 
     def _fits(self, row: int) -> bool:
@@ -63,4 +65,5 @@ class EvalPrompts:
             issue_step=step,
             rollout=drawn.row.rollout,
             budget=self.budgets.get(drawn.row.rollout),
+            chat_template_args=dict(drawn.chat_template_args) or None,
         )

@@ -38,6 +38,7 @@ def task_of(
         issue_step=wanted.issue_step,
         rollout=drawn.row.rollout,
         budget=rules.budgets.get(drawn.row.rollout),
+        chat_template_args=dict(drawn.chat_template_args) or None,
     )
 
 

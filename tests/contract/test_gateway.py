@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines.responses import GenerationFailed
 from actors.episodes.port import EpisodeResult, Unfinished
+from actors.text.text import Text
 from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Sample, Status
@@ -94,6 +95,27 @@ async def test_an_answer_is_continued_by_the_ids_that_were_sampled(model_dir: Pa
         assert len(sample.sizes) == 1
     assert sample.turns is not None and sample.turns.id == (first["id"], second["id"])
     assert sample.turns.tokens.tolist() == [len(each["choices"][0]["token_ids"]) for each in told]
+
+
+async def test_chats_have_the_template_arguments_of_the_task_unless_they_name_their_own(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", max_position_embeddings=1024)
+    template = "{{ mood }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    seen: list[list[int]] = []
+
+    async def program(client: Client) -> float:
+        for more in ({}, {"chat_template_kwargs": {"mood": "plus"}}):
+            seen.append((await client.chat(USER, return_token_ids=True, **more))["prompt_token_ids"])
+        status, kept = await client.post("/retrieve_from_text", chat(USER))
+        assert status == 200
+        seen.append(kept["tokens"])
+        return 0.0
+
+    await sampled(directory, program, chat_template_args={"mood": "three "})
+    text = Text.read(directory)
+    assert text is not None
+    three, plus = ([*text.encode(f"{mood}{USER[1]}", add_special=False)] for mood in ("three ", "plus"))
+    assert seen == [three, plus, three]
 
 
 async def test_seeds_make_an_episode_again(model_dir: Path) -> None:

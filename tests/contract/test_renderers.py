@@ -315,6 +315,9 @@ def test_the_check_of_a_run_makes_the_renderer(models: dict[str, Path], tmp_path
     assert level == "error" and "actor.gateway.renderer_options: want fields of" in text
     _, (level, text) = found("qwen3", "actor.gateway.renderer_options={enable_thinking: false}")
     assert level == "warning" and "got '<think>\\n\\n</think>\\n\\n' instead of '' behind '<|im_start|>user" in text
+    (level, text), _ = found("qwen3", "data.chat_template_args={no_such: 1}")
+    assert level == "error" and "data.chat_template_args: want arguments that the renderer qwen3 has, got chat_template_kwargs: " in text
+    assert [level for level, _ in found("qwen3", "data.chat_template_args={enable_thinking: true}")] == ["ok"]
     of_deepseek = found("deepseek-v3", f"model.path={models['deepseek-v3']}")
     assert [level for level, text in of_deepseek if "want a renderer that writes the tools of a request" in text] == ["warning"]
 

@@ -157,7 +157,7 @@ def test_an_episode_round_trip(sample: Sample) -> None:
 
 
 def test_task_and_plan_round_trip() -> None:
-    task = make_task(rollout="calc", budget=Budget(turns=3, seconds=1.5))
+    task = make_task(rollout="calc", budget=Budget(turns=3, seconds=1.5), chat_template_args={"enable_thinking": False})
     assert_same(dataclasses.replace(task, id=3), codec.decode_task(codec.encode_task(task), 3))
     plan = make_plan(rows=ints(2, 1), ranks=ints(0, 1, 1), micro_batches=ints(0, 0, 0))
     assert_same(plan, codec.decode_record(codec.encode_record(plan)))
@@ -242,6 +242,7 @@ def test_a_response_without_context_is_refused() -> None:
         ({"rollout": "x" * 65}, "rollout"),
         ({"rollout": "*"}, "rollout"),
         ({"budget": Budget(turns=1)}, "budget"),
+        ({"chat_template_args": {"enable_thinking": False}}, "chat_template_args"),
         ({"rollout": "calc", "budget": Budget(total_tokens=-1)}, "budget.total_tokens"),
         ({"rollout": "calc", "budget": Budget(seconds=NAN)}, "budget.seconds"),
         ({"rollout": "calc", "budget": Budget(seconds=math.inf)}, "budget.seconds"),

@@ -28,7 +28,7 @@ from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
 from learner.evaluation.config import EvalConfig
 from learner.evaluation.prompts import EvalPrompts
-from learner.evaluation.rounds import Rounds
+from learner.evaluation.rounds import Place, Rounds
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.new_task import task_of
 from tests import data_kit
@@ -40,7 +40,18 @@ PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {
 
 
 def opened(data: DataConfig) -> PromptFile:
-    return PromptFile(data.used, tokenize=lambda prompt: [1, 2], max_tokens=100, shuffle=data.shuffle, seed=data.seed)
+    return PromptFile(
+        data.used,
+        tokenize=lambda prompt: [1, 2],
+        max_tokens=100,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        chat_template_args=data.chat_template_args,
+    )
+
+
+def rounds_of(held: EvalPrompts) -> Rounds:
+    return Rounds([held.size()], every=1, at_start=True, at_end=True, last_step=1, max_open_tasks=9)
 
 
 def found(file: Path, **settings: Any) -> list[Any]:
@@ -117,13 +128,24 @@ def test_rows_name_their_rollouts(tmp_path: Path) -> None:
     made = [issued_task(prompts, offset, budgets) for offset in range(3)]
     assert [(each.rollout, each.budget) for each in made] == [("b", Budget(turns=2)), ("a", Budget(turns=1)), ("", None)]
     held = EvalPrompts(name="held", prompts=prompts, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets=budgets)
-    rounds = Rounds([held.size()], every=1, at_start=True, at_end=True, last_step=1, max_open_tasks=9)
+    rounds = rounds_of(held)
     rounds.published(0, 0)
     place = rounds.wanted()
     assert place is not None
     asked = held.task(place, rounds, run="r", epoch=1, seed=0, step=0)
     assert (asked.rollout, asked.budget) == ("b", Budget(turns=2))
     assert replace(held, budgets={**budgets, "b": Budget(turns=3)}).size().identity != held.size().identity
+
+
+def test_tasks_with_a_rollout_have_the_arguments_of_the_chat_template(tmp_path: Path) -> None:
+    data = DataConfig(path=str(write_prompts(tmp_path / "a.jsonl", row(r="a"), row(r=None))), rollout_key="r", shuffle=False)
+    quick = opened(replace(data, chat_template_args={"enable_thinking": False}))
+    assert [issued_task(quick, offset).chat_template_args for offset in range(2)] == [{"enable_thinking": False}, None]
+    assert issued_task(opened(data), 0).chat_template_args is None
+    held = EvalPrompts(name="held", prompts=quick, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets={"a": Budget()})
+    asked = held.task(Place(version=0, set="held", row=0), rounds_of(held), run="r", epoch=1, seed=0, step=0)
+    assert asked.chat_template_args == {"enable_thinking": False}
+    assert replace(held, prompts=opened(data)).size().identity != held.size().identity
 
 
 def test_a_row_with_an_unknown_rollout_is_named(tmp_path: Path) -> None:
