@@ -157,18 +157,20 @@ class Recorder:
                     reached.append(child)
         return best
 
-    def export(self, seen: Sequence[int] | None = None) -> Sequences:
+    def export(self, seen: Sequence[int] | None = None, *, ended_s: float = 0.0) -> Sequences:
         """Return the sequences: one for every turn without a turn behind it that still has something to train, in order of first turns.
 
         A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of the turns that the
         finished life of the episode has been given, of which alone sequences are made; None = all. A turn whose parent is not among them is
-        still behind its ids: they are context. Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
+        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for those of tools behind the last turn.
+        Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
         """
         numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
         chosen = {number for number in numbers if self._nodes[number].trained}
         if not chosen:
             raise ValueError("episode: want a turn with sampled tokens and their log-probs, got none")
-        return _Export().of([self._nodes[number] for number in sorted(chosen)])
+        tools_s = _tools_s([node.output for node in self._nodes if node.output is not None], ended_s)
+        return _Export().of([self._nodes[number] for number in sorted(chosen)], tools_s)
 
 
 class _Export:
@@ -184,8 +186,8 @@ class _Export:
         self._length = 0
         self._experts: list[RoutedExperts | int] = []
 
-    def of(self, chosen: list[_Node]) -> Sequences:
-        """Return the sequences that train these turns, which are in order of delivery."""
+    def of(self, chosen: list[_Node], tools_s: list[float]) -> Sequences:
+        """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded turn."""
         claimed: set[int] = set()
         wanted = {node.number for node in chosen}
         for leaf in _leaves(chosen):
@@ -201,6 +203,7 @@ class _Export:
             tokens=np.array([len(output.tokens) for output in outputs], np.int32),
             begin_s=np.array([output.begin_s for output in outputs], np.float32),
             seconds=np.array([output.seconds for output in outputs], np.float32),
+            tools_s=np.array([tools_s[node.number] for node in chosen], np.float32),
             id=tuple(output.id for output in outputs),
             finish=tuple(output.finish for output in outputs),
             agent=tuple(output.agent for output in outputs),
@@ -251,6 +254,21 @@ class _Export:
         self._log_probs.append(log_probs)
         self._mask.append(np.full(len(log_probs), mask, np.uint8))
         self._length += len(log_probs)
+
+
+def _tools_s(outputs: Sequence[Output], ended_s: float) -> list[float]:
+    """Return the seconds without a model call under way, each by the number of the turn whose call ended last before them."""
+    found = [0.0] * len(outputs)
+    last, busy_to_s = -1, 0.0
+    for number in sorted(range(len(outputs)), key=lambda number: outputs[number].begin_s):
+        output = outputs[number]
+        if last >= 0:
+            found[last] += max(0.0, output.begin_s - busy_to_s)
+        if last < 0 or output.begin_s + output.seconds >= busy_to_s:
+            last, busy_to_s = number, output.begin_s + output.seconds
+    if last >= 0:
+        found[last] += max(0.0, ended_s - busy_to_s)
+    return found
 
 
 def _experts_of(node: _Node, behind: list[_Node]) -> RoutedExperts | int:

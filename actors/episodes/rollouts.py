@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from actors.engines.responses import GenerationFailed
 from actors.episodes.episode import Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from actors.episodes.recorder import BEGINS, FORKS
 from actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
 from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
@@ -159,7 +161,7 @@ def _described(episode: Episode) -> dict[str, object]:
 def _made(episode: Episode, result: EpisodeResult) -> Made:
     """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
     try:
-        found = episode.recorder.export()
+        found = episode.recorder.export(ended_s=time.monotonic() - episode.began_s)
     except ValueError as error:
         raise GenerationFailed(str(error)) from error
     reward, turn_rewards = _rewards(episode, result)
@@ -226,8 +228,12 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return remarks for viewers on the sampling and on the calls."""
+    """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the turns."""
+    recorder = episode.recorder
+    branched = {FORKS: recorder.places[FORKS], BEGINS: recorder.places[BEGINS] - 1}
     return {
+        **({"branched_turns": branched} if any(branched.values()) else {}),
+        **({"untrained_turns": untrained} if (untrained := {why: n for why, n in recorder.untrained.items() if n}) else {}),
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
     }

@@ -36,7 +36,7 @@ class Turns:
     seconds: NDArray[np.float32] = field(default_factory=_no_seconds)
     """Seconds of the model call."""
     tools_s: NDArray[np.float32] = field(default_factory=_no_seconds)
-    """Seconds of tools and environment after it."""
+    """Seconds of tools and environment after it: those without a model call under way, up to the next call or the end of the episode."""
     id: tuple[str, ...] = ()
     finish: tuple[str, ...] = ()
     """Finish reason, as the engine returned it."""

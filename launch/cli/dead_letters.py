@@ -11,8 +11,7 @@ from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.streams.dead import DROP, REQUEUE
 from bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
-from launch.samples.block import plain
-from launch.samples.search import to_json
+from launch.samples.text import plain, to_json
 
 ANSWER_S = 5.0
 """Seconds to wait for the learner's records of a decision."""

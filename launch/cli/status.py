@@ -25,7 +25,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
 from launch.run import evaluated
 from launch.run.summary import SKIPPED
-from launch.samples.block import plain
+from launch.samples.text import plain
 from learner.debug.report import LOOKS
 
 _MOST_NAMES = 6

@@ -1,24 +1,25 @@
 """A sample as a block of text for a terminal. Knows no bus."""
 
-import re
-
 from rich.text import Text
 
 from bus.errors import WireError
 from bus.wire.messages import Sample
+from launch.samples.episode import conversation
 from launch.samples.filters import Headline, prompt_text
 from launch.samples.search import Found, clock
+from launch.samples.text import plain, shortened
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 """Lines and characters of a text that is shortened."""
 _LABEL_SIZE = 40
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GOOD = 0.99
 """Lowest reward shown in green."""
 
 
 def block(found: Found, *, full: bool = False) -> Text:
-    """Return a sample as text: one line of facts; the prompt, dimmed; the response."""
+    """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and an episode has its
+    messages in the place of both.
+    """
     line, sample = found.line, found.sample
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
@@ -26,6 +27,8 @@ def block(found: Found, *, full: bool = False) -> Text:
     if error := sample.metadata.get("error"):
         text.append(f"  {plain(str(error))}", style="red")
     text.append("\n" if sample.label is None else f"  label {_one_line(str(sample.label))}\n", style="dim")
+    if full and sample.transcript:
+        return text.append_text(conversation(sample.transcript))
     for body, size, style in ((prompt_text(sample), _PROMPT_SIZE, "dim"), (sample.response, _RESPONSE_SIZE, "")):
         for row in (body if full else shortened(body, *size)).splitlines() or [""]:
             text.append("  │ " if style else "  ┃ ", style="dim" if style else "cyan")
@@ -64,22 +67,6 @@ def versions(sample: Sample) -> str:
 def reward_colour(score: float) -> str:
     """Return green for a reward of at least ``_GOOD``, red for one of 0 or less, else yellow."""
     return "green" if score >= _GOOD else "red" if score <= 0 else "yellow"
-
-
-def plain(text: str) -> str:
-    """Return text that a terminal does not interpret: control characters are shown as ``\\x1b``."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def shortened(text: str, lines: int, characters: int) -> str:
-    """Return beginning and end of a long text, and the amount that is missing between them."""
-    rows = text.splitlines()
-    if len(rows) > lines:
-        text = "\n".join([*rows[: lines // 2], f"… {len(rows) - lines} lines …", *rows[len(rows) - (lines - lines // 2) :]])
-    if len(text) > characters:
-        half = characters // 2
-        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    return text
 
 
 def _one_line(text: str) -> str:

@@ -19,8 +19,9 @@ from bus.wire.messages import Sample
 from launch.samples.filter_arguments import filter_of, positive
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
-from launch.samples.search import Search, as_map, opened, to_json
+from launch.samples.search import Search, as_map, opened
 from launch.samples.tail import tail
+from launch.samples.text import to_json
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"

@@ -1,7 +1,5 @@
 """Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample."""
 
-import json
-import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +13,7 @@ from bus.streams.samples import Glimpse
 from bus.wire.codec import decode_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sample
+from launch.samples.episode import turns_in
 from launch.samples.filters import Filter, Headline, headline, headline_of
 from launch.samples.lags import Lags
 
@@ -141,23 +140,6 @@ def clock(unix_s: float) -> str:
     return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
 
 
-def to_json(value: object) -> str:
-    """Return JSON of any value of a message: bytes in hexadecimal, keys as text, numbers that JSON lacks as text."""
-    return json.dumps(_plain(value), allow_nan=False)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value if isinstance(value, str | int | float | None) else repr(value)
-
-
 def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
     """Return a sample as a map for JSON."""
     if isinstance(sample, WireError):
@@ -180,6 +162,8 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         "spans": [[span.version, span.num_tokens] for span in sample.spans],
         **({"rollout": sample.rollout} if sample.rollout else {}),
         **({"sequences": [list(size) for size in sample.sequences]} if len(sample.sequences) > 1 else {}),
+        **({"turns": turns_in(sample.turns)} if sample.turns is not None else {}),
+        **({"transcript": list(sample.transcript)} if sample.transcript else {}),
         "actor": sample.actor,
         "engine": sample.engine,
         "finish_reason": sample.finish_reason,

@@ -13,11 +13,13 @@ from rich.text import Text
 from bus.errors import NotFound, WireError
 from bus.streams.bus import Bus
 from bus.wire.messages import Sample
-from launch.samples.block import facts, plain
+from launch.samples.block import facts
+from launch.samples.episode import conversation, turns_table
 from launch.samples.filter_arguments import task_of
 from launch.samples.filters import Filter, prompt_text
 from launch.samples.sample_history import SampleHistory, history_of
-from launch.samples.search import Found, Search, as_map, opened, to_json
+from launch.samples.search import Found, Search, as_map, opened
+from launch.samples.text import plain, to_json
 from launch.samples.tokens import Vocabulary
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
@@ -158,7 +160,9 @@ def _print(
         console.print(Text(f"metadata  {plain(to_json(sample.metadata))}"))
     if others:
         console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
-    console.print(Text(plain(prompt_text(sample)), style="dim"))
+    if sample.turns is not None:
+        console.print(turns_table(sample.turns))
+    console.print(conversation(sample.transcript) if sample.transcript else Text(plain(prompt_text(sample)), style="dim"))
     console.print(shaded(tokens))
     console.print(_legend(sample, tokens))
     if table:

@@ -9,7 +9,8 @@ from rich.console import Console
 from bus.streams.bus import Bus
 from launch.samples.block import block
 from launch.samples.filter_arguments import filter_of, positive
-from launch.samples.search import Found, Search, as_map, to_json
+from launch.samples.search import Found, Search, as_map
+from launch.samples.text import to_json
 
 DEFAULT_LAST = 10
 

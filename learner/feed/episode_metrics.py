@@ -1,6 +1,6 @@
 """Metrics of a step's episodes: turns, sequences, budgets and seconds (docs/metrics.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -9,7 +9,10 @@ from learner.feed.episode_age import SECONDS
 
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
-_OVERRIDDEN, _MALFORMED = "overridden_sampling", "malformed_calls"
+_OVERRIDDEN, _MALFORMED, _BRANCHED, _UNTRAINED = "overridden_sampling", "malformed_calls", "branched_turns", "untrained_turns"
+"""Remarks of actors in the metadata of episodes."""
+_MOST_TURNS = 2**31
+_KINDS = {_BRANCHED: ("forks", "begins"), _UNTRAINED: ("asked", "log_probs", "empty")}
 
 
 def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
@@ -33,6 +36,7 @@ def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
             "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
             "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
             "data/malformed_calls_share": float(np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])),
+            **{f"data/{remark}/{kind}": _mean_count(episodes, remark, kind) for remark, kinds in _KINDS.items() for kind in kinds},
             "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
             "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),
             "data/episode_tools_seconds": float(np.mean([timing.tools_s for timing in timings])),
@@ -50,6 +54,13 @@ def _seconds(episode: Sample) -> float:
     """Return the seconds from the begin of an episode to the end of its last model call; 0 for one without any."""
     turns = episode.turns
     return 0.0 if turns is None else float((turns.begin_s + turns.seconds).max(initial=0.0))
+
+
+def _mean_count(episodes: Sequence[Sample], remark: str, kind: str) -> float:
+    """Return the mean of a count in the remarks of episodes; one that is no count is 0: an actor may write anything there."""
+    remarks = [sample.metadata.get(remark) for sample in episodes]
+    counts = [found.get(kind) if isinstance(found, Mapping) else 0 for found in remarks]
+    return float(np.mean([count if isinstance(count, int) and 0 <= count <= _MOST_TURNS else 0 for count in counts]))
 
 
 def _masked_shares(episodes: Sequence[Sample], plan: Plan) -> dict[str, float]:

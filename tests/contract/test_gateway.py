@@ -132,6 +132,20 @@ async def test_several_answers_are_siblings_and_all_are_trained(model_dir: Path)
 
     sample = await sampled(model_dir, program)
     assert len(sample.sizes) == 3 and sample.turns is not None and len(set(sample.turns.id)) == 3
+    assert sample.metadata["branched_turns"] == {"forks": 0, "begins": 2} and "untrained_turns" not in sample.metadata
+
+
+async def test_seconds_of_tools_are_those_between_the_calls_and_behind_the_last(model_dir: Path) -> None:
+    async def program(client: Client) -> float:
+        await client.chat(USER)
+        await asyncio.sleep(0.2)
+        await asyncio.gather(client.chat(USER), client.chat(USER))
+        await asyncio.sleep(0.1)
+        return 0.5
+
+    turns = (await sampled(model_dir, program)).turns
+    assert turns is not None and turns.tools_s[0] >= 0.2
+    assert turns.tools_s[1:].max() >= 0.1 and turns.tools_s[1:].min() < 0.1
 
 
 async def test_the_sampling_is_that_of_the_task(model_dir: Path) -> None:
@@ -144,7 +158,8 @@ async def test_the_sampling_is_that_of_the_task(model_dir: Path) -> None:
         return 0.0
 
     sample = await sampled(model_dir, program)
-    assert sample.metadata == {"topic": "sums", "overridden_sampling": ["presence_penalty", "temperature", "top_p"]}
+    overridden = ["presence_penalty", "temperature", "top_p"]
+    assert sample.metadata == {"topic": "sums", "overridden_sampling": overridden, "branched_turns": {"forks": 0, "begins": 1}}
 
 
 @pytest.mark.parametrize("asked", [{"logit_bias": {"5": 10}}, {"response_format": {"type": "json_object"}}, {"min_tokens": 4}])

@@ -110,7 +110,12 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
     again = replace(
         first,
         finish_reason="budget.turns",
-        metadata={"overridden_sampling": ["top_p"], "malformed_calls": 2},
+        metadata={
+            "overridden_sampling": ["top_p"],
+            "malformed_calls": 2,
+            "branched_turns": {"forks": 3, "begins": 1},
+            "untrained_turns": {"asked": 5, "log_probs": -1, "empty": "many"},
+        },
         timings=Timings(queued_s=1.0, generating_s=2.0, tools_s=3.0, reward_s=4.0),
         turns=replace(first.turns, finish=("stop", "cut", "stop")),
     )
@@ -122,6 +127,8 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
     assert found["data/context_share"] == pytest.approx(1 - sampled / len(first.tokens))
     assert found["data/cut_turns_share"] == pytest.approx(1 / (2 * count))
     assert (found["data/overridden_share"], found["data/malformed_calls_share"]) == (0.5, 0.5)
+    assert (found["data/branched_turns/forks"], found["data/branched_turns/begins"]) == (1.5, 0.5)
+    assert [found[f"data/untrained_turns/{why}"] for why in ("asked", "log_probs", "empty")] == [2.5, 0, 0]
     parts = [found[f"data/episode_{part}_seconds"] for part in ("queued", "generating", "tools", "reward")]
     assert parts == [0.5, 1.0, 1.5, 2.0]
     assert {name: value for name, value in found.items() if "budget" in name and value} == {"data/budget_share/turns": 0.5}

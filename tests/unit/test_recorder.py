@@ -117,6 +117,17 @@ def test_a_cut_stream_is_a_turn_up_to_its_last_token() -> None:
     assert (turns.begin_s.tolist(), turns.seconds.tolist()) == ([1.5], [0.25])
 
 
+def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None:
+    """Two calls at once share no time of tools; an untrained call is one, too."""
+    calls = ((0.0, 1.0, True), (3.0, 4.0, True), (3.5, 1.0, True), (9.0, 1.0, False), (10.5, 0.5, True))
+    recorder = Recorder()
+    for number, (begin_s, seconds, trained) in enumerate(calls):
+        recorder.record(prompt(1), output([number], begin_s=begin_s, seconds=seconds, trained=trained))
+    assert recorder.export(ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0, 0.0, 2.0]
+    assert recorder.export([0, 4], ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0]
+    assert recorder.export().turns.tools_s.tolist() == [2.0, 2.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
