@@ -14,6 +14,14 @@ async def with_own(request: GroupRequest) -> list[dict[str, float]]:
     return [{"score": 10.0 + score_of(reward), "own": score_of(reward)} for reward in request.rewards]
 
 
+def of_episodes(request: GroupRequest) -> list[dict[str, float]]:
+    """Score each episode with its place, and tell what is seen of it."""
+    return [
+        {"score": float(place), "sampled": one.sampled_length, "turns": one.num_turns, "messages": len(one.transcript)}
+        for place, one in enumerate(request.samples)
+    ]
+
+
 def too_few(request: GroupRequest) -> list[float]:
     return [1.0]
 

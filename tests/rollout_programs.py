@@ -217,7 +217,7 @@ class Script:
         await asyncio.Event().wait()
 
     async def environment(self, data):
-        return {name: 1.0 for name in os.environ if name.startswith(("TIDEMILL_", "NATS_", "OPENAI_"))}
+        return {name: 1.0 for name in os.environ if name.startswith(("TIDEMILL_", "NATS_", "OPENAI_", "ANTHROPIC_"))}
 
     async def counts(self, data):
         return self.calls

@@ -135,6 +135,38 @@ async def test_several_answers_are_siblings_and_all_are_trained(model_dir: Path)
     assert sample.metadata["branched_turns"] == {"forks": 0, "begins": 2} and "untrained_turns" not in sample.metadata
 
 
+async def test_calls_above_the_limit_of_an_episode_wait(model_dir: Path) -> None:
+    async def program(client: Client) -> float:
+        await asyncio.gather(*(client.chat(USER, ("user", str(number))) for number in range(6)))
+        return 0.5
+
+    async def overlaps(max_calls: int) -> list[bool]:
+        async with stage(model_dir, program, max_calls=max_calls) as scene:
+            turns = (await scene.rollout.sample(task(), 0, "n0")).sample.turns
+        assert turns is not None
+        order = np.argsort(turns.begin_s)
+        begins, ends = turns.begin_s[order], (turns.begin_s + turns.seconds)[order]
+        return list(begins[1:] < ends[:-1] - 1e-4)
+
+    assert not any(await overlaps(1))
+    assert any(await overlaps(3))
+
+
+async def test_the_listed_model_has_the_context_that_is_left_to_an_episode(model_dir: Path) -> None:
+    listed: list[Any] = []
+
+    async def program(client: Client) -> float:
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with client.session.get(client.root + "/v1/models", headers=headers) as response:
+            listed.append(await response.json())
+        await client.chat(USER)
+        return 0.0
+
+    await sampled(model_dir, program)
+    await sampled(model_dir, program, budget=Budget(context=64))
+    assert [(each["data"][0]["id"], each["data"][0]["max_model_len"]) for each in listed] == [("model", 1024), ("model", 64)]
+
+
 async def test_seconds_of_tools_are_those_between_the_calls_and_behind_the_last(model_dir: Path) -> None:
     async def program(client: Client) -> float:
         await client.chat(USER)

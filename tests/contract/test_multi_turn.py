@@ -74,6 +74,21 @@ async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> Non
         assert sample.status is Status.COMPLETED
 
 
+async def test_a_turn_has_at_most_max_tokens_and_ends_at_a_stop_string(model_dir: Path) -> None:
+    def answers(sample: Sample) -> list[str]:
+        return [str(message["content"]) for message in sample.transcript if message["role"] == "assistant"]
+
+    game: dict[str, Any] = {"protocol": "chat", "environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}
+    plain, _ = await made(model_dir, MultiTurn(**game))
+    assert plain.turns is not None and plain.turns.tokens.max() > 2
+    letters = sorted(set("".join(answers(plain))))
+    short, _ = await made(model_dir, MultiTurn(**game, max_tokens=2))
+    assert short.turns is not None and 0 < short.turns.tokens.max() <= 2
+    stopped, _ = await made(model_dir, MultiTurn(**game, stop=letters[:4]))
+    assert any(set(answer) & set(letters[:4]) for answer in answers(plain))
+    assert not any(set(answer) & set(letters[:4]) for answer in answers(stopped))
+
+
 async def test_the_close_of_an_environment_is_not_cut_short() -> None:
     """The episode is cancelled while its environment is closed, as by its budget or a drain."""
 

@@ -1,11 +1,16 @@
 """Rewards of groups: their arguments, the effect of their failures, and evaluation without them."""
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from actors.config import ActorConfig
+from actors.rollout.actor_process import run_actor
+from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.server.nats_server import EmbeddedServer
+from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Status
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
@@ -13,7 +18,7 @@ from rewards.group import GROUP, GroupRequest, relative_length
 from rewards.port import RewardRequest
 from rewards.registry import bind
 from rewards.scorers.groups import opened_group
-from tests.actor_kit import all_samples, complete, engine, issue, samples_until, settled, take_over
+from tests.actor_kit import all_samples, complete, engine, issue, model_dir, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
 
@@ -31,6 +36,24 @@ async def test_all_samples_of_a_task_are_scored_together(open_bus: BusOpener, na
             assert {sample.index: sample.reward for sample in found if sample.task == task} == {
                 sample.index: texts.index(sample.response) + 1.0 for sample in found if sample.task == task
             }
+
+
+async def test_episodes_of_several_sequences_are_scored_together(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """It sees of each the last answer, the turns, and the number of tokens that were sampled in all of its sequences."""
+    async with open_bus(rollouts=("tries",)) as bus, engine(bus):
+        (task,) = await issue(bus, await take_over(bus), rollout="tries", budget=Budget(turns=8))
+        draining, config = asyncio.Event(), ActorConfig(group_reward=f"{HERE}:of_episodes")
+        rollouts = RolloutPrograms(
+            rollouts=parse_rollouts({"tries": {"use": "agent:tests.rollout_programs:Tries"}}), model=str(model_dir())
+        )
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
+        found = await samples_until(bus, complete([task]))
+        await settled(bus)
+        draining.set()
+        await work
+        for sample in found:
+            assert isinstance(sample.reward, dict) and len(sample.sizes) == 2 and sample.turns is not None, sample
+            assert sample.reward == {"score": sample.index, "sampled": int(sample.loss_mask.sum()), "turns": 2, "messages": 2}
 
 
 async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
