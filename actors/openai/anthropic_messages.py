@@ -14,9 +14,9 @@ from bus.wire.json_object import JsonMapping, JsonObject
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "min_version")
 """Fields that a chat completion takes under the same name."""
-WITHOUT_EFFECT = {"metadata", "service_tier", "thinking", "container", "context_management", "inference_geo"}
+WITHOUT_EFFECT = {"metadata", "service_tier", "container", "context_management", "inference_geo"}
 """Fields that are accepted and ignored: clients send them, and they have no effect here."""
-KNOWN = {*SAME, *WITHOUT_EFFECT, "system", "messages", "stop_sequences", "tools", "tool_choice"}
+KNOWN = {*SAME, *WITHOUT_EFFECT, "thinking", "system", "messages", "stop_sequences", "tools", "tool_choice"}
 ID = "msg_"
 """Beginning of an answer's id."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,11 +44,14 @@ def chat_of(body: JsonMapping) -> JsonObject:
     return chat
 
 
-def message_of(answer: JsonMapping) -> JsonObject:
-    """Return the message for a whole chat completion."""
+def message_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
+    """Return the message for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
     made = choice["message"]
-    content: list[JsonObject] = [{"type": "text", "text": made["content"]}] if made.get("content") else []
+    content: list[JsonObject] = []
+    if made.get("reasoning_content") and _thinks(body):
+        content.append({"type": "thinking", "thinking": made["reasoning_content"], "signature": ""})
+    content += [{"type": "text", "text": made["content"]}] if made.get("content") else []
     content += [_tool_use(call) for call in made.get("tool_calls") or ()]
     return {**_head(answer), "content": content, **_stop(choice), "usage": _usage(answer["usage"])}
 
@@ -56,8 +59,9 @@ def message_of(answer: JsonMapping) -> JsonObject:
 class MessageEvents:
     """The events of one streamed message. A content block is open until another one begins, or the message ends."""
 
-    def __init__(self) -> None:
-        self._begun, self._places, self._open = False, 0, False
+    def __init__(self, body: JsonMapping) -> None:
+        """``body``: the request."""
+        self._begun, self._places, self._open, self._thinks = False, 0, False, _thinks(body)
         self._stop: JsonObject = {}
         self._counts: JsonObject = {"input_tokens": 0, "output_tokens": 0}
 
@@ -71,6 +75,8 @@ class MessageEvents:
             self._counts = _usage(chunk["usage"])
         for choice in chunk["choices"]:
             delta = choice["delta"]
+            if delta.get("reasoning_content") and self._thinks:
+                yield from self._thought(delta["reasoning_content"])
             if delta.get("content"):
                 if not self._open:
                     yield self._start({"type": "text", "text": ""})
@@ -91,6 +97,15 @@ class MessageEvents:
         yield {"type": "message_delta", "delta": self._stop, "usage": self._counts}
         yield {"type": "message_stop"}
 
+    def _thought(self, text: str) -> Iterator[JsonObject]:
+        """Yield the events of the model's reasoning, which comes as a whole."""
+        yield from self._end()
+        yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+        self._open = True
+        yield self._delta({"type": "thinking_delta", "thinking": text})
+        yield self._delta({"type": "signature_delta", "signature": ""})
+        yield from self._end()
+
     def _start(self, block: JsonObject) -> JsonObject:
         return {"type": "content_block_start", "index": self._places, "content_block": block}
 
@@ -101,6 +116,14 @@ class MessageEvents:
         if self._open:
             yield {"type": "content_block_stop", "index": self._places}
             self._open, self._places = False, self._places + 1
+
+
+def _thinks(body: JsonMapping) -> bool:
+    """Return whether the client wants the model's reasoning: one that does not ask for it may take the first block for the text."""
+    match body.get("thinking"):
+        case {"type": "enabled" | "adaptive"}:
+            return True
+    return False
 
 
 def _head(answer: JsonMapping) -> JsonObject:
@@ -168,20 +191,25 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
         raise BadRequest(f"{where}.content: want text or a list of content blocks, got {content!r}")
-    texts, calls, results = list[str](), list[JsonObject](), list[JsonObject]()
+    texts, thoughts, calls, results = list[str](), list[str](), list[JsonObject](), list[JsonObject]()
     for place, block in enumerate(content):
         at = f"{where}.content[{place}]"
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thoughts.append(text)
+            case {"type": "redacted_thinking"} if role == "assistant":
+                pass
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if role == "assistant":
                 calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}})
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
                 results.append({"role": "tool", "tool_call_id": id, "content": _text(block.get("content") or "", f"{at}.content")})
             case _:
-                raise BadRequest(f"{at}: want a block of type text, tool_use (assistant) or tool_result (user), got {block!r}")
+                raise BadRequest(f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), got {block!r}")
     if role == "assistant":
-        return [{"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}]
+        more = {**({"reasoning_content": "".join(thoughts)} if thoughts else {}), **({"tool_calls": calls} if calls else {})}
+        return [{"role": role, "content": "".join(texts), **more}]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]
 
 

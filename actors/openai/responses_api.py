@@ -32,7 +32,7 @@ ID = "resp_"
 """Beginning of an answer's id."""
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Role of a message -> its role in a chat."""
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
 def chat_of(body: JsonMapping) -> JsonObject:
@@ -66,7 +66,8 @@ def response_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
     """Return the response for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
     made = choice["message"]
-    output = [_message(answer["id"], made["content"], 0)] if made.get("content") else []
+    output = [_reasoning(answer["id"], made["reasoning_content"])] if made.get("reasoning_content") else []
+    output += [_message(answer["id"], made["content"], len(output))] if made.get("content") else []
     output += [_function_call(call) for call in made.get("tool_calls") or ()]
     return _response(answer, body, output, choice["finish_reason"], answer["usage"])
 
@@ -92,6 +93,9 @@ class ResponseEvents:
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             delta = choice["delta"]
+            if delta.get("reasoning_content"):
+                yield from self._end()
+                yield from self._thought(delta["reasoning_content"])
             if delta.get("content"):
                 yield from self._grow(delta["content"])
             for call in delta.get("tool_calls") or ():
@@ -130,6 +134,19 @@ class ResponseEvents:
         yield self._event("response.output_item.done", output_index=place, item=item)
         self._output.append(item)
         self._text = ""
+
+    def _thought(self, text: str) -> Iterator[JsonObject]:
+        """Yield the events of the model's reasoning, which comes as a whole."""
+        place, item = len(self._output), _reasoning(str(self._head["id"]), text)
+        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        (part,) = item["content"]
+        yield self._event("response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"})
+        yield self._event("response.content_part.added", **at, part={**part, "text": ""})
+        yield self._event("response.reasoning_text.delta", **at, delta=text)
+        yield self._event("response.reasoning_text.done", **at, text=text)
+        yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.output_item.done", output_index=place, item=item)
+        self._output.append(item)
 
     def _called(self, item: JsonObject) -> Iterator[JsonObject]:
         place = len(self._output)
@@ -186,6 +203,11 @@ def _message(id: str, text: str, place: int) -> JsonObject:
     return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [content]}
 
 
+def _reasoning(id: str, text: str) -> JsonObject:
+    name = f"rs_{id.removeprefix('chatcmpl-')}"
+    return {"id": name, "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], "status": "completed"}
+
+
 def _function_call(call: JsonMapping) -> JsonObject:
     function = call["function"]
     return {
@@ -225,19 +247,29 @@ def _form(text: object) -> JsonObject | None:
 
 
 def _messages(given: object) -> list[JsonObject]:
-    """Return items as the messages of a chat; a text of the model and the calls that follow it are one message."""
+    """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one message."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise BadRequest(f"input: want text or a list of at least one item, got {given!r}")
     found: list[JsonObject] = []
+    thought = ""
     for place, item in enumerate(given):
-        message = _of_item(item, f"input[{place}]")
+        where = f"input[{place}]"
+        if isinstance(item, Mapping) and item.get("type") == "reasoning":
+            thought += _text(item.get("content") or "", f"{where}.content")
+            continue
+        message = _of_item(item, where)
         before = found[-1] if found else {}
-        if message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
+        if not thought and message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             found.append(message)
+            if thought and message["role"] == "assistant":
+                message["reasoning_content"] = thought
+        thought = ""
+    if not found:
+        raise BadRequest("input: want at least one message, got reasoning alone")
     return found
 
 
@@ -252,7 +284,7 @@ def _of_item(item: object, where: str) -> JsonObject:
         role = item.get("role")
         if isinstance(role, str) and role in _ROLES:
             return {"role": _ROLES[role], "content": _text(item.get("content"), f"{where}.content")}
-    raise BadRequest(f"{where}: want a message, function_call or function_call_output, got {item!r}")
+    raise BadRequest(f"{where}: want a message, reasoning, function_call or function_call_output, got {item!r}")
 
 
 def _text(given: object, where: str) -> str:

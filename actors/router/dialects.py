@@ -54,8 +54,8 @@ DIALECTS = {
     "/v1/messages": Dialect(
         id=anthropic_messages.ID,
         chat_of=anthropic_messages.chat_of,
-        whole_of=lambda answer, _: anthropic_messages.message_of(answer),
-        events=lambda _: anthropic_messages.MessageEvents(),
+        whole_of=anthropic_messages.message_of,
+        events=anthropic_messages.MessageEvents,
         error=lambda found: {"type": "error", **found},
     ),
     "/v1/responses": Dialect(

@@ -129,6 +129,18 @@ def test_bad_requests_name_the_field(changes: dict[str, Any], error: str) -> Non
         chat_of({"messages": ASKED, **MORE, **changes})
 
 
+def test_thinking_of_the_model_is_its_reasoning() -> None:
+    content = [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "So."},
+    ]
+    chat = chat_of({**MORE, "messages": [*ASKED, {"role": "assistant", "content": content}]})
+    assert chat["messages"][-1] == {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
+    with pytest.raises(BadRequest, match="want a block"):
+        chat_of({**MORE, "messages": [{"role": "user", "content": content}]})
+
+
 def test_results_of_tools_are_messages_in_front_of_the_text() -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "7"}]}
     chat = chat_of({**MORE, "messages": [{"role": "user", "content": [{"type": "text", "text": "And?"}, result]}]})

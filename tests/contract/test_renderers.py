@@ -19,6 +19,8 @@ from bus.wire.messages import Sample
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from tests.check_kit import write_run
+from tests.contract import test_anthropic_messages as messages_api
+from tests.contract import test_responses_api as responses_api
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_chains
 from tests.tiny_models import EOS, OF_RENDERERS
@@ -172,14 +174,37 @@ async def test_other_apis_go_on_with_the_very_ids(models: dict[str, Path], path:
     async def of_responses(client: Client) -> float:
         ask = {"tools": [{"type": "function", **ADD["function"]}]}
         status, answer = await client.post(path, {**ask, "input": ASKED})
-        (call,) = answer["output"]
-        assert (status, call["type"], call["name"], json.loads(call["arguments"])) == (200, "function_call", "add", {"a": 3})
+        thought, call = answer["output"]
+        assert (status, thought["type"], thought["content"]) == (200, "reasoning", [{"type": "reasoning_text", "text": THOUGHT}])
+        assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 3})
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "seven"}
         assert (await client.post(path, {**ask, "input": [*ASKED, call, result]}))[0] == 200
         return 1.0
 
     sample = await played("qwen3", models["qwen3"], of_messages if path == "/v1/messages" else of_responses)
     assert sample.turns is not None and len(sample.turns.at) == 2 and len(sample.sizes) == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_reasoning_is_delivered_to_the_clients_of_other_apis_and_comes_back(models: dict[str, Path], streamed: bool) -> None:
+    async def program(client: Client) -> float:
+        async with messages_api.client_of(client.root, client.api_key) as anthropic:
+            story = await messages_api.said(anthropic, ASKED, streamed=streamed, thinking={"type": "enabled", "budget_tokens": 1024})
+            thought, call = [block.model_dump(exclude_none=True) for block in story.content]
+            assert (thought["type"], thought["thinking"], call["type"]) == ("thinking", THOUGHT, "tool_use")
+            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "seven"}]}
+            await messages_api.said(anthropic, [*ASKED, {"role": "assistant", "content": [thought, call]}, result], streamed=streamed)
+        async with responses_api.client_of(client.base_url, client.api_key) as openai:
+            response = await responses_api.said(openai, ASKED, streamed=streamed)
+            assert [item.type for item in response.output] == ["reasoning", "function_call"]
+            assert response.output[0].content[0].text == THOUGHT
+            kept = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+            result = {"type": "function_call_output", "call_id": kept[1]["call_id"], "output": "seven"}
+            await responses_api.said(openai, [*ASKED, *kept, result], streamed=streamed)
+        return 1.0
+
+    sample = await played("qwen3", models["qwen3"], program)
+    assert sample.turns is not None and len(sample.turns.at) == 4 and len(sample.sizes) == 2
 
 
 async def test_a_conversation_is_found_by_its_messages(models: dict[str, Path]) -> None:

@@ -142,7 +142,9 @@ async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_t
     ("changes", "error"),
     [
         ({"input": []}, "input: want text or a list"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, r"input\[0\]: want a message"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input: want at least one message"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, r"input\[0\]\.content: want text"),
+        ({"input": [{"type": "file_search_call"}]}, r"input\[0\]: want a message"),
         ({"input": [{"role": [], "content": "x"}]}, r"input\[0\]: want a message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content: want text"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
@@ -163,3 +165,16 @@ def test_text_and_calls_in_a_row_are_one_message() -> None:
     chat = chat_of({**MORE, "input": [{"role": "developer", "content": "x"}, said, call, call, result]})
     assert [message["role"] for message in chat["messages"]] == ["system", "system", "assistant", "tool"]
     assert len(chat["messages"][2]["tool_calls"]) == 2 and chat["messages"][2]["content"] == "So."
+
+
+def test_reasoning_belongs_to_the_message_or_call_behind_it() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    hidden = {"id": "rs_2", "type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}
+    said = {"role": "assistant", "content": "So."}
+    asked = {"role": "user", "content": "?"}
+    chat = chat_of({"input": [asked, thought("a"), said, call, thought("b"), call, hidden, said, thought("c"), asked]})
+    found = [(one["role"], one.get("reasoning_content"), len(one.get("tool_calls", ()))) for one in chat["messages"]]
+    assert found == [("user", None, 0), ("assistant", "a", 1), ("assistant", "b", 1), ("assistant", None, 0), ("user", None, 0)]
