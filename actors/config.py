@@ -112,10 +112,14 @@ class GatewayConfig:
     name. Empty = the model's chat template, and calls of two formats."""
     renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
+    untrained_models: tuple[str, ...] = ()
+    """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a judge."""
 
     def __post_init__(self) -> None:
         if self.renderer_options and not self.renderer:
             raise ValueError(f"renderer_options: want none without a renderer, got {self.renderer_options!r}")
+        if isinstance(self.untrained_models, str) or not all(isinstance(name, str) and name for name in self.untrained_models):
+            raise ValueError(f"untrained_models: want a list of names, got {self.untrained_models!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,13 +123,14 @@ async def stage(
     needs_log: bool = False,
     at: Reach = HERE,
     renderer: Renderer | None = None,
+    untrained_models: tuple[str, ...] = (),
     client: Callable[[str], HttpEngine] = HttpEngine,
 ) -> AsyncIterator[Stage]:
     async with serving(model_dir) as served, aiohttp.ClientSession() as session:
         engines = EnginePool(UrlDiscovery([served.engine.url], client), client)
         running = asyncio.create_task(engines.run())
         responses = Responses(engines, timeout_s=timeout_s, retries=3, activity=Activity())
-        gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses, renderer)
+        gateway = Gateway(ModelText.read(str(model_dir), "model.path"), responses, renderer, untrained_models)
         await gateway.start(at)
         programs = InProcess(session, program)
         try:

@@ -78,9 +78,11 @@ class Episode:
     engine: str = ""
     """Engine of the last turn."""
     text: str = ""
-    """Text of the last answer."""
+    """Text of the last answer; those of untrained calls do not count behind a trained one."""
+    answered: bool = False
+    """True if a turn that is trained is recorded."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the last model call, its answer included. Called once: only those of the last call are wanted."""
+    """Returns the messages of the call that gave ``text``, its answer included. Called once: only those of the last call are wanted."""
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -157,22 +159,35 @@ class Episode:
             elif self.log.stores:
                 await self.log.turn(number, *self.recorder.behind(prompt), output, response)
             self._turns[output.id] = self.recorder.record(prompt, output)
-        self.engine, self.text = response.engine, response.generation.text
+        self.engine = response.engine
+        self._answer(output, response.generation.text)
         self.queued_s += response.timings.queued_s
         self.generating_s += response.timings.generating_s
+
+    def _answer(self, output: Output, text: str) -> bool:
+        """Take the text of a recorded turn as the episode's; return False for an untrained one behind a trained one."""
+        if self.answered and not output.trained:
+            return False
+        self.text, self.answered = text, output.trained
+        return True
 
     def restore(self, text_of: Callable[[NDArray[np.int32]], str]) -> None:
         """Record the turns in front of the stored state. ``text_of``: the text of token ids, for the transcript."""
         messages: list[JsonObject] = []
+        last = -1  # number of the turn that is the last of the messages
         for turn in self.log.restored:
-            number, context = self.recorder.behind(turn.prompt)
-            if number != len(self.recorder) - 1:
-                messages = []  # another branch
+            parent, context = self.recorder.behind(turn.prompt)
             output = turn.output(turn.record.id)
             self.log.noted(len(self.recorder), turn)
-            self.recorder.record(turn.prompt, output)
+            number = self.recorder.record(turn.prompt, output)
             self._asked[digest(turn.prompt)] += 1
-            self.engine, self.text = turn.record.engine, turn.record.text
+            self.engine = turn.record.engine
+            self.began_s = min(self.began_s, time.monotonic() - output.begin_s - output.seconds)  # its clock goes on
+            if not self._answer(output, turn.record.text):
+                continue
+            if parent != last:
+                messages = []  # another branch
+            last = number
             messages += [{"role": "user", "content": text_of(context)}, {"role": "assistant", "content": self.text}]
         self.show = partial(bounded, messages)
         if self.log.state is not None:
@@ -192,16 +207,16 @@ class Episode:
         self.malformed_calls += count
 
     def reward_turn(self, turn: object, reward: object) -> None:
-        """Give a turn, by id or number, its reward; null = the last one. Raises BadRequest."""
+        """Give a turn, by id or number, its reward; null = the last one that is trained. Raises BadRequest."""
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
             raise BadRequest(f"reward: want a number within +-{MAX_REWARD:g}, got {reward!r}")
         self.turn_rewards[self.turn(turn)] = float(reward)
 
     def turn(self, turn: object) -> int:
-        """Return the number of a turn, by id or number; null = the last one. Raises BadRequest for one that is not recorded."""
+        """Return the number of a turn, by id or number; null = the last one that is trained. Raises BadRequest where there is none."""
         count = len(self.recorder)
-        if turn is None and count:
-            return count - 1
+        if turn is None and self.recorder.last_trained >= 0:
+            return self.recorder.last_trained
         if isinstance(turn, str) and turn in self._turns:
             return self._turns[turn]
         if isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < count:

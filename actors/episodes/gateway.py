@@ -12,7 +12,7 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,7 @@ from weightstore.listener import Access, Listener
 logger = logging.getLogger(__name__)
 
 TRAIN_HEADER = "X-Tidemill-Train"
-"""0: the call is served with the sampling that it asks for, and is context only."""
+"""0: the call is served with the sampling that it asks for, and is context only. So are those of ``untrained_models``."""
 ENDED_KEYS = 10_000
 """Most keys of ended episodes that are remembered, to be answered with 410."""
 MAX_BODY_BYTES = 1 << 26
@@ -94,9 +94,11 @@ class _Open:
 class Gateway:
     """The listener of an actor. ``start``, and ``close`` at the end."""
 
-    def __init__(self, model: ModelText, responses: Responses, renderer: Renderer | None = None) -> None:
-        """``renderer``: None = chats are those of the model's chat template."""
-        self._model, self._responses, self._renderer = model, responses, renderer
+    def __init__(
+        self, model: ModelText, responses: Responses, renderer: Renderer | None = None, untrained_models: Collection[str] = ()
+    ) -> None:
+        """``renderer``: None = chats are those of the model's chat template. ``untrained_models``: calls for these are context."""
+        self._model, self._responses, self._renderer, self._untrained_models = model, responses, renderer, untrained_models
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
@@ -206,7 +208,7 @@ class Gateway:
         finally:
             if calls.stream is not None:
                 await calls.stream.end()
-                if calls.stream.recorded:
+                if calls.stream.recorded and calls.answers_for(open.episode):
                     open.episode.show = partial(messages_of, body, path, open.episode.text)
             calls.held.close()
         return response
@@ -258,10 +260,14 @@ class Gateway:
             name=_PREFIX.get(path, "") + id,
             model=self._model.name,
             agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
-            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0",
+            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0" and not self._names_untrained(body),
             streams=streams,
         )
         return Request(method=given.method, path=path, headers={}, body=body, id=id), calls
+
+    def _names_untrained(self, body: bytes) -> bool:
+        """Return whether a request names a model whose calls are context only. Raises BadRequest."""
+        return bool(self._untrained_models) and b'"model"' in body and json_map(body).get("model") in self._untrained_models
 
     def _reward(self, episode: Episode, body: bytes) -> web.Response:
         given = json_map(body)
@@ -322,7 +328,7 @@ async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> Non
     episode.refused = ""
     for called in made.calls.outputs:
         await episode.record(called.prompt, called.output, called.response, called.stored)
-    if made.calls.outputs:
+    if made.calls.outputs and made.calls.answers_for(episode):
         episode.show = partial(messages_of, body, path, episode.text)
 
 

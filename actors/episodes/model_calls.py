@@ -8,6 +8,7 @@ that no task has (grammars, biases) is refused, because the recorded log-probs w
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -70,6 +71,10 @@ class ModelCalls:
         self.stream: StreamedCalls | None = None
         """The calls of a request that is streamed; they record their turns themselves."""
 
+    def answers_for(self, episode: Episode) -> bool:
+        """Return whether these calls, which are recorded, gave the episode's answer."""
+        return self._trained or not episode.answered
+
     async def __call__(self, request: Request) -> Answer:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
         if request.path == "/v1/models":
@@ -110,7 +115,8 @@ class ModelCalls:
         call, sampling = self._begun(prompt, given, self.held)
         stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
         if stored is not None:
-            called = Called(prompt, stored.output(self._id(place)), stored.response(), stored)
+            output = replace(stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0)  # of this attempt, as its tools
+            called = Called(prompt, output, stored.response(), stored)
         else:
             called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
         self._note_spent(call, called)
@@ -153,7 +159,8 @@ class ModelCalls:
 
     def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response) -> Called:
         """Return an unfinished response as a turn."""
-        return self._called(call, prompt, place, response, finish=CUT)
+        seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
+        return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
 
     def _id(self, place: int) -> str:
         """Return the name of a turn."""
@@ -163,7 +170,10 @@ class ModelCalls:
         """Count a parameter that is overridden."""
         self._episode.overridden[name] += 1
 
-    def _called(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, finish: str = "") -> Called:
+    def _called(
+        self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, *, finish: str = "", seconds: float | None = None
+    ) -> Called:
+        """Return a response as a turn. ``seconds``: of its call; None = it ends now."""
         made = response.generation
         output = Output(
             tokens=made.tokens,
@@ -173,7 +183,7 @@ class ModelCalls:
             finish=finish or made.finish or "",
             agent=self._agent,
             begin_s=call.begin_s,
-            seconds=response.timings.queued_s + response.timings.generating_s,
+            seconds=time.monotonic() - self._episode.began_s - call.begin_s if seconds is None else seconds,
             trained=self._trained,
             routed_experts=made.routed_experts if self._episode.task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
         )

@@ -31,7 +31,7 @@ async def opened_rollouts(
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
     """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: which renderer it has;
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls that are context;
     ``note_hung``: called for each call of a tool that hangs.
 
     Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
@@ -42,15 +42,16 @@ async def opened_rollouts(
     except ValueError as error:
         raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
     async with AsyncExitStack() as stack:
-        gateway = Gateway(text, responses, await _renderer(gateway_config or GatewayConfig(), programs.model, text))
+        config = gateway_config or GatewayConfig()
+        gateway = Gateway(text, responses, await _renderer(config, programs.model, text), config.untrained_models)
         try:
             await gateway.start(at)
         except OSError as error:
             raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
         stack.push_async_callback(gateway.close)
         found = {}
-        for name, config in programs.programs.items():
-            children = await stack.enter_async_context(_children(name, config, programs.model, note_hung))
+        for name, rollout in programs.programs.items():
+            children = await stack.enter_async_context(_children(name, rollout, programs.model, note_hung))
             try:
                 await children.load()
             except ProgramFailed as error:
@@ -58,11 +59,11 @@ async def opened_rollouts(
             found[name] = ProgramRollout(
                 gateway,
                 children,
-                max_calls_in_flight=config.max_calls_in_flight,
+                max_calls_in_flight=rollout.max_calls_in_flight,
                 turns=turns,
-                again=config.again,
-                needs_log=config.needs_log,
-                drain_s=config.drain_s,
+                again=rollout.again,
+                needs_log=rollout.needs_log,
+                drain_s=rollout.drain_s,
             )
         yield found
 

@@ -96,8 +96,10 @@ class Recorder:
     def __init__(self) -> None:
         self._root = _Node(-1, None, b"", None, b"", 0, trained=False)
         self._nodes: list[_Node] = []
-        self.places = dict.fromkeys((EXTENDS, FORKS, BEGINS), 0)
-        """Recorded turns by their place in the tree."""
+        self.branched = dict.fromkeys((FORKS, BEGINS), 0)
+        """Trained turns behind the first one that do not extend an output, by their place in the tree."""
+        self.last_trained = -1
+        """Number of the last turn that is trained; -1 = none is."""
         self.untrained = dict.fromkeys(UNTRAINED, 0)
         """Recorded turns that are context only, by reason."""
         self.total_tokens = 0
@@ -127,7 +129,10 @@ class Recorder:
             experts = experts[max(0, parent.end // _ID_BYTES - 1) :].copy()
         node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts)
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
-        self.places[place] += 1
+        if not reason:
+            if self.last_trained >= 0 and place != EXTENDS:
+                self.branched[place] += 1
+            self.last_trained = node.number
         self.total_tokens += len(node.ids) // _ID_BYTES if place == EXTENDS else node.end // _ID_BYTES
         self.sampled_tokens += len(output.tokens)
         parent.children.append(node)
@@ -169,8 +174,25 @@ class Recorder:
         chosen = {number for number in numbers if self._nodes[number].trained}
         if not chosen:
             raise ValueError("episode: want a turn with sampled tokens and their log-probs, got none")
-        tools_s = _tools_s([node.output for node in self._nodes if node.output is not None], ended_s)
-        return _Export().of([self._nodes[number] for number in sorted(chosen)], tools_s)
+        return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s))
+
+    def tools_s(self, ended_s: float) -> list[float]:
+        """Return the seconds without a model call under way behind each turn: they count for the turn whose call ended last.
+
+        ``ended_s``: seconds of the episode at its end.
+        """
+        outputs = [node.output for node in self._nodes if node.output is not None]
+        found = [0.0] * len(outputs)
+        last, busy_to_s = -1, 0.0
+        for number in sorted(range(len(outputs)), key=lambda number: outputs[number].begin_s):
+            output = outputs[number]
+            if last >= 0:
+                found[last] += max(0.0, output.begin_s - busy_to_s)
+            if last < 0 or output.begin_s + output.seconds >= busy_to_s:
+                last, busy_to_s = number, output.begin_s + output.seconds
+        if last >= 0:
+            found[last] += max(0.0, ended_s - busy_to_s)
+        return found
 
 
 class _Export:
@@ -254,21 +276,6 @@ class _Export:
         self._log_probs.append(log_probs)
         self._mask.append(np.full(len(log_probs), mask, np.uint8))
         self._length += len(log_probs)
-
-
-def _tools_s(outputs: Sequence[Output], ended_s: float) -> list[float]:
-    """Return the seconds without a model call under way, each by the number of the turn whose call ended last before them."""
-    found = [0.0] * len(outputs)
-    last, busy_to_s = -1, 0.0
-    for number in sorted(range(len(outputs)), key=lambda number: outputs[number].begin_s):
-        output = outputs[number]
-        if last >= 0:
-            found[last] += max(0.0, output.begin_s - busy_to_s)
-        if last < 0 or output.begin_s + output.seconds >= busy_to_s:
-            last, busy_to_s = number, output.begin_s + output.seconds
-    if last >= 0:
-        found[last] += max(0.0, ended_s - busy_to_s)
-    return found
 
 
 def _experts_of(node: _Node, behind: list[_Node]) -> RoutedExperts | int:

@@ -11,7 +11,6 @@ from actors.engines.responses import GenerationFailed
 from actors.episodes.episode import Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.recorder import BEGINS, FORKS
 from actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
 from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
@@ -161,7 +160,8 @@ def _described(episode: Episode) -> dict[str, object]:
 def _made(episode: Episode, result: EpisodeResult) -> Made:
     """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
     try:
-        found = episode.recorder.export(ended_s=time.monotonic() - episode.began_s)
+        ended_s = time.monotonic() - episode.began_s
+        found = episode.recorder.export(ended_s=ended_s)
     except ValueError as error:
         raise GenerationFailed(str(error)) from error
     reward, turn_rewards = _rewards(episode, result)
@@ -192,7 +192,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         label=task.label,
         metadata={**task.metadata, **_remarks(episode)},
         engine=episode.engine,
-        timings=_timings(episode),
+        timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=sum(episode.recorder.tools_s(ended_s))),
         finish_reason=f"budget.{episode.spent}" if episode.spent else "stop",
         rollout=task.rollout,
         sequences=found.sequences if len(found.sequences) > 1 else (),
@@ -230,15 +230,9 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 def _remarks(episode: Episode) -> dict[str, object]:
     """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the turns."""
     recorder = episode.recorder
-    branched = {FORKS: recorder.places[FORKS], BEGINS: recorder.places[BEGINS] - 1}
     return {
-        **({"branched_turns": branched} if any(branched.values()) else {}),
+        **({"branched_turns": dict(recorder.branched)} if any(recorder.branched.values()) else {}),
         **({"untrained_turns": untrained} if (untrained := {why: n for why, n in recorder.untrained.items() if n}) else {}),
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
     }
-
-
-def _timings(episode: Episode) -> Timings:
-    tools_s = max(0.0, episode.clock.seconds - episode.generating_s)
-    return Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=tools_s)

@@ -2,6 +2,7 @@
 
 import json
 
+from actors.router.dialects import DIALECTS
 from bus.wire.json_object import JsonObject
 
 MAX_BYTES = 256_000
@@ -11,9 +12,9 @@ MAX_BYTES = 256_000
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
     """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
     given = json.loads(body) if body else {}
-    messages = given.get("messages") if path.endswith(("/chat/completions", "/messages")) else None
-    if path.endswith("/responses") and isinstance(given.get("input"), list):
-        messages = given["input"]
+    if path in DIALECTS:
+        given = DIALECTS[path].chat_of(given)
+    messages = given.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
     if not isinstance(messages, list):
         prompt = next((given[name] for name in ("prompt", "text", "input") if isinstance(given.get(name), str)), None)
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]

@@ -22,6 +22,7 @@ from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.messages import OF_TEMPLATE
 
 Found = TypeVar("Found")
 
@@ -64,8 +65,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": (None, "none", "auto"),
 }
 """Unsupported fields, with the values at which they have no effect."""
-OF_TEMPLATE = {"self", "messages", "tools", "documents", "add_generation_prompt"}
-"""Template arguments that are set here, not by ``chat_template_kwargs``."""
 INCOMPLETE = "\ufffd"
 """Character that tokenizers put for bytes which are no complete character."""
 

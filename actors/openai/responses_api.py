@@ -264,13 +264,21 @@ def _messages(given: object) -> list[JsonObject]:
         if not thought and message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
-            found.append(message)
             if thought and message["role"] == "assistant":
                 message["reasoning_content"] = thought
+            elif thought:  # an answer that ended within it
+                found.append(_thought(thought))
+            found.append(message)
         thought = ""
+    if thought:
+        found.append(_thought(thought))
     if not found:
         raise BadRequest("input: want at least one message, got reasoning alone")
     return found
+
+
+def _thought(text: str) -> JsonObject:
+    return {"role": "assistant", "content": "", "reasoning_content": text}
 
 
 def _of_item(item: object, where: str) -> JsonObject:

@@ -33,10 +33,12 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
-    if rejected := _rejects(renderer, config.data.chat_template_args):
-        where = report.at("data.chat_template_args")
-        cure = "leave it out, and set actor.gateway.renderer_options in its place"
-        report.error("rollouts", where, want=f"arguments that the renderer {renderer.name} has", got=rejected, cure=cure)
+    given = {f"eval.sets.{name}.chat_template_args": one.chat_template_args or {} for name, one in config.eval.parsed.items()}
+    for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **given}.items():
+        if rejected := _rejects(renderer, template_args):
+            cure = "leave it out, and set actor.gateway.renderer_options in its place"
+            want = f"arguments that the renderer {renderer.name} has"
+            report.error("rollouts", report.at(setting), want=want, got=rejected, cure=cure)
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
     if not _tells_of_tools(renderer):

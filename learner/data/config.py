@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from bus.wire.json_object import JsonObject
+from bus.wire.messages import OF_TEMPLATE
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
@@ -74,10 +75,7 @@ class DataConfig:
         read_filters(self.filters)
         if self.path and self.sources:
             raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
-        taken = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"} & set(
-            self.chat_template_args
-        )
-        if taken:
+        if taken := OF_TEMPLATE & self.chat_template_args.keys():
             raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
         for source in self.chosen:
             Source.at(source.path)

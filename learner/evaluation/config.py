@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -169,9 +170,10 @@ def _parsed(name: str, values: object) -> EvalSet:
 
 def _refuse_kind(where: str, kind: object, value: object) -> None:
     """Raise ValueError for a value of the wrong type. ``kind``: the annotation of the field."""
-    admitted: list[type] = [*(typing.get_args(kind) or (kind,))]
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    admitted: list[type] = [typing.get_origin(one) or one for one in kinds]
     if float in admitted:
         admitted.append(int)
     if isinstance(value, bool) or not isinstance(value, tuple(admitted)):
-        names = {str: "text", int: "a whole number", float: "a number", type(None): "null"}
+        names = {str: "text", int: "a whole number", dict: "a map", float: "a number", type(None): "null"}
         raise ValueError(f"{where}: want {' or '.join(names[one] for one in admitted)}, got {value!r}")

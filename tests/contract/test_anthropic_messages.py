@@ -76,7 +76,8 @@ async def test_an_episode_by_messages_is_one_sequence(model_dir: Path, streamed:
     check_sample(sample)
     assert sample.turns is not None and list(sample.turns.id) == ids and all(id.startswith("msg_") for id in ids)
     assert len(sample.sizes) == 1, "the calls come back as the ids that were sampled"
-    assert [message["role"] for message in sample.transcript] == ["user", "assistant", "user", "assistant"]
+    roles = ["system", "user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in sample.transcript] == roles, "as a chat has them"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

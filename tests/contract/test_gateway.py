@@ -175,9 +175,10 @@ async def test_seconds_of_tools_are_those_between_the_calls_and_behind_the_last(
         await asyncio.sleep(0.1)
         return 0.5
 
-    turns = (await sampled(model_dir, program)).turns
-    assert turns is not None and turns.tools_s[0] >= 0.2
-    assert turns.tools_s[1:].max() >= 0.1 and turns.tools_s[1:].min() < 0.1
+    sample = await sampled(model_dir, program)
+    turns = sample.turns
+    assert turns is not None and turns.tools_s[0] >= 0.2 and sample.timings.tools_s == pytest.approx(turns.tools_s.sum())
+    assert turns.tools_s[1:].max() >= 0.1
 
 
 async def test_the_sampling_is_that_of_the_task(model_dir: Path) -> None:
@@ -205,14 +206,41 @@ async def test_what_changes_the_distribution_is_refused(model_dir: Path, asked: 
     assert (await sampled(model_dir, program)).response_length
 
 
-async def test_an_untrained_call_is_context_only(model_dir: Path) -> None:
-    async def program(client: Client) -> float:
-        _, first = await client.post("/v1/chat/completions", chat(USER, temperature=0.0), **{"X-Tidemill-Train": "0"})
-        await client.chat(USER, ("assistant", said(first)), ("user", "Sure?"))
-        return 0.0
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("by", ["header", "model"])
+async def test_an_untrained_call_is_served_as_it_asks_and_is_context_only(model_dir: Path, by: str, streamed: bool) -> None:
+    untold: list[str] = []
 
-    sample = await sampled(model_dir, program)
+    async def untrained(client: Client, *messages: tuple[str, str]) -> str:
+        """Return the answer to an untrained call without randomness."""
+        body = chat(*messages, temperature=0.0, model="a user" if by == "model" else "model", stream=streamed)
+        headers = {"Authorization": f"Bearer {client.api_key}", **({"X-Tidemill-Train": "0"} if by == "header" else {})}
+        async with client.session.post(client.root + "/v1/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+            if not streamed:
+                return said(await response.json())
+            lines = [line.removeprefix(b"data: ") for line in (await response.read()).splitlines() if line.startswith(b"data: {")]
+        return "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
+
+    async def program(client: Client) -> None:
+        first = await untrained(client, USER)
+        untold.extend([first, await untrained(client, USER)])
+        untold.append(said(await client.chat(USER, ("assistant", first), ("user", "Sure?"), model="model")))
+        await untrained(client, ("user", "Was it right?"))
+        await client.post("/reward", {"turn": None, "reward": 0.5})
+
+    async with stage(model_dir, program, untrained_models=("a user",)) as scene:
+        sample = (await scene.rollout.sample(task(), 0, "n0")).sample
+    check_sample(sample)
+    first, second, answer = untold
+    assert first == second != "", "two answers without randomness"
+    assert sample.metadata["untrained_turns"] == {"asked": 3} and "branched_turns" not in sample.metadata
     assert sample.turns is not None and len(sample.turns.at) == 1 and "overridden_sampling" not in sample.metadata
+    assert sample.loss_mask.all(), "the untrained answer is in front of the response"
+    text = Text.read(model_dir)
+    assert text is not None and first in text.decode(sample.tokens[: -sample.response_length].tolist())
+    assert sample.response == answer == sample.transcript[-1]["content"], "the answer that is scored is that of the model that is trained"
+    assert sample.turns.rewards == ((0, 0.5),)
 
 
 async def test_a_client_of_openai_chats_streams_and_completes(model_dir: Path) -> None:

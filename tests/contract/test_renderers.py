@@ -340,6 +340,9 @@ def test_the_check_of_a_run_makes_the_renderer(models: dict[str, Path], tmp_path
     assert level == "error" and "actor.gateway.renderer_options: want fields of" in text
     _, (level, text) = found("qwen3", "actor.gateway.renderer_options={enable_thinking: false}")
     assert level == "warning" and "got '<think>\\n\\n</think>\\n\\n' instead of '' behind '<|im_start|>user" in text
+    held = f"{{held: {{path: {tmp_path / 'held.jsonl'}, chat_template_args: {{no_such: 1}}}}}}"
+    (level, text), _ = found("qwen3", "eval.every=1", f"eval.sets={held}")
+    assert level == "error" and "eval.sets.held.chat_template_args: want arguments that the renderer qwen3 has" in text
     (level, text), _ = found("qwen3", "data.chat_template_args={no_such: 1}")
     assert level == "error" and "data.chat_template_args: want arguments that the renderer qwen3 has, got chat_template_kwargs: " in text
     assert [level for level, _ in found("qwen3", "data.chat_template_args={enable_thinking: true}")] == ["ok"]

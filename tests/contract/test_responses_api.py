@@ -175,6 +175,7 @@ def test_reasoning_belongs_to_the_message_or_call_behind_it() -> None:
     hidden = {"id": "rs_2", "type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}
     said = {"role": "assistant", "content": "So."}
     asked = {"role": "user", "content": "?"}
-    chat = chat_of({"input": [asked, thought("a"), said, call, thought("b"), call, hidden, said, thought("c"), asked]})
+    chat = chat_of({"input": [asked, thought("a"), said, call, thought("b"), call, hidden, said, thought("c"), asked, thought("d")]})
     found = [(one["role"], one.get("reasoning_content"), len(one.get("tool_calls", ()))) for one in chat["messages"]]
-    assert found == [("user", None, 0), ("assistant", "a", 1), ("assistant", "b", 1), ("assistant", None, 0), ("user", None, 0)]
+    ends = [("assistant", None, 0), ("assistant", "c", 0), ("user", None, 0), ("assistant", "d", 0)]
+    assert found == [("user", None, 0), ("assistant", "a", 1), ("assistant", "b", 1), *ends]

@@ -195,6 +195,8 @@ async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not
                 and whole.turns is not None
                 and other.turns.rewards == whole.turns.rewards == ((0, 0.0), (1, 0.5), (2, 1.0))
             )
+            begins, ends = other.turns.begin_s, other.turns.begin_s + other.turns.seconds
+            assert (begins[1:] >= ends[:-1] - 1e-3).all(), "one clock for all attempts"
             assert other.response == whole.response and other.transcript[-1] == whole.transcript[-1]
 
 

@@ -80,7 +80,7 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
         ({"retries": 0}, "retries: want > 0, got 0"),
         (
             {"gateway": {"hots": "x"}},
-            r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host', 'renderer', 'renderer_options'\]",
+            r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host', 'renderer', 'renderer_options', 'untrained_models'\]",
         ),
         ({"gateway": 5}, r"actor\.gateway: want a map of settings, got 5"),
     ],

@@ -25,6 +25,7 @@ OPEN = {
     "actor.scorers": "its parts, each by itself",
     "actor.scorers.host": "an address that scorers of the run's own machine listen at",
     "actor.scorers.advertise": "the address that their actors are given",
+    "actor.gateway.untrained_models": "names in the requests of its programs",
     "actor.gateway.renderer_options": "switches and texts of its prompts, checked by the library",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",

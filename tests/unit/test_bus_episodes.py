@@ -243,6 +243,8 @@ def test_a_response_without_context_is_refused() -> None:
         ({"rollout": "*"}, "rollout"),
         ({"budget": Budget(turns=1)}, "budget"),
         ({"chat_template_args": {"enable_thinking": False}}, "chat_template_args"),
+        ({"rollout": "calc", "chat_template_args": {"messages": []}}, "chat_template_args"),
+        ({"rollout": "calc", "chat_template_args": {"x": b"\0"}}, "chat_template_args"),
         ({"rollout": "calc", "budget": Budget(total_tokens=-1)}, "budget.total_tokens"),
         ({"rollout": "calc", "budget": Budget(seconds=NAN)}, "budget.seconds"),
         ({"rollout": "calc", "budget": Budget(seconds=math.inf)}, "budget.seconds"),

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -308,11 +308,19 @@ def test_a_set_has_its_own_prompts_or_those_settings_of_training() -> None:
     assert EvalSet(path="x.jsonl", **own).data(training) == replace(training, path="x.jsonl", shuffle=False, **own)
 
 
+def test_a_set_may_have_each_of_its_settings() -> None:
+    """Read from a map, as from a file."""
+    examples: dict[str, Any] = {"dict": {"thinking": False}, "int": 2, "float": 0.5, "str": "x"}
+    values = {one.name: next(value for kind, value in examples.items() if kind in str(one.type)) for one in fields(EvalSet)}
+    assert EvalConfig(sets={"held": values}).parsed == {"held": EvalSet(**values)}
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"every": -1}, "every: want >= 0, got -1"),
         ({"every": 1}, "sets: want at least one held-out set with every > 0, got none"),
+        ({"sets": {"a": {"path": "x", "chat_template_args": 3}}}, "sets.a.chat_template_args: want a map or null, got 3"),
         ({"max_open_tasks": 0}, "max_open_tasks: want >= 1, got 0"),
         ({"stall_s": 0}, "stall_s: want > 0, got 0"),
         ({"stop_after": -1}, "stop_after: want >= 0, got -1"),

@@ -309,6 +309,7 @@ def test_a_long_row_is_skipped_for_its_tokens_and_harms_no_other(tmp_path: Path)
         ({"sources": {"a": "b.jsonl"}}, r"sources\.a: want a map with at least path"),
         ({"sources": {"a": {"weight": 1}}}, r"sources\.a\.path: want a file"),
         ({"sources": {"a b": {"path": "b.jsonl"}}}, "sources: want names"),
+        ({"chat_template_args": {"tools": []}}, r"chat_template_args: want variables of the model's template, got \['tools'\]"),
         ({"chat_template_args": {"tokenize": False}}, r"chat_template_args: want variables of the model's template, got \['tokenize'\]"),
     ],
 )

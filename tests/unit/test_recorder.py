@@ -68,7 +68,7 @@ def test_a_prompt_that_extends_the_last_end_stays_in_the_sequence() -> None:
     assert rows(found) == [([1, 2, 3, 4, 50, 51, 90, 91, 52, 53], [1, 1, 0, 0, 1, 1])]
     assert [(span.version, span.num_tokens) for span in found.spans] == [(5, 2), (6, 2), (6, 2)]
     assert (found.turns.at.tolist(), found.turns.tokens.tolist(), found.numbers) == ([0, 4], [2, 2], (0, 1))
-    assert recorder.places == {"begins": 1, "extends": 1, "forks": 0}
+    assert recorder.branched == {"begins": 0, "forks": 0}
 
 
 def test_parallel_answers_are_siblings_and_all_are_trained() -> None:
@@ -86,7 +86,7 @@ def test_a_shared_turn_is_trained_by_the_first_path_that_has_it() -> None:
     recorder.record(prompt(1, 2, 3, 4), output([5]))
     recorder.record(prompt(1, 2, 3, 6), output([7, 8]))
     assert rows(recorder.export()) == [([1, 2, 3, 4, 5], [1, 1, 0, 1]), ([1, 2, 3, 6, 7, 8], [1, 1])]
-    assert recorder.places == {"begins": 1, "extends": 1, "forks": 1}
+    assert recorder.branched == {"begins": 0, "forks": 1}
 
 
 def test_the_parent_is_the_deepest_and_of_equals_the_newest() -> None:
@@ -115,6 +115,21 @@ def test_a_cut_stream_is_a_turn_up_to_its_last_token() -> None:
     turns = recorder.export().turns
     assert (turns.finish, turns.id, turns.agent) == (("cut",), ("t-0",), ("a",))
     assert (turns.begin_s.tolist(), turns.seconds.tolist()) == ([1.5], [0.25])
+
+
+def test_trained_turns_that_do_not_go_on_from_the_last_one_are_counted() -> None:
+    recorder = Recorder()
+    assert recorder.last_trained == -1
+    recorder.record(prompt(8), output([9], trained=False))
+    recorder.record(prompt(1), output([2]))
+    recorder.record(prompt(7), output([9], trained=False))
+    recorder.record(prompt(1, 2, 3), output([4]))
+    assert recorder.branched == {"begins": 0, "forks": 0}
+    recorder.record(prompt(1, 2, 5), output([6]))
+    recorder.record(prompt(5), output([6]))
+    assert (recorder.branched, recorder.last_trained) == ({"begins": 1, "forks": 1}, 5)
+    recorder.record(prompt(7), output([]))
+    assert recorder.last_trained == 5
 
 
 def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None:

@@ -73,7 +73,7 @@ def test_columns_of_an_invalid_sample_do_no_harm() -> None:
         (True, False, False),
         (False, False, False),
     ]
-    assert shown(turns_table(short)).count("t-") == 0
+    assert len(shown(turns_table(short)).splitlines()) == 4
 
 
 def test_a_table_has_a_line_for_each_turn() -> None:
