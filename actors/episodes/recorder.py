@@ -174,12 +174,11 @@ class Recorder:
         chosen = {number for number in numbers if self._nodes[number].trained}
         if not chosen:
             raise ValueError("episode: want a turn with sampled tokens and their log-probs, got none")
-        return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s))
+        return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s)[1])
 
-    def tools_s(self, ended_s: float) -> list[float]:
-        """Return the seconds without a model call under way behind each turn: they count for the turn whose call ended last.
-
-        ``ended_s``: seconds of the episode at its end.
+    def tools_s(self, ended_s: float) -> tuple[float, list[float]]:
+        """Return the seconds without a model call under way, before the first call and behind each turn: they count for the turn whose call
+        ended last. ``ended_s``: seconds of the episode at its end.
         """
         outputs = [node.output for node in self._nodes if node.output is not None]
         found = [0.0] * len(outputs)
@@ -192,7 +191,7 @@ class Recorder:
                 last, busy_to_s = number, output.begin_s + output.seconds
         if last >= 0:
             found[last] += max(0.0, ended_s - busy_to_s)
-        return found
+        return min((output.begin_s for output in outputs), default=ended_s), found
 
 
 class _Export:

@@ -164,6 +164,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         found = episode.recorder.export(ended_s=ended_s)
     except ValueError as error:
         raise GenerationFailed(str(error)) from error
+    before_s, behind_s = episode.recorder.tools_s(ended_s)
     reward, turn_rewards = _rewards(episode, result)
     by_number = {number: place for place, number in enumerate(found.numbers)}
     lost = [turn for turn in turn_rewards if turn not in by_number]
@@ -192,7 +193,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         label=task.label,
         metadata={**task.metadata, **_remarks(episode)},
         engine=episode.engine,
-        timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=sum(episode.recorder.tools_s(ended_s))),
+        timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=before_s + sum(behind_s)),
         finish_reason=f"budget.{episode.spent}" if episode.spent else "stop",
         rollout=task.rollout,
         sequences=found.sequences if len(found.sequences) > 1 else (),

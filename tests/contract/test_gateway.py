@@ -177,7 +177,11 @@ async def test_seconds_of_tools_are_those_between_the_calls_and_behind_the_last(
 
     sample = await sampled(model_dir, program)
     turns = sample.turns
-    assert turns is not None and turns.tools_s[0] >= 0.2 and sample.timings.tools_s == pytest.approx(turns.tools_s.sum())
+    assert (
+        turns is not None
+        and turns.tools_s[0] >= 0.2
+        and sample.timings.tools_s == pytest.approx(turns.begin_s[0] + turns.tools_s.sum(), abs=1e-3)
+    )
     assert turns.tools_s[1:].max() >= 0.1
 
 

@@ -141,6 +141,8 @@ def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None
     assert recorder.export(ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0, 0.0, 2.0]
     assert recorder.export([0, 4], ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0]
     assert recorder.export().turns.tools_s.tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert recorder.tools_s(13.0) == (0.0, [2.0, 2.0, 0.0, 0.5, 2.0])
+    assert Recorder().tools_s(3.0) == (3.0, [])
 
 
 @pytest.mark.parametrize(
