@@ -15,7 +15,7 @@ async def with_own(request: GroupRequest) -> list[dict[str, float]]:
 
 
 def of_episodes(request: GroupRequest) -> list[dict[str, float]]:
-    """Score each episode with its place, and tell what is seen of it."""
+    """Score each episode with its place, and return sizes of it as parts."""
     return [
         {"score": float(place), "sampled": one.sampled_length, "turns": one.num_turns, "messages": len(one.transcript)}
         for place, one in enumerate(request.samples)
