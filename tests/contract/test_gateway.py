@@ -279,6 +279,34 @@ async def test_token_ids_in_and_out(model_dir: Path) -> None:
     assert len(sample.sizes) == 1 and sample.loss_mask.tolist().count(0) == 1, "the second call extends the first"
 
 
+async def test_parameters_of_token_ids_in_and_out(model_dir: Path) -> None:
+    async def program(client: Client) -> float:
+        async def asked(params: Any, **more: Any) -> tuple[int, Any]:
+            return await client.post("/inference/v1/generate", {"token_ids": [3, 4, 5], "sampling_params": params, **more})
+
+        status, answer = await asked({"n": 2, "max_tokens": 6, "temperature": 0.1})
+        first, second = answer["choices"]
+        assert (status, answer["prompt_token_ids"], [first["index"], second["index"]]) == (200, [3, 4, 5], [0, 1])
+        assert len(first["token_ids"]) <= 6 and first["token_ids"] != second["token_ids"]
+        assert [entry["token"] for entry in first["logprobs"]["content"]] == [f"token_id:{token}" for token in first["token_ids"]]
+        every = [*range(299)]  # the vocabulary
+        _, stopped = await asked({"max_tokens": 6, "stop_token_ids": every})
+        assert [(len(one["token_ids"]), one["finish_reason"]) for one in stopped["choices"]] == [(1, "stop")]
+        for params, more, reason in (
+            ({"min_tokens": 3}, {}, "min_tokens: not supported"),
+            ({"logit_bias": {"5": 1}}, {}, "logit_bias"),
+            ({"ignore_eos": True}, {}, "ignore_eos"),
+            ([], {"stream": True}, "stream"),
+            ([1], {}, "sampling_params"),
+        ):
+            status, refused = await asked(params, **more)
+            assert status == 400 and reason in refused["error"]["message"], refused
+        return 1.0
+
+    sample = await sampled(model_dir, program)
+    assert sample.turns is not None and len(sample.turns.at) == 3 and sample.metadata["overridden_sampling"] == ["temperature"]
+
+
 @pytest.mark.parametrize(
     ("budget", "spent"),
     [(Budget(turns=1), "turns"), (Budget(tokens=3), "tokens"), (Budget(context=45), "context"), (Budget(total_tokens=60), "total_tokens")],
