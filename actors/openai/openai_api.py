@@ -22,7 +22,7 @@ from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply
 from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import OF_TEMPLATE
+from bus.wire.template_args import OF_TEMPLATE
 
 Found = TypeVar("Found")
 

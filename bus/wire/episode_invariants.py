@@ -1,6 +1,5 @@
 """Invariants of samples with several token sequences, of turns, and of the rollout and budget of a task (``docs/wire.md``)."""
 
-import json
 import math
 
 import numpy as np
@@ -10,8 +9,8 @@ from bus.config import RUN_NAME
 from bus.errors import WireError
 from bus.wire.budget import Budget
 from bus.wire.episodes import Turns
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import OF_TEMPLATE, Plan, Sample, Task
+from bus.wire.messages import Plan, Sample, Task
+from bus.wire.template_args import check_template_args
 
 
 def check_sequences(sample: Sample) -> None:
@@ -107,16 +106,7 @@ def check_task(task: Task) -> None:
     if task.budget is not None:
         _check_budget(task.budget)
     if task.chat_template_args is not None:
-        _check_template_args(task.chat_template_args)
-
-
-def _check_template_args(given: JsonMapping) -> None:
-    if set_by_program := OF_TEMPLATE & given.keys():
-        raise WireError("chat_template_args", f"none of {', '.join(sorted(OF_TEMPLATE))}", sorted(set_by_program))
-    try:
-        json.dumps(given)
-    except (TypeError, ValueError) as error:
-        raise WireError("chat_template_args", "values of JSON", error) from None
+        check_template_args(task.chat_template_args)
 
 
 def _check_budget(budget: Budget) -> None:

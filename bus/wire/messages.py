@@ -72,12 +72,6 @@ class Sampling:
     """Sampler seed of the group; sample ``index`` uses ``seed + index``. None = the engine chooses."""
 
 
-OF_TEMPLATE = frozenset(
-    ("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
-)
-"""Arguments of a chat template that the program sets: none of them is a variable in ``chat_template_args``."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A prompt handed out. Its id is its sequence in the stream TASKS (not on the wire; set by the reader)."""

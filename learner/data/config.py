@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import OF_TEMPLATE
+from bus.wire.template_args import OF_TEMPLATE
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
