@@ -142,7 +142,7 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
-def _tuple(item: Any) -> Any:
+def _tuple(item: object) -> Any:
     """Return a list as a tuple, which JSON has not."""
     return tuple(item) if isinstance(item, list) else item
 

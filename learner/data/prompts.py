@@ -72,20 +72,18 @@ class PromptFile:
         *,
         tokenize: Tokenize,
         max_tokens: int,
-        keys: tuple[str, str, str] = ("prompt", "label", ""),
-        template: str = "",
         shuffle: bool = True,
         seed: int = 0,
         recordings: Recordings | None = None,
         chat_template_args: JsonMapping | None = None,
     ) -> None:
-        """``path``: one file, with ``keys`` and ``template`` as those of ``Source``; or sources, which have their own.
+        """``path``: one file, with the defaults of ``Source``; or sources.
         ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for the chats of rollouts.
 
         Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
         nor messages.
         """
-        self._sources = [Source(path=path, keys=keys, template=template)] if isinstance(path, Path) else list(path)
+        self._sources = [Source(path=path)] if isinstance(path, Path) else list(path)
         self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
         self._recordings, self.chat_template_args = recordings, dict(chat_template_args or {})
         self._place = " + ".join(map(str, self._sources))

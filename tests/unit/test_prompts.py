@@ -13,6 +13,7 @@ import pytest
 
 from bus.wire.messages import Prompt
 from learner.data.prompts import PromptFile, sampler_seed, value_at
+from learner.data.source import Source
 from learner.errors import PromptError
 
 
@@ -30,9 +31,9 @@ def write(tmp_path: Path, rows: Sequence[dict[str, Any]], suffix: str = ".jsonl"
     return path
 
 
-def open_file(path: Path, **changes: Any) -> PromptFile:
+def open_file(path: Path, keys: tuple[str, str, str] = ("prompt", "label", ""), template: str = "", **changes: Any) -> PromptFile:
     values: dict[str, Any] = {"tokenize": letters, "max_tokens": 20}
-    return PromptFile(path, **(values | changes))
+    return PromptFile([Source(path=path, keys=keys, template=template)], **(values | changes))
 
 
 ROWS = [{"prompt": f"question {number}", "label": number} for number in range(11)]
