@@ -204,7 +204,7 @@ class HandleListener:
 def _mapped(to_gpu: bool) -> Mapped:
     if not to_gpu:
         return Mapped()
-    from weightstore.transport.cuda_handles import PINNING
+    from weightstore.transport.pinning import PINNING
 
     return Mapped(pinning=PINNING)
 

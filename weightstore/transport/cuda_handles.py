@@ -6,7 +6,6 @@ processes, so that count means nothing: torch keeps the memory until the process
 Source: torch 2.13, torch/csrc/CudaIPCTypes.h (CUDA_IPC_MAXIMUM_EVENTS_TO_USE, an unsigned counter).
 """
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -14,37 +13,10 @@ from torch import Tensor
 
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import BadManifest
-from weightstore.transport.handles import Pinning
 
 SHARE = 7
 """Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
 Share = list[object]
-
-
-def pin(flat: Tensor) -> None:
-    """Let a GPU copy into and out of memory of the host directly. Raises RuntimeError."""
-    _check(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
-
-
-def unpin(address: int) -> None:
-    """End that for the memory at ``address``. Raises RuntimeError.
-
-    Memory that is unmapped while it is pinned cannot be pinned again at the same address.
-    """
-    _check(torch.cuda.cudart().cudaHostUnregister(address))
-
-
-def _check(status: object) -> None:
-    """Raise RuntimeError for an error of CUDA, which its next kernel would report otherwise, once more."""
-    try:
-        torch.cuda.check_error(status)  # type: ignore[arg-type]
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda").add_(1)  # a kernel's launch reads the last error, and with that forgets it
-        raise
-
-
-PINNING = Pinning(pin, unpin)
 
 
 class SharedBlocks:

@@ -17,13 +17,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import BadManifest
+from weightstore.transport.pinning import PINNING, Pinning
 
 _log = logging.getLogger(__name__)
 
@@ -57,14 +58,6 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """No further process can open the memory afterwards."""
-
-
-class Pinning(NamedTuple):
-    """Functions that pin memory of the host, so that a GPU copies it by itself, and unpin it by its address."""
-
-    pin: Callable[[Tensor], None]
-    """Raises RuntimeError."""
-    unpin: Callable[[int], None]
 
 
 class _Mapping(mmap.mmap):
@@ -118,8 +111,6 @@ class HostMemory:
         mapping = _Mapping(fd, size)
         flat = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
         if self._pin and num_bytes:
-            from weightstore.transport.cuda_handles import PINNING
-
             mapping.pin(flat, PINNING)
         self._blocks.append(_Block(flat.data_ptr(), num_bytes, fd, os.fstat(fd).st_ino))
         return flat

@@ -41,7 +41,8 @@ class _Session:
         if request["gpu"]:
             import torch
 
-            from weightstore.transport.cuda_handles import PINNING, ordinal
+            from weightstore.transport.cuda_handles import ordinal
+            from weightstore.transport.pinning import PINNING
 
             torch.cuda.set_device(ordinal(request["gpu"]))
             self._mapped = Mapped(pinning=PINNING)
