@@ -266,7 +266,7 @@ class Gateway:
         return Request(method=given.method, path=path, headers={}, body=body, id=id), calls
 
     def _names_untrained(self, body: bytes) -> bool:
-        """Return whether a request names a model whose calls are context only. Raises BadRequest."""
+        """Return whether a request names one of ``untrained_models``. Raises BadRequest."""
         return bool(self._untrained_models) and b'"model"' in body and json_map(body).get("model") in self._untrained_models
 
     def _reward(self, episode: Episode, body: bytes) -> web.Response:

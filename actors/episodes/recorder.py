@@ -177,8 +177,8 @@ class Recorder:
         return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s)[1])
 
     def tools_s(self, ended_s: float) -> tuple[float, list[float]]:
-        """Return the seconds without a model call under way, before the first call and behind each turn: they count for the turn whose call
-        ended last. ``ended_s``: seconds of the episode at its end.
+        """Return the seconds without a model call under way: those before the first call, and those behind each turn. Behind parallel calls
+        they belong to the turn that ended last. ``ended_s``: seconds of the episode at its end.
         """
         outputs = [node.output for node in self._nodes if node.output is not None]
         found = [0.0] * len(outputs)
