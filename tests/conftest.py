@@ -10,7 +10,7 @@ import re
 import selectors
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
 from tests.template import has_template, template
+from tests.workers import fork_workers
 
 pytest_plugins = ["tests.bus_fixtures", "tests.sglang_servers"]
 
@@ -172,6 +173,11 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require: want one of {sorted(modules)}, got {name!r}")
         if importlib.util.find_spec(modules[name]) is None:
             raise pytest.UsageError(f"--require={name}: {modules[name]} is not installed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    config.add_cleanup(fork_workers(specs))
 
 
 def wants_gpus(marks: str) -> bool:
