@@ -1,7 +1,8 @@
 """Rewards against a definition of their own in a few lines, or their library: on ``LEAST`` inputs or more each, and on drawn ones.
 
-``exact``, ``format``, ``length``, ``math_verify``, ``regex``, and ``relative_length``, the reward of groups. The definitions of
-``tests/bench/plain_rewards.py`` are those of the papers and libraries that it names.
+``exact``, ``format``, ``length``, ``math_answer``, ``math_verify``, ``regex``, and ``relative_length``, the reward of groups. The
+definitions of ``tests/bench/plain_rewards.py`` are those of the papers and libraries that it names. (``judge``, ``remote`` and
+``reward_model``: ``test_rewards_asked.py``.)
 """
 
 import itertools
@@ -19,6 +20,7 @@ from rewards.exact import exact
 from rewards.format_tags import format_tags
 from rewards.group import GroupRequest, relative_length
 from rewards.length import length
+from rewards.math_answer import math_answer
 from rewards.port import RewardRequest
 from rewards.regex import regex
 from rewards.symbolic import math_verify
@@ -233,3 +235,45 @@ def test_math_verify_is_its_library_and_right(one: str, other: str, same: bool) 
     request = asked(rf"so it is \boxed{{{one}}}", other)
     assert math_verify(request) == plain.math_verify(request)
     assert math_verify(request) == float(same and (one, other) not in OTHERWISE)
+
+
+# ---- math_answer: the answer's value is the label's, wherever it stands and however it is written
+
+VALUES = [Fraction(18), Fraction(-3), Fraction(1_234), Fraction(1_000_000), Fraction(3, 4), Fraction(5, 2), Fraction(-1, 8), Fraction(0)]
+PLACES = ["48/2=24\n#### {}", "#### 7\nno:\n#### {}\nas it is", "7 of 20, thus \\boxed{{{}}}, not 7", "first 7, then {}."]
+"""An answer behind ``####`` or in a box, or the last number of a response, behind another number."""
+
+
+def written(value: Fraction) -> list[str]:
+    """Return notations of a value: as decimals, with a comma, a currency, a unit or in TeX where it has one, as a fraction."""
+    sign, size = "-" * (value < 0), abs(value)
+    decimal = f"{float(size):.10f}".rstrip("0").rstrip(".")
+    found = [sign + decimal, f"{sign}${decimal}", f"{sign}{decimal} eggs", f"{sign}{decimal}" + ("0" if "." in decimal else ".0")]
+    if size.denominator == 1:
+        return [*found, f"{sign}{size.numerator:,}"]
+    return [*found, f"{sign}{size.numerator}/{size.denominator}", f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("label", VALUES, ids=str)
+def test_math_answer_is_the_equality_of_values(label: Fraction, place: str) -> None:
+    assert len(VALUES) * len(PLACES) * 5 >= LEAST
+    for answer in (label, label + 1, 10 * label + 1, -label - 1):
+        for text, gold in itertools.product(written(answer), written(label)):
+            if "frac" in text and "####" not in place and "boxed" not in place:
+                continue  # the last number of \\frac{3}{4} is 4
+            if "eggs" in gold:
+                continue
+            got = math_answer(asked(place.format(text), gold))
+            assert got["correct"] == float(answer == label), (text, gold)
+            assert got["score"] == got["correct"] + 0.1 * got["format"]
+
+
+@pytest.mark.parametrize("label", VALUES, ids=str)
+def test_math_answer_is_gsm8k_for_its_notation_and_math_verify_for_a_box(label: Fraction) -> None:
+    for answer in (label, label + 1, -label - 1):
+        text, gold = written(answer)[0], written(label)[0]
+        assert math_answer(asked(f"#### {text}", gold))["correct"] == plain.gsm8k(asked(f"#### {text}", gold)), text
+        for text in written(answer)[:2] + written(answer)[3:]:
+            boxed = asked(f"so it is \\boxed{{{text}}}", gold)
+            assert math_answer(boxed)["correct"] == plain.math_verify(boxed), text
