@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from actors.config import ActorConfig, EngineConfig
 from actors.errors import NotAllowed
 from actors.rollout_settings import DATASET
+from rewards.group import ASKING
 from rewards.group import TABLE as OF_GROUPS
 from rewards.registry import NAMING, TABLE
 
@@ -108,6 +109,6 @@ def _harmless(path: str, value: object, own: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
-    tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys()}
+    tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
     of_the_house = any(path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items())
     return value is None or value == own or is_number or of_the_house

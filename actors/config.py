@@ -159,6 +159,8 @@ class ActorConfig:
     """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
     group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
+    group_reward_when: JsonObject = field(default_factory=dict)
+    """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward. Empty = any."""
     reward_timeout_s: float = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: int = 16
@@ -198,6 +200,9 @@ class ActorConfig:
         if self.reward and self.reward_parts:
             raise ValueError(f"reward_parts: want either reward or reward_parts, got both (reward is {self.reward!r})")
         read_parts(self.reward_parts)
+        if self.group_reward_when and not (self.group_reward and (self.reward or self.reward_parts)):
+            want = "want group_reward, and reward or reward_parts for the rows that it does not fit"
+            raise ValueError(f"group_reward_when: {want}, got {self.group_reward_when!r:.200}")
         parse_teachers(self.teachers)
         if self.teacher_top_k < 0:
             raise ValueError(f"teacher_top_k: want >= 0, got {self.teacher_top_k!r}")

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from bus.config import RUN_NAME
 from bus.wire.json_object import JsonMapping
+from rewards.part_settings import fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class TeacherConfig:
 
     def applies(self, metadata: JsonMapping) -> bool:
         """Return whether this teacher scores the samples of a row with such metadata."""
-        return all(metadata.get(key) == value for key, value in self.when.items())
+        return fits(self.when, metadata)
 
 
 def parse_teachers(given: JsonMapping, where: str = "teachers") -> list[TeacherConfig]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.wire.json_object import JsonMapping
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import score_of
 from rewards.contract import Contract
 from rewards.errors import RewardFailed
@@ -49,8 +49,10 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     return found
 
 
-TABLE = {"relative_length": "rewards.group:relative_length"}
+TABLE = {"relative_length": "rewards.group:relative_length", "remote": "rewards.http.remote:RemoteGroup"}
 """Built-in rewards of groups."""
+ASKING = frozenset({"remote"})
+"""Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""
 
 
 # ---- contract
@@ -62,8 +64,13 @@ def _checked(name: str, result: object) -> list[Reward]:
     return [checked(f"{name}[{place}]", one) for place, one in enumerate(result)]
 
 
+def group_fields(request: GroupRequest) -> JsonObject:
+    """Return the map that a request's JSON is."""
+    return {"samples": [fields_of(one) for one in request.samples], "rewards": list(request.rewards)}
+
+
 def _encode(request: GroupRequest) -> bytes:
-    return json.dumps({"samples": [fields_of(one) for one in request.samples], "rewards": list(request.rewards)}).encode()
+    return json.dumps(group_fields(request)).encode()
 
 
 def _decode(found: JsonMapping) -> GroupRequest:

@@ -26,7 +26,12 @@ class Part:
 
     def applies(self, metadata: JsonMapping) -> bool:
         """Return whether this part is for a sample with such metadata."""
-        return all(metadata.get(key) == value for key, value in self.when.items())
+        return fits(self.when, metadata)
+
+
+def fits(when: JsonMapping, metadata: JsonMapping) -> bool:
+    """Return whether metadata has every value of a setting ``when``."""
+    return all(metadata.get(key) == value for key, value in when.items())
 
 
 def read_parts(values: JsonMapping) -> list[Part]:

@@ -48,6 +48,7 @@ from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
+from rewards.part_settings import fits
 from rewards.port import RewardRequest, Scorer
 from rewards.scorers.groups import GroupScorer
 
@@ -290,7 +291,7 @@ class Actor:
     async def _group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
         """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are scored."""
         alone = lease.task.kind is Kind.EVAL and self._score is not None  # an evaluation scores each sample by itself
-        if self._group_score is None or alone:
+        if self._group_score is None or alone or not fits(self._config.group_reward_when, lease.task.metadata):
             return await self._each(lease, lambda index: self._sample(lease, index, partials.get(index)), counted=True)
         # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the others.
         try:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -19,6 +20,7 @@ from learner.data.prompts import Row, Tokenize, read_rows, recorded_row, refuse_
 from learner.data.responses import Recordings
 from learner.data.source import Source
 from learner.errors import PromptError
+from rewards.part_settings import fits
 
 SETTING = "data.path"
 READ_S = 0.5
@@ -55,6 +57,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         rows = [with_responses(row, config.recorded_rollouts) for row in rows]
         vocab_size = None if model is None else model.vocab_size
         refuse_unfit(rows, config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=vocab_size)
+        _check_grouped(report, config, rows)
     except PromptError as error:
         where = report.at(error.where) if error.where.startswith("data.") else error.where
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
@@ -103,6 +106,14 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             used = f", the first {one.limit} are used" if 0 < one.limit < len(rows) else ""
             report.good(EVALUATION, f"{name}: {data.path}: {size} read{used}; {one.samples} responses each")
     return first
+
+
+def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row]) -> None:
+    """Warn where no row has the metadata of ``group_reward_when``."""
+    when = config.actor.group_reward_when
+    if when and not any(fits(when, row.metadata) for row in rows):
+        want, cure = f"rows with metadata {when!r:.200}", "fix it, or data.metadata_key: their samples are scored one by one"
+        report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:

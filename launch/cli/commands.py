@@ -276,13 +276,13 @@ def reward_server(args: argparse.Namespace) -> int:
         raise ValueError("want --timeout > 0, --workers >= 1 and --memory-mb >= 0")
     limits = Limits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
     process.set_up_logging("reward-server", args.reward)
-    options = given_options(args.option)
+    reward = roles.ServedReward(name=args.reward, options=given_options(args.option), of_groups=args.group)
     refused: list[ValueError] = []
 
     async def body(draining: asyncio.Event) -> None:
         """Serve. A ValueError is recorded, for the caller to raise as wrong use of the command."""
         try:
-            await roles.run_reward_server(args.reward, options, limits, draining, host=args.host, port=args.port, token=token)
+            await roles.run_reward_server(reward, limits, draining, host=args.host, port=args.port, token=token)
         except ValueError as error:
             refused.append(error)
 

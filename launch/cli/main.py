@@ -214,6 +214,7 @@ def _add_router(commands: "Commands") -> None:
 def _add_reward_server(commands: "Commands") -> None:
     server = commands.add_parser("reward-server", help="host a reward over HTTP, for `actor.reward: remote` and other clients")
     server.add_argument("reward", metavar="NAME", help="a name, or package.module:function")
+    server.add_argument("--group", action="store_true", help="it is a reward of groups, for `actor.group_reward: remote`")
     server.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the reward (YAML); may be repeated"
     )

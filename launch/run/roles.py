@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -287,17 +287,34 @@ async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, dr
     await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
 
 
-async def run_reward_server(
-    name: str, options: Mapping[str, object], limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedReward:
+    """The reward of ``tidemill reward-server``."""
+
+    name: str
+    """Name or import path."""
+    options: Mapping[str, object]
+    of_groups: bool
+    """True for a reward of groups."""
+
+
+async def run_reward_server(reward: ServedReward, limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
-    from actors.scoring.server import RewardServer, serving
+    from actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
     from rewards.children.limits import become_undumpable
+    from rewards.scorers.groups import opened_group
     from rewards.scorers.single import opened
 
     become_undumpable()
-    async with opened(name, options, limits) as score, serving(RewardServer(name, score, token=token), host, port, insecure=True) as url:
-        print(f"reward {name} at {url}/score", flush=True)
+    async with AsyncExitStack() as stack:
+        if reward.of_groups:
+            group_score = await stack.enter_async_context(opened_group(reward.name, reward.options, limits))
+            server = RewardServer(reward.name, None, group_score, token=token)
+        else:
+            score = await stack.enter_async_context(opened(reward.name, reward.options, limits))
+            server = RewardServer(reward.name, score, token=token)
+        url = await stack.enter_async_context(serving(server, host, port, insecure=True))
+        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", flush=True)
         await draining.wait()
 
 

@@ -201,7 +201,8 @@ class RunConfig:
         if self.actor.teachers:  # without their addresses, which are places
             parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in parse_teachers(self.actor.teachers)]
         if self.actor.group_reward:
-            parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options)
+            when = [self.actor.group_reward_when] if self.actor.group_reward_when else []
+            parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options, *when)
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
         rollouts = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
         if rollouts:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rewards.errors import RewardFailed
+from rewards.group import GROUP, GroupRequest, group_fields
 from rewards.http.calls import Calls
 from rewards.port import Parts, RewardRequest
 from rewards.request_json import fields_of
@@ -28,14 +29,42 @@ class Remote:
         return found
 
     def _read(self, answer: Any) -> Any:
-        if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
-            raise RewardFailed("remote", f"failed there: {answer['failed'][:500]}")
+        _refuse_failed(answer)
         key = self._key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
         if key:
             answer = answer.get(key) if isinstance(answer, Mapping) else None
         if not _is_reward(answer):
             raise ValueError(f"want a number or a map of numbers{' under ' + key if key else ''}, got {answer!r}"[:300])
         return answer
+
+
+class RemoteGroup:
+    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...], rewards: [...]}``.
+
+    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a reason. Options as those
+    of ``Remote``.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = "") -> None:
+        headers = bearer(token_env)
+        self._calls = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections)
+
+    async def __call__(self, request: GroupRequest) -> list[Parts]:
+        found: list[Parts] = await self._calls.post(group_fields(request), self._read)
+        return found
+
+    def _read(self, answer: object) -> list[Parts]:
+        _refuse_failed(answer, GROUP.word)
+        found = answer.get("rewards") if isinstance(answer, Mapping) else answer
+        if not isinstance(found, list) or not all(map(_is_reward, found)):
+            raise ValueError(f"want a list of rewards, or a map with it under rewards, got {answer!r}"[:300])
+        return found
+
+
+def _refuse_failed(answer: object, word: str = "reward") -> None:
+    """Raise RewardFailed with the reason of a server that has none."""
+    if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
+        raise RewardFailed("remote", f"failed there: {answer['failed'][:500]}", word)
 
 
 def bearer(variable: str, where: str = "") -> dict[str, str]:

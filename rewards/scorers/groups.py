@@ -7,7 +7,7 @@ from typing import Any
 from rewards.children.limits import Limits
 from rewards.children.pool import Children
 from rewards.errors import RewardFailed
-from rewards.group import GROUP, TABLE, GroupRequest, Reward
+from rewards.group import ASKING, GROUP, TABLE, GroupRequest, Reward
 from rewards.registry import bind
 
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
@@ -16,11 +16,11 @@ GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 
 @asynccontextmanager
 async def opened_group(name: str, options: Mapping[str, object], limits: Limits) -> AsyncIterator[GroupScorer]:
-    """Give the scorer of a reward of groups: a built-in one runs here, one by import path in child processes.
+    """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in child processes.
 
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
     """
-    if name in TABLE or ":" not in name:
+    if name not in ASKING and (name in TABLE or ":" not in name):
         bound = bind(name, options, GROUP)
 
         async def call(request: GroupRequest) -> Any:

@@ -5,22 +5,26 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from actors.config import ActorConfig
 from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.scoring.server import RewardServer, serving
 from bus.server.nats_server import EmbeddedServer
 from bus.wire.budget import Budget
-from bus.wire.messages import Kind, Status
+from bus.wire.messages import Kind, Sample, Status
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.group import GROUP, GroupRequest, relative_length
 from rewards.port import RewardRequest
 from rewards.registry import bind
 from rewards.scorers.groups import opened_group
+from rewards.scorers.single import opened
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
+from tests.unit.test_rewards_http import answering
 
 HERE = "tests.child_group_rewards"
 
@@ -70,6 +74,74 @@ async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bu
             else:
                 assert isinstance(sample.reward, dict)
                 assert sample.reward["score"] == 10.0 + sample.reward["own"]
+
+
+async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """With ``group_reward_when`` the samples of other rows are stored as they are made, and one that fails fails alone."""
+    async with open_bus() as bus, engine(bus):
+        epoch = await take_over(bus)
+        (together,) = await issue(bus, epoch, metadata={"source": "chat", "turn": 1})
+        others = await issue(bus, epoch, metadata={"source": "maths"}) + await issue(bus, epoch)
+        reward = {"reward": "digits", "group_reward": f"{HERE}:with_own", "group_reward_when": {"source": "chat"}}
+        async with acting(bus, nats_server, **reward):
+            found = await samples_until(bus, complete([together, *others]))
+            await settled(bus)
+        for sample in found:
+            assert isinstance(sample.reward, dict if sample.task == together else float), sample
+
+
+async def test_a_server_scores_groups(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with opened_group("relative_length", {"weight": 2.0}, Limits()) as score, opened("digits") as digits:
+        server = RewardServer("relative_length", None, score, token="s")
+        async with serving(server, "127.0.0.1", 0) as url, open_bus() as bus, engine(bus):
+            tasks = await issue(bus, await take_over(bus), 2)
+            options = {"url": f"{url}/score_group", "token_env": "GROUP_TOKEN"}
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setenv("GROUP_TOKEN", "s")
+                async with acting(bus, nats_server, reward="digits", group_reward="remote", group_reward_options=options):
+                    found = await samples_until(bus, complete(tasks))
+                    await settled(bus)
+        assert server.counts["scored"] == len(tasks)
+        for task in tasks:
+            samples = sorted((one for one in found if one.task == task), key=lambda one: one.index)
+            asked = [of(sample) for sample in samples]
+            wanted = relative_length(GroupRequest(samples=tuple(asked), rewards=tuple([await digits(one) for one in asked])), weight=2.0)
+            assert [one.reward for one in samples] == wanted
+
+
+def of(sample: Sample) -> RewardRequest:
+    """Return the request of a sample, with what ``relative_length`` and ``digits`` read."""
+    lengths = {"response_length": sample.response_length, "sampled_length": sample.response_length}
+    return RewardRequest(prompt="", response=sample.response, label=sample.label, status=sample.status, **lengths)
+
+
+ONE, TWO = [0.5, {"score": 1.0}], {"rewards": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (ONE, ONE),
+        (TWO, [1.0, 2.0]),
+        ({"failed": "no"}, "failed there: no"),
+        ([1.0], "want 2 rewards, one for each sample, got 1"),
+        ([1.0, "x"], "want a list of rewards"),
+        ([1.0, True], "want a list of rewards"),
+        ({"rewards": {"0": 1}}, "want a list of rewards"),
+        (3, "want a list of rewards"),
+        (None, "want a list of rewards"),
+    ],
+)
+async def test_answers_of_a_server_for_groups(answer: Any, found: Any) -> None:
+    async with answering(lambda number, asked: web.json_response(answer)) as (url, asked):
+        async with opened_group("remote", {"url": url, "retries": 0}, Limits()) as score:
+            if isinstance(found, list):
+                assert await score(GroupRequest(samples=requests(1, 2), rewards=(0.0, {"score": 1.0}))) == found
+            else:
+                with pytest.raises(RewardFailed, match=found):
+                    await score(GroupRequest(samples=requests(1, 2)))
+    assert [one["sampled_length"] for one in asked[0]["samples"]] == [1, 2]
+    assert asked[0]["rewards"] == ([0.0, {"score": 1.0}] if isinstance(found, list) else [])
 
 
 @pytest.mark.parametrize(("name", "reason"), [("too_few", "want 4 rewards, one for each sample, got 1"), ("raises", "KeyError('group')")])

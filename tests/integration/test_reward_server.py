@@ -41,6 +41,27 @@ async def test_it_serves_until_it_is_drained() -> None:
             await server.wait()
 
 
+async def test_it_serves_a_reward_of_groups() -> None:
+    server = await started("relative_length", "--group", "--port", "0", "--option", "weight=2")
+    try:
+        assert server.stdout is not None
+        async with asyncio.timeout(60):
+            url = (await server.stdout.readline()).decode().split()[-1]
+        one = {"prompt": "p", "response": "r", "label": None, "response_length": 3}
+        async with ClientSession() as session:
+            body = {"samples": [one, {**one, "response_length": 5}], "rewards": [1.0, 1.0]}
+            async with session.post(url, json=body) as response:
+                assert [found["score"] for found in (await response.json())["rewards"]] == [2.0, 0.0]
+            async with session.post(url.removesuffix("_group"), json=one) as response:
+                assert response.status == 404 and "no reward for /score" in (await response.json())["failed"]
+        server.terminate()
+        assert await server.wait() == 0
+    finally:
+        if server.returncode is None:
+            server.kill()
+            await server.wait()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -49,6 +70,7 @@ async def test_it_serves_until_it_is_drained() -> None:
         (("exact", "--option", "strip"), 2, "--option: want KEY=VALUE"),
         (("exact", "--option", "stripp=true"), 78, "nearest: 'strip'"),
         (("exat",), 78, "nearest: 'exact'"),
+        (("exact", "--group"), 78, "group reward 'exact': want one of"),
     ],
 )
 async def test_what_it_refuses(words: tuple[str, ...], code: int, said: str) -> None:

@@ -18,7 +18,7 @@ from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest
 from rewards.scorers.parts import opened_parts
-from tests.check_kit import write_run
+from tests.check_kit import write_prompts, write_run
 
 TWO = {
     "right": {"reward": "math_answer", "weight": 2, "options": {"format_weight": 0.0}},
@@ -87,6 +87,24 @@ def test_a_reward_and_parts_exclude_each_other() -> None:
         ActorConfig(reward="exact", reward_parts=TWO)
 
 
+@pytest.mark.parametrize("other", [{}, {"group_reward": "relative_length"}, {"reward": "exact"}])
+def test_rows_without_a_reward_of_groups_need_another(other: dict[str, Any]) -> None:
+    when = {"source": "chat"}
+    with pytest.raises(ValueError, match="group_reward_when: want group_reward, and reward or reward_parts"):
+        ActorConfig(group_reward_when=when, **other)
+    ActorConfig(group_reward="relative_length", group_reward_when=when, reward_parts=TWO)
+
+
+def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl", *({"prompt": "p", "label": "1", "m": {"source": name}} for name in ("chat", "maths")))
+    for source, warned in (("chat", False), ("talk", True)):
+        given = ["data.metadata_key=m", "actor.group_reward=relative_length", f"actor.group_reward_when={json.dumps({'source': source})}"]
+        report = check(load(config, given), Purpose())
+        assert not report.errors
+        assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
+
+
 def test_the_bus_names_no_code_in_a_part() -> None:
     refuse_foreign({"actor": {"reward_parts": {**TWO, "same": "exact"}}}, "actor", (), where="run r")
     for part in ("os:system", {"reward": "os:system"}, {"weight": 1}, ["os:system"]):
@@ -102,6 +120,8 @@ def test_the_parts_belong_to_a_runs_digest() -> None:
     other = {**TWO, "short": {**TWO["short"], "weight": 1.0}}
     assert len({digest(), digest(reward="exact"), digest(reward_parts=TWO), digest(reward_parts=other)}) == 4
     assert digest(reward_parts=TWO) == digest(reward_parts=dict(TWO))
+    ranked = {"reward": "exact", "group_reward": "relative_length"}
+    assert digest(**ranked) == digest(**ranked, group_reward_when={}) != digest(**ranked, group_reward_when={"a": 1})
 
 
 def test_a_check_names_the_part_with_a_wrong_option(tmp_path: Path) -> None:
