@@ -159,7 +159,7 @@ ROWS: dict[str, Row] = {
     "math": Row(work=_gsm8k(r"\boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "math:latex": Row(work=latex, reference=plain.math_verify, against=LIBRARY),
     "math:rest": Row(work=latex, options={"rest": "math_verify"}, reference=plain.math_verify, against=LIBRARY),
-    "math_answer": Row(work=_gsm8k()),
+    "math_answer": Row(work=_gsm8k(), options={"format_weight": 0.0}, reference=plain.gsm8k, against="GSM8K's definition"),
     "math_verify": Row(work=_gsm8k(r"\boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "overlong": Row(
         work=_gsm8k(), options={"max_tokens": 100, "buffer": 50}, reference=functools.partial(plain.overlong, max_tokens=100, buffer=50)

@@ -41,7 +41,7 @@ def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("again", "unlogged", "seed", "kills"),
-    [("replay", "continue", 3, LONG), ("replay", "fail", 6, LONG // 2), ("resume", "fail", 5, LONG)],
+    [("replay", "continue", 3, LONG), ("replay", "fail", 6, LONG), ("resume", "fail", 5, LONG)],
     ids=["replay-3", "replay-fail-6", "resume-5"],
 )
 def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config, again: str, unlogged: str, seed: int, kills: int) -> None:

@@ -8,7 +8,9 @@ pytest tests/contract/test_custom_functions.py --reward my_rewards:mine --group-
 import hashlib
 import inspect
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ OURS: dict[str, list[str]] = {
     "source": [EXAMPLES + "my_rows:sums"],
     "tool": [name for name in TABLE if name != "search"] + [EXAMPLES + "my_tool:convert"],
     "rollout": [EXAMPLES + "my_agent:Twice"],
-    "sink": ["jsonl"],
+    "sink": ["jsonl", EXAMPLES + "my_sink:hook"],
 }
 """Functions of each kind that are held to its contract: those that ship and need no options, and the examples."""
 LIMITS = Limits(timeout_s=60.0)
@@ -204,9 +206,31 @@ async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_di
     assert made.sample.turns is not None and len(made.sample.turns.at) >= 1
 
 
-async def test_a_sink_takes_steps_and_scores(request: pytest.FixtureRequest, tmp_path: Path, sink: str) -> None:
+@pytest.fixture(scope="module")
+def web_hook() -> Iterator[str]:
+    """Serve a hook that takes everything; yield its URL."""
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.02,))
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        serving.join()
+
+
+async def test_a_sink_takes_steps_and_scores(request: pytest.FixtureRequest, tmp_path: Path, sink: str, web_hook: str) -> None:
     """It returns nothing, takes metrics that it does not know, and is closed once."""
-    options = {"path": str(tmp_path / "metrics.jsonl")} if sink == "jsonl" else given(request, "sink", sink)
+    of_ours = {"jsonl": {"path": str(tmp_path / "metrics.jsonl")}, EXAMPLES + "my_sink:hook": {"url": web_hook}}
+    options = of_ours[sink] if sink in of_ours else given(request, "sink", sink)
     opened_sink = open_sink(sink, options)
     for step in (1, 2):
         one = StepMetrics(run="r", step=step, epoch=1, metrics={"data/reward_mean": 0.5, "train/loss": -0.1, "new/number": 1.0})

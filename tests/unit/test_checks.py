@@ -358,11 +358,12 @@ def test_the_plan_of_a_step_fits_in_a_message(tmp_path: Path) -> None:
     assert error.startswith("error") and "--set: bus.max_payload_bytes: want room for the plan of a step, of 400 groups and 6400" in error
     assert f"for a plan of {least} bytes; raise it to {least + 1024}, or lower learner.groups_per_step" in error
     assert not found(f"bus.max_payload_bytes={least + 1024}")
-    rollout = ("rollouts={a: {use: 'agent:tests.rollout_programs:Agent', budget: {turns: 9}}}", "data.rollout=a")
-    (warning,) = found(*rollout, f"bus.max_payload_bytes={least + 1024}")
-    assert warning.startswith("warning") and "with the 9 sequences that rollouts.a.budget allows an episode" in warning
-    assert "such a step runs with fewer groups; raise it to" in warning
-    assert not found(*rollout, "bus.max_payload_bytes=1000000")
+    for budget in ("turns: 9", "turns: 0, tokens: 9", "turns: 99, total_tokens: 19"):
+        rollout = (f"rollouts={{a: {{use: 'agent:tests.rollout_programs:Agent', budget: {{{budget}}}}}}}", "data.rollout=a")
+        (warning,) = found(*rollout, f"bus.max_payload_bytes={least + 1024}")
+        assert warning.startswith("warning") and "with the 9 sequences that rollouts.a.budget allows an episode" in warning
+        assert "such a step runs with fewer groups; raise it to" in warning
+        assert not found(*rollout, "bus.max_payload_bytes=1000000")
 
 
 def test_a_model_whose_weights_are_not_its_own_is_refused(tmp_path: Path) -> None:
