@@ -177,7 +177,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
-    config.add_cleanup(fork_workers(specs))
+    if not wants_gpus(config.option.markexpr):  # a GPU is used in no process that was forked behind imports of torch
+        config.add_cleanup(fork_workers(specs))
 
 
 def wants_gpus(marks: str) -> bool:

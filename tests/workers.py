@@ -5,7 +5,8 @@
 
 execnet starts a worker as ``INTERPRETER -u -c CODE`` and talks with it over its standard streams; ``python=`` of its specification names
 the interpreter. Ours is this module as a script, which finds no module of ours: it hands its streams, environment and directory to the
-nursery, and ends with the worker. A worker is what an executed one would be, but that it has modules that its tests may not need.
+nursery, and ends with the worker. A worker is what an executed one would be, but that it has modules that its tests may not need, and that
+the workers of a run have the same seed of hashes and begin with the same state of numpy's generator.
 """
 
 import json
@@ -17,8 +18,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,7 +44,8 @@ def fork_workers(specs: Sequence[Any]) -> Callable[[], None]:
         command = [sys.executable, "-m", "tests.workers", "nursery", str(asked.fileno()), ROOM]
         nursery = subprocess.Popen(command, cwd=ROOT, pass_fds=[asked.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     for spec in specs:
-        spec.python = shlex.join([sys.executable, "-I", "-S", __file__, path])
+        if spec.popen and not spec.python:  # another machine, or another interpreter, runs none of ours
+            spec.python = shlex.join([sys.executable, "-I", "-S", __file__, path])
 
     def end() -> None:
         assert nursery.stdin is not None
@@ -57,6 +61,10 @@ def ask(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
         nursery.connect(path)
         request = json.dumps([dict(os.environ), str(Path.cwd())]).encode("utf-8", "surrogateescape")
+        if len(request) > _MAX_BYTES:
+            sys.exit(f"tests.workers: want an environment of at most {_MAX_BYTES} bytes, got {len(request)}")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # it ends with the worker, which gets these, too
         socket.send_fds(nursery, [request], range(_STREAMS))
         for stream in range(_STREAMS):  # the other end of a stream ends with the worker
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
@@ -68,27 +76,33 @@ def _serve(asked: socket.socket) -> None:
     """Fork workers until standard input ends."""
     from tests import template
 
-    template.preload(IMPORTED)
+    template.preload([module for module in IMPORTED if find_spec(module.partition(".")[0])])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with pytest
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     while asked in select.select([asked, sys.stdin], [], [])[0]:
-        asking, _ = asked.accept()
-        with asking:
-            packet, streams, _, _ = socket.recv_fds(asking, _MAX_BYTES, _STREAMS)
-            _fork(packet, streams, asked, asking)
-            for stream in streams:
-                os.close(stream)
+        try:
+            _answer(asked)
+        except OSError:  # no memory, or no process left: this one worker is missing
+            traceback.print_exc()
 
 
-def _fork(packet: bytes, streams: Sequence[int], asked: socket.socket, asking: socket.socket) -> None:
+def _answer(asked: socket.socket) -> None:
+    """Fork the worker that is asked for next."""
     from tests import template
 
-    nursery = os.getpid()
-    if not os.fork():
-        asked.close()
-        asking.detach()  # open until the worker has ended
-        template.end(lambda: _work(nursery, streams, *json.loads(packet)))
+    nursery, streams = os.getpid(), list[int]()
+    asking, _ = asked.accept()
+    try:
+        packet, streams, _, _ = socket.recv_fds(asking, _MAX_BYTES, _STREAMS)
+        if not os.fork():
+            asked.close()
+            asking.detach()  # open until the worker has ended
+            template.end(lambda: _work(nursery, streams, *json.loads(packet)))
+    finally:
+        asking.close()
+        for stream in streams:
+            os.close(stream)
 
 
 def _work(nursery: int, streams: Sequence[int], environment: dict[str, str], directory: str) -> None:

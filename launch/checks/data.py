@@ -57,7 +57,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         rows = [with_responses(row, config.recorded_rollouts) for row in rows]
         vocab_size = None if model is None else model.vocab_size
         refuse_unfit(rows, config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=vocab_size)
-        _check_grouped(report, config, rows)
+        _check_grouped(report, config, rows, complete=complete)
     except PromptError as error:
         where = report.at(error.where) if error.where.startswith("data.") else error.where
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
@@ -108,10 +108,10 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
     return first
 
 
-def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row]) -> None:
-    """Warn where no row has the metadata of ``group_reward_when``."""
+def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row], *, complete: bool) -> None:
+    """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
-    if when and not any(fits(when, row.metadata) for row in rows):
+    if when and complete and not any(fits(when, row.metadata) for row in rows):
         want, cure = f"rows with metadata {when!r:.200}", "fix it, or data.metadata_key: their samples are scored one by one"
         report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
@@ -161,6 +161,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
         if tokens > room > 0:
             want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
             report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
+    _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(first=row, longest=tokens)
 

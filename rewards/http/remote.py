@@ -42,7 +42,7 @@ class RemoteGroup:
     """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...], rewards: [...]}``.
 
     The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a reason. Options as those
-    of ``Remote``.
+    of ``Remote``, but ``key``.
     """
 
     def __init__(self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = "") -> None:

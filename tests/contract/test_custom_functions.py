@@ -207,12 +207,13 @@ async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_di
 
 
 @pytest.fixture(scope="module")
-def web_hook() -> Iterator[str]:
-    """Serve a hook that takes everything; yield its URL."""
+def web_hook() -> Iterator[tuple[str, list[Any]]]:
+    """Serve a hook that takes everything; yield its URL and what it got."""
+    got: list[Any] = []
 
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
@@ -222,14 +223,16 @@ def web_hook() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
         serving = threading.Thread(target=server.serve_forever, args=(0.02,))
         serving.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{server.server_port}/", got
         server.shutdown()
         serving.join()
 
 
-async def test_a_sink_takes_steps_and_scores(request: pytest.FixtureRequest, tmp_path: Path, sink: str, web_hook: str) -> None:
+async def test_a_sink_takes_steps_and_scores(
+    request: pytest.FixtureRequest, tmp_path: Path, sink: str, web_hook: tuple[str, list[Any]]
+) -> None:
     """It returns nothing, takes metrics that it does not know, and is closed once."""
-    of_ours = {"jsonl": {"path": str(tmp_path / "metrics.jsonl")}, EXAMPLES + "my_sink:hook": {"url": web_hook}}
+    of_ours = {"jsonl": {"path": str(tmp_path / "metrics.jsonl")}, EXAMPLES + "my_sink:hook": {"url": web_hook[0]}}
     options = of_ours[sink] if sink in of_ours else given(request, "sink", sink)
     opened_sink = open_sink(sink, options)
     for step in (1, 2):
@@ -237,6 +240,8 @@ async def test_a_sink_takes_steps_and_scores(request: pytest.FixtureRequest, tmp
         await result_of(opened_sink, one)
     scores = StepMetrics(run="r", step=1, epoch=1, metrics={"eval/held_out/mean": 0.25}, evaluation=True)
     await result_of(opened_sink, SINK.decode(json.loads(SINK.encode(scores))))
+    if sink.endswith("my_sink:hook"):
+        assert [one["step"] for one in web_hook[1]] == [1, 2]
     close = getattr(opened_sink.function, "close", lambda: None)()
     if inspect.isawaitable(close):
         await close

@@ -77,8 +77,8 @@ async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bu
 
 
 async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """With ``group_reward_when`` the samples of other rows are stored as they are made, and one that fails fails alone."""
-    async with open_bus() as bus, engine(bus):
+    """With ``group_reward_when`` the samples of other rows keep their reward, and no failure of the reward of groups fails them."""
+    async with open_bus(max_attempts=1) as bus, engine(bus):
         epoch = await take_over(bus)
         (together,) = await issue(bus, epoch, metadata={"source": "chat", "turn": 1})
         others = await issue(bus, epoch, metadata={"source": "maths"}) + await issue(bus, epoch)
@@ -88,6 +88,12 @@ async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpen
             await settled(bus)
         for sample in found:
             assert isinstance(sample.reward, dict if sample.task == together else float), sample
+        tasks = await issue(bus, epoch, metadata={"source": "chat"}) + await issue(bus, epoch, metadata={"source": "maths"})
+        async with acting(bus, nats_server, **{**reward, "group_reward": f"{HERE}:raises"}):
+            await samples_until(bus, lambda all_of_them: sum(one.task in tasks for one in all_of_them) == 8)
+            await settled(bus)
+        failed = {one.task for one in await all_samples(bus) if one.status is Status.FAILED}
+        assert failed == {tasks[0]}
 
 
 async def test_a_server_scores_groups(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

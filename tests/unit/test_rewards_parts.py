@@ -13,6 +13,7 @@ from bus.wire.messages import Status
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
+from learner.data.prompts import read_rows
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
@@ -95,7 +96,7 @@ def test_rows_without_a_reward_of_groups_need_another(other: dict[str, Any]) -> 
     ActorConfig(group_reward="relative_length", group_reward_when=when, reward_parts=TWO)
 
 
-def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path) -> None:
+def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_run(tmp_path)
     write_prompts(tmp_path / "prompts.jsonl", *({"prompt": "p", "label": "1", "m": {"source": name}} for name in ("chat", "maths")))
     for source, warned in (("chat", False), ("talk", True)):
@@ -103,6 +104,10 @@ def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path) ->
         report = check(load(config, given), Purpose())
         assert not report.errors
         assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
+    monkeypatch.setattr("launch.checks.data._read", lambda data: (list(read_rows(data.used[0])), False))
+    assert not check(load(config, given), Purpose()).warnings, "rows that were not read may have it"
+    warnings = check(load(config, [*given[1:], "prepare.kind=digits", "data.path="]), Purpose()).warnings
+    assert ["none of 1" in one.text for one in warnings if "group_reward_when" in one.text] == [True]
 
 
 def test_the_bus_names_no_code_in_a_part() -> None:
