@@ -1,7 +1,7 @@
 """Rewards against a definition of their own in a few lines, or their library: on ``LEAST`` inputs or more each, and on drawn ones.
 
-``exact``, ``format``, ``length``, ``math_answer``, ``math_verify``, ``regex``, and ``relative_length``, the reward of groups. The
-definitions of ``tests/bench/plain_rewards.py`` are those of the papers and libraries that it names. (``judge``, ``remote`` and
+``digits``, ``exact``, ``format``, ``length``, ``math_answer``, ``math_verify``, ``regex``, and ``relative_length``, the reward of groups.
+The definitions of ``tests/bench/plain_rewards.py`` are those of the papers and libraries that it names. (``judge``, ``remote`` and
 ``reward_model``: ``test_rewards_asked.py``.)
 """
 
@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bus.wire.messages import Status, score_of
+from rewards.digits import digits
 from rewards.exact import exact
 from rewards.format_tags import format_tags
 from rewards.group import GroupRequest, relative_length
@@ -235,6 +236,21 @@ def test_math_verify_is_its_library_and_right(one: str, other: str, same: bool) 
     request = asked(rf"so it is \boxed{{{one}}}", other)
     assert math_verify(request) == plain.math_verify(request)
     assert math_verify(request) == float(same and (one, other) not in OTHERWISE)
+
+
+# ---- digits: the share of right characters, of those of the longer text and its end
+
+STRINGS = ["", "7", "77", "123", "321", "1234", "99 bottles", "caf\u00e9"]
+
+
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.TRUNCATED])
+@pytest.mark.parametrize("label", STRINGS)
+def test_digits_is_its_definition(label: str, status: Status) -> None:
+    assert len(STRINGS) ** 2 >= LEAST
+    for text in STRINGS:
+        padded = itertools.zip_longest([*label, "end"], [*text, "end" if status is Status.COMPLETED else "cut off"])
+        right = [one == other for one, other in padded]
+        assert digits(RewardRequest(prompt="p", response=text, label=label, status=status)) == sum(right) / len(right), text
 
 
 # ---- math_answer: the answer's value is the label's, wherever it stands and however it is written
