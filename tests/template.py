@@ -208,7 +208,7 @@ def _run(request: Request) -> Any:
 
 
 def fork_own() -> None:
-    """Fork this process' own template, as a program would whose environment names none: before its first thread."""
+    """Fork a template of this process, a child of it, while it has no threads; the environment does not name it."""
     _inherit_template()
     template()
     del os.environ[INHERITED]
@@ -299,7 +299,7 @@ def _be_in_huge_pages() -> None:
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import what programs need, and ``more``, into memory that is cheap to fork."""
+    """Import the modules of programs, and ``more``, into memory that is cheap to fork."""
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not there

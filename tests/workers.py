@@ -5,8 +5,8 @@
 
 execnet starts a worker as ``INTERPRETER -u -c CODE`` and talks with it over its standard streams; ``python=`` of its specification names
 the interpreter. Ours is this module as a script, which finds no module of ours: it hands its streams, environment and directory to the
-nursery, and ends with the worker. A worker is what an executed one would be, but that it has modules that its tests may not need, and that
-the workers of a run have the same seed of hashes and begin with the same state of numpy's generator.
+nursery, and ends with the worker. A worker differs from an executed one in modules that its tests may not need, and in that all
+workers of a run have one seed of hashes and begin with the same state of numpy's generator.
 """
 
 import json
@@ -33,7 +33,7 @@ _STREAMS = 3
 
 
 def fork_workers(specs: Sequence[Any]) -> Callable[[], None]:
-    """Let execnet's specifications of workers on this machine name our interpreter, and start the nursery. Returns what ends it."""
+    """Put our interpreter into execnet's specifications of workers, and start the nursery. Returns the function that ends it."""
     from tests.template import ROOM, ROOT
 
     directory = tempfile.TemporaryDirectory(prefix="tidemill-workers-")

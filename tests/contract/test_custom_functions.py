@@ -8,9 +8,7 @@ pytest tests/contract/test_custom_functions.py --reward my_rewards:mine --group-
 import hashlib
 import inspect
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from rewards.scorers.groups import opened_group
 from rewards.scorers.single import opened
 from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
+from tests.web_hook import web_hook
 
 EXAMPLES = "docs.examples.extending."
 OURS: dict[str, list[str]] = {
@@ -207,32 +206,16 @@ async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_di
 
 
 @pytest.fixture(scope="module")
-def web_hook() -> Iterator[tuple[str, list[Any]]]:
-    """Serve a hook that takes everything; yield its URL and what it got."""
-    got: list[Any] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.02,))
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}/", got
-        server.shutdown()
-        serving.join()
+def sink_hook() -> Iterator[tuple[str, list[Any]]]:
+    with web_hook() as served:
+        yield served
 
 
 async def test_a_sink_takes_steps_and_scores(
-    request: pytest.FixtureRequest, tmp_path: Path, sink: str, web_hook: tuple[str, list[Any]]
+    request: pytest.FixtureRequest, tmp_path: Path, sink: str, sink_hook: tuple[str, list[Any]]
 ) -> None:
     """It returns nothing, takes metrics that it does not know, and is closed once."""
-    of_ours = {"jsonl": {"path": str(tmp_path / "metrics.jsonl")}, EXAMPLES + "my_sink:hook": {"url": web_hook[0]}}
+    of_ours = {"jsonl": {"path": str(tmp_path / "metrics.jsonl")}, EXAMPLES + "my_sink:hook": {"url": sink_hook[0]}}
     options = of_ours[sink] if sink in of_ours else given(request, "sink", sink)
     opened_sink = open_sink(sink, options)
     for step in (1, 2):
@@ -241,7 +224,7 @@ async def test_a_sink_takes_steps_and_scores(
     scores = StepMetrics(run="r", step=1, epoch=1, metrics={"eval/held_out/mean": 0.25}, evaluation=True)
     await result_of(opened_sink, SINK.decode(json.loads(SINK.encode(scores))))
     if sink.endswith("my_sink:hook"):
-        assert [one["step"] for one in web_hook[1]] == [1, 2]
+        assert [one["step"] for one in sink_hook[1]] == [1, 2]
     close = getattr(opened_sink.function, "close", lambda: None)()
     if inspect.isawaitable(close):
         await close

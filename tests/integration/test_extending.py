@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +27,7 @@ from learner.algorithms.objective import Objective
 from rewards.port import RewardRequest
 from rewards.registry import load
 from tests.contract import test_custom_algorithms as contract
+from tests.web_hook import web_hook
 from weightstore.format.manifest import Manifest
 from weightstore.store import snapshot
 
@@ -176,23 +176,10 @@ async def test_the_transport_brings_all_tensors(tmp_path: Path) -> None:
 
 
 async def test_the_sink_posts_the_reward_of_each_step_and_raises_when_nothing_answers() -> None:
-    got: list[Any] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Print nothing."""
-
     one = StepMetrics(run="r", step=3, epoch=1, metrics={"data/reward_mean": 0.5})
-    with HTTPServer(("127.0.0.1", 0), Hook) as server:
-        sink = open_sink("my_sink:hook", {"url": f"http://127.0.0.1:{server.server_port}/"})
-        serving = asyncio.create_task(asyncio.to_thread(server.handle_request))
+    with web_hook() as (url, got):
+        sink = open_sink("my_sink:hook", {"url": url})
         await asyncio.to_thread(sink, one)
-        await serving
         sink(StepMetrics(run="r", step=3, epoch=1, metrics={"eval/a/mean": 1.0}, evaluation=True))
     assert got == [{"run": "r", "step": 3, "reward": 0.5}]
     with pytest.raises(OSError):

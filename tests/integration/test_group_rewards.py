@@ -116,7 +116,7 @@ async def test_a_server_scores_groups(open_bus: BusOpener, nats_server: Embedded
 
 
 def of(sample: Sample) -> RewardRequest:
-    """Return the request of a sample, with what ``relative_length`` and ``digits`` read."""
+    """Return the request of a sample, with the fields that ``relative_length`` and ``digits`` read."""
     lengths = {"response_length": sample.response_length, "sampled_length": sample.response_length}
     return RewardRequest(prompt="", response=sample.response, label=sample.label, status=sample.status, **lengths)
 

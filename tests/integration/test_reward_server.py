@@ -3,6 +3,8 @@
 import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,45 +23,40 @@ async def started(*words: str, **environment: str) -> asyncio.subprocess.Process
     )
 
 
-async def test_it_serves_until_it_is_drained() -> None:
-    server = await started("exact", "--port", "0", "--option", "case_sensitive=false", "--token-env", "SECRET", SECRET="s")
+@asynccontextmanager
+async def serving(*words: str, **environment: str) -> AsyncIterator[str]:
+    """Serve while entered; yields the URL. It is drained at the end."""
+    server = await started(*words, "--port", "0", **environment)
     try:
         assert server.stdout is not None
         async with asyncio.timeout(60):
             url = (await server.stdout.readline()).decode().split()[-1]
-        body = {"prompt": "p", "response": "PARIS", "label": "Paris"}
-        async with ClientSession() as session:
-            async with session.post(url, json=body) as response:
-                assert response.status == 401
-            async with session.post(url, json=body, headers={"Authorization": "Bearer s"}) as response:
-                assert await response.json() == {"reward": 1.0}
+        yield url
         server.terminate()
         assert await server.wait() == 0
     finally:
         if server.returncode is None:
             server.kill()
             await server.wait()
+
+
+async def test_it_serves_until_it_is_drained() -> None:
+    body = {"prompt": "p", "response": "PARIS", "label": "Paris"}
+    async with serving("exact", "--option", "case_sensitive=false", "--token-env", "SECRET", SECRET="s") as url, ClientSession() as session:
+        async with session.post(url, json=body) as response:
+            assert response.status == 401
+        async with session.post(url, json=body, headers={"Authorization": "Bearer s"}) as response:
+            assert await response.json() == {"reward": 1.0}
 
 
 async def test_it_serves_a_reward_of_groups() -> None:
-    server = await started("relative_length", "--group", "--port", "0", "--option", "weight=2")
-    try:
-        assert server.stdout is not None
-        async with asyncio.timeout(60):
-            url = (await server.stdout.readline()).decode().split()[-1]
-        one = {"prompt": "p", "response": "r", "label": None, "response_length": 3}
-        async with ClientSession() as session:
-            body = {"samples": [one, {**one, "response_length": 5}], "rewards": [1.0, 1.0]}
-            async with session.post(url, json=body) as response:
-                assert [found["score"] for found in (await response.json())["rewards"]] == [2.0, 0.0]
-            async with session.post(url.removesuffix("_group"), json=one) as response:
-                assert response.status == 404 and "no reward for /score" in (await response.json())["failed"]
-        server.terminate()
-        assert await server.wait() == 0
-    finally:
-        if server.returncode is None:
-            server.kill()
-            await server.wait()
+    one = {"prompt": "p", "response": "r", "label": None, "response_length": 3}
+    body = {"samples": [one, {**one, "response_length": 5}], "rewards": [1.0, 1.0]}
+    async with serving("relative_length", "--group", "--option", "weight=2") as url, ClientSession() as session:
+        async with session.post(url, json=body) as response:
+            assert [found["score"] for found in (await response.json())["rewards"]] == [2.0, 0.0]
+        async with session.post(url.removesuffix("_group"), json=one) as response:
+            assert response.status == 404 and "no reward for /score" in (await response.json())["failed"]
 
 
 @pytest.mark.parametrize(
