@@ -48,7 +48,7 @@ class HandlePush:
             handle = {"pid": os.getpid(), "fd": fd, "inode": there.st_ino, "size": there.st_size}
             handle |= {"offset": mmap.PAGESIZE, "num_bytes": len(payload)}
             specs = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors]
-            return await self.ask("bucket", version=self._version, handle=handle, specs=specs)
+            return await self.ask("bucket", version=self._version, handle=handle, specs=msgpack.packb(specs))
         finally:
             os.close(fd)
 

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import os
 import signal
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from bus.wire.messages import Capabilities, LiveRow
 from tests.forked import Forked, piped
 from weightstore.errors import BadManifest
 from weightstore.format.checksums import ChecksumReport, report_checksums
-from weightstore.format.manifest import Bucket, Manifest, TensorSpec, unflatten
+from weightstore.format.manifest import Bucket, Manifest, unflatten
 from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.handles import HostMemory, Offered, shared_memory_domain
 from weightstore.transport.staging import Staging, StagingPool
@@ -185,13 +185,13 @@ class Engine:
         if not any(own is groups for own in self.groups.values()):
             raise UpdateRefused("the group was left meanwhile")
 
-    def store(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> None:
+    def store(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Store a bucket that came as a handle."""
-        names = tuple(spec.name for spec in specs)
+        names = tuple(spec.name for spec in bucket.specs)
         if names not in self.flats:
             self.flats[names] = torch.empty_like(flat)
         self.flats[names].copy_(flat)
-        for name, tensor in unflatten(Bucket(specs=tuple(specs), num_bytes=flat.numel()), self.flats[names]):
+        for name, tensor in unflatten(bucket, self.flats[names]):
             assert name not in self.received
             self.received.add(name)
             self.standby[name] = tensor
@@ -229,20 +229,26 @@ class ByHandles:
         if epoch < self.engine.epoch:
             raise StaleEpoch(what, epoch, self.engine.epoch)
         self.engine.epoch = epoch
-        if self.engine.fails(what):
-            raise UpdateRefused(f"refused at {what}")
+        if what not in ("begin", "bucket", "end"):  # which are also steps of a push in one request
+            self.fail_at(what)
+
+    def fail_at(self, phase: str) -> None:
+        if self.engine.fails(phase):
+            raise UpdateRefused(f"refused at {phase}")
 
     async def run_shielded(self, operation: Coroutine[Any, Any, Any]) -> Any:
         return await operation
 
     async def begin(self, version: int | None) -> None:
+        self.fail_at("begin")
         await self.engine.begin({})
 
-    async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
+        self.fail_at("bucket")
         if self.engine.behaviour.handles == "blind":
             raise BadManifest("handle: device", "no GPU", "one")
         self.engine.read += 1
-        await asyncio.to_thread(lambda: self.engine.store(specs, offered.tensor()))
+        await asyncio.to_thread(lambda: self.engine.store(bucket, offered.tensor()))
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
         if self.engine.behaviour.mute:
@@ -250,6 +256,7 @@ class ByHandles:
         return 0, ChecksumReport.parse(await self.engine.checksums({"of": "update"}))
 
     async def end(self, version: int | None) -> float:
+        self.fail_at("end")
         return (await self.engine.end({"weight_version": version}))["stall_s"]
 
 

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 ROW_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
+ROW_AFTER_S = 0.005
+"""Seconds from a new version to the row with it."""
 CATCH_UP_S = 600.0
 PROBE_AGAIN_S = 0.5
 """Seconds after a probe without weights, before the engine catches up again."""
@@ -114,7 +116,7 @@ async def run_engine(
             places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
             version=-1,
-            on_update=lambda version, epoch: served.update_row(),
+            on_update=lambda version, epoch: served.update_row_soon(),
             authority=served.authority,
         )
         async with served.taking_memory(draining):
@@ -185,6 +187,10 @@ class _Served:
         """Set the engine's reason for waiting, empty when there is none, and update the live row."""
         self._waits_for = text
         self.update_row()
+
+    def update_row_soon(self) -> None:
+        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered first."""
+        asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
         """Update the live row."""

@@ -1,6 +1,6 @@
 """The engine's end of pushes by handles: a ZMQ socket at which a learner of the same host sends references to its staged weights.
 
-    learner --join, begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> WeightUpdates
+    learner --join, push | begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> WeightUpdates
 
 Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a directory that
 only this user can enter.
@@ -13,20 +13,19 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import zmq
 import zmq.asyncio
 
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
-from actors.http_api import need
+from actors.http_api import need, seconds_in
 from actors.scratch import Scratch
 from actors.serving.authority import Authority
-from actors.serving.port import Updates
+from actors.serving.port import COMMAND_S, Updates
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import WeightstoreError
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket
 from weightstore.transport.handles import Mapped, Offered
 
 log = logging.getLogger(__name__)
@@ -54,8 +53,11 @@ class HandleListener:
         self._serving: asyncio.Task[None] | None = None
         self._scratch: Scratch | None = None
         self._url = ""
-        self._verbs: dict[str, Callable[[bytes, Mapping[str, object]], Awaitable[dict[str, object]]]] = {
+        self._buckets: dict[bytes, Bucket] = {}
+        """The buckets of the last push, as they were packed: the next one has the same."""
+        self._verbs: dict[str, Callable[[Sequence[bytes], JsonMapping], Awaitable[dict[str, object]]]] = {
             "join": self._join,
+            "push": self._push,
             "begin": self._begin,
             "bucket": self._bucket,
             "checksums": self._checksums,
@@ -100,8 +102,7 @@ class HandleListener:
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
         """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of ``http_api.translate``."""
-        body: Mapping[str, object] = {}
-        sender = envelope[0]
+        body: JsonMapping = {}
         try:
             body = _map_of(request)
             need(body, "epoch", int)
@@ -110,23 +111,19 @@ class HandleListener:
                 raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
             await self._authority.require_current_epoch(self._updates.require_current_epoch, body, self._url, verb)
             if verb != "join":
-                self._joined(sender)
-            answer = {"status": 200, **await self._verbs[verb](sender, body)}
-        except StaleEpoch as error:
-            answer = {"status": 409, "message": str(error), "epoch": error.seen}
-        except (BadRequest, UpdateRefused, WeightstoreError) as error:
-            answer = {"status": 400, "message": str(error)}
-        except CannotTell as error:
-            answer = {"status": 501, "message": str(error)}
-        except EngineError as error:
-            answer = {"status": 500, "message": str(error)}
+                self._joined(envelope)
+            answer = {"status": 200, **await self._verbs[verb](envelope, body)}
+        except _BucketFailed as failed:
+            answer = _failure(failed.error) | {"bucket": failed.number}
         except Exception as error:
-            log.exception("push by handles failed")
-            answer = {"status": 500, "message": repr(error)}
-        with contextlib.suppress(zmq.ZMQError):  # the learner has ended
-            await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
+            answer = _failure(error)
+        await self._send(envelope, {"id": body.get("id"), **answer})
 
-    async def _join(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    async def _send(self, envelope: Sequence[bytes], answer: Mapping[str, object]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the learner has ended
+            await self._socket.send_multipart([*envelope, msgpack.packb(answer)])
+
+    async def _join(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
         pid = need(body, "pid", int)
         try:
@@ -134,45 +131,69 @@ class HandleListener:
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
         self._unmap()
-        self._learner = _Learner(sender, _mapped(self._to_gpu), pidfd)
+        self._learner = _Learner(envelope[0], _mapped(self._to_gpu), pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         log.info("the learner joined, by handles pid=%d", pid)
         return {}
 
-    async def _begin(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    async def _push(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
+        """Begin a push and read all its buckets. The learner gets a message after each bucket but the last."""
+        learner, sent = self._joined(envelope), need(body, "buckets", list)
+        version, timeout_s = need(body, "version", int), seconds_in(body, "timeout_s", COMMAND_S)
+        buckets = self._buckets = {packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)}
+
+        async def read_all() -> None:
+            """Do all of it in one operation, which no other one comes between."""
+            await self._updates.begin(version)
+            for number, told in enumerate(sent, 1):
+                try:
+                    offered = self._offered(learner, told)
+                    await self._updates.read_bucket(buckets[_packed(told)], offered, version=version, timeout_s=timeout_s)
+                except (EngineError, WeightstoreError) as error:
+                    raise _BucketFailed(number, error) from error
+                if number < len(sent):
+                    await self._send(envelope, {"id": body.get("id"), "status": 102})
+
+        await self._updates.run_shielded(read_all())
+        return {}
+
+    async def _begin(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         await self._updates.run_shielded(self._updates.begin(need(body, "version", int)))
         return {}
 
-    async def _bucket(self, sender: bytes, body: JsonMapping) -> dict[str, object]:
-        learner = self._joined(sender)
-        specs = [_spec(entry) for entry in need(body, "specs", list)]
-        offered = Offered(learner.mapped, need(body, "handle", dict))
-        self._authority.require_visible(offered.handle)
-        taking = self._updates.read_bucket(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
-        await self._updates.run_shielded(taking)
+    async def _bucket(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
+        offered, bucket = self._offered(self._joined(envelope), body), Bucket.unpacked(_packed(body))
+        version, timeout_s = need(body, "version", int), seconds_in(body, "timeout_s", COMMAND_S)
+        await self._updates.run_shielded(self._updates.read_bucket(bucket, offered, version=version, timeout_s=timeout_s))
         return {}
 
-    async def _checksums(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    def _offered(self, learner: _Learner, told: JsonMapping) -> Offered:
+        """Return the bucket of a handle. Raises BadRequest when this engine does not see its GPU."""
+        offered = Offered(learner.mapped, need(told, "handle", dict))
+        self._authority.require_visible(offered.handle)
+        return offered
+
+    async def _checksums(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         _, report = await self._updates.run_shielded(self._updates.checksum_report(of_update=True))
         return report.to_json()
 
-    async def _end(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    async def _end(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         return {"stall_s": await self._updates.run_shielded(self._updates.end(need(body, "version", int)))}
 
-    async def _load(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    async def _load(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         directory, version = Path(need(body, "directory", str)), need(body, "version", int)
         return {"stall_s": await self._updates.run_shielded(self._updates.load_directory(directory, version))}
 
-    async def _leave(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
+    async def _leave(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         self._unmap()
         await self._sender_left()
         return {}
 
-    def _joined(self, sender: bytes) -> _Learner:
+    def _joined(self, envelope: Sequence[bytes]) -> _Learner:
         """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted learner would
         be mixed with the push of the next one.
         """
-        if self._learner is None or self._learner.sender != sender:
+        if self._learner is None or self._learner.sender != envelope[0]:
             raise BadRequest("want join first" + ("" if self._learner is None else ": another learner has joined since"))
         return self._learner
 
@@ -209,7 +230,31 @@ def _mapped(to_gpu: bool) -> Mapped:
     return Mapped(pinning=PINNING)
 
 
-def _map_of(request: bytes) -> Mapping[str, object]:
+class _BucketFailed(Exception):
+    """A bucket of a push in one request failed."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        """``number``: of the bucket, from 1."""
+        super().__init__(number, error)
+        self.number, self.error = number, error
+
+
+def _failure(error: Exception) -> dict[str, object]:
+    """Return the status of an error and its message, as an answer has them."""
+    match error:
+        case StaleEpoch():
+            return {"status": 409, "message": str(error), "epoch": error.seen}
+        case BadRequest() | UpdateRefused() | WeightstoreError():
+            return {"status": 400, "message": str(error)}
+        case CannotTell():
+            return {"status": 501, "message": str(error)}
+        case EngineError():
+            return {"status": 500, "message": str(error)}
+    log.error("push by handles failed", exc_info=error)
+    return {"status": 500, "message": repr(error)}
+
+
+def _map_of(request: bytes) -> JsonMapping:
     try:
         body = msgpack.unpackb(request)
     except (ValueError, msgpack.UnpackException) as error:
@@ -219,9 +264,8 @@ def _map_of(request: bytes) -> Mapping[str, object]:
     return body
 
 
-def _spec(entry: Any) -> TensorSpec:
-    try:
-        name, dtype, shape = entry
-        return TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
-    except (TypeError, ValueError) as error:
-        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {entry!r}: {error}") from None
+def _packed(told: object) -> bytes:
+    """Return the packed tensors of a bucket. Raises BadRequest."""
+    if not isinstance(told, Mapping):
+        raise BadRequest(f"buckets: want a map for each, got {told!r:.100}")
+    return need(told, "specs", bytes)

@@ -1,6 +1,6 @@
 """The engine port: the interface that an engine process serves, and the parts that the HTTP server and the handle listener call."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from actors.text.text import Text
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Capabilities
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket
 from weightstore.listener import Handler
 from weightstore.transport.handles import Offered
 
@@ -133,7 +133,7 @@ class Updates(Protocol):
     async def receive_bucket(self, body: Body, version: int | None) -> None:
         """Receive the tensors that the body of /update_weights_from_distributed names."""
 
-    async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
         """Read one flat bucket from memory that processes of this host can read."""
 
     async def end(self, version: int | None) -> float:

@@ -45,7 +45,7 @@ SHAPES = {
     "qwen3-8b": {"layers": 36, "hidden": 4096, "intermediate": 12_288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
 }
 """Sizes of their configurations; the larger one's output layer is not that of its embedding, but here it is."""
-TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
 PARTS = ("steps", "pushes", "responses")
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "handles-cuda": {"transport": "handles", "staging": "cuda"},

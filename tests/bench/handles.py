@@ -4,6 +4,8 @@
 ``read``: the engine's part, copying the handles of all buckets into its own tensors, in the process that also copies plainly;
 ``push``: a whole push to one receiver (bus, ZMQ, begin, buckets, end), against a plain copy in the learner's process.
 Then the same push by broadcast, over the transfer by handles. ``--verify always`` as in ``bench.push``.
+Last, a push of 310 tensors of 64 bytes (as many as Qwen3-1.7B has): its requests alone take that time, which a larger one adds to its copy.
+Once in two requests, as to the built-in engine, and once in one for each step, as to SGLang.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from weightstore.push.publisher import Publisher
 from weightstore.transport.handles import HostMemory, Mapped
 
 BUCKET_BYTES = 64_000_000
+SMALL = {f"layer.{index}.weight": torch.randn(32).to(torch.bfloat16) for index in range(310)}
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -77,7 +80,9 @@ async def make_layout(bus_url: str, run: str) -> None:
         await bus.create_layout()
 
 
-def push_pairs(bus_url: str, directory: Path, transport: str, tensors: dict[str, torch.Tensor], args: Any) -> list[tuple[float, float]]:
+def push_pairs(
+    bus_url: str, directory: Path, transport: str, tensors: dict[str, torch.Tensor], args: Any, *, at_once: bool = True
+) -> list[tuple[float, float]]:
     """Return (plain, transfer) seconds of pushes to one receiver, warmed up by two."""
     config = WeightsConfig(
         bucket_bytes=args.bucket_mbytes * 1_000_000,
@@ -89,10 +94,10 @@ def push_pairs(bus_url: str, directory: Path, transport: str, tensors: dict[str,
     )
     source, pairs = torch.cat([tensor.view(torch.uint8) for tensor in tensors.values()]), []
     target = torch.ones_like(source)
-    run = f"{transport}-{source.numel()}"
+    run = f"{transport}-{source.numel()}-{at_once}"
     asyncio.run(make_layout(bus_url, run))
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=1, directory=directory)
-    with receivers(bus_url, run, {"engine": Behaviour()}):
+    with receivers(bus_url, run, {"engine": Behaviour(at_once=at_once)}):
         try:
             publisher.start()
             for step in range(args.rounds + 3):
@@ -130,6 +135,12 @@ def main() -> None:
             print(f"  push  {ratio(by['handles'])}  {mega(num_bytes, statistics.median(other for _, other in by['handles']))}")
             faster = statistics.median(over for _, over in by["broadcast"]) / statistics.median(over for _, over in by["handles"])
             print(f"  by broadcast, over handles  {faster:.1f}")
+        took: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(6):  # in turns: the machine may be slower for a while
+            pairs = push_pairs(server.url, Path(name) / f"small-{turn}", "handles", SMALL, args, at_once=turn % 2 == 0)
+            took[turn % 2 == 0] += [transfer_s for _, transfer_s in pairs]
+        two, steps = (1e3 * statistics.median(took[each]) for each in (True, False))
+        print(f"requests alone: two {two:.2f} ms  one for each step {steps:.2f} ms  ratio {two / steps:.2f}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, 
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.config import Deadlines
 from weightstore.errors import BadManifest, ReceiverFailed
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.handles import HostMemory, Mapped
 from weightstore.transport.staging import Staging
@@ -77,10 +77,15 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
     assert sorted(said) == ["elsewhere", "old"], caplog.text
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 def test_an_engine_that_cannot_read_handles_is_pushed_to_by_broadcast_from_the_next_push_on(
-    bus_url: str, run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bus_url: str, run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: bool
 ) -> None:
-    behaviours = {"good": GOOD, "blind": Behaviour(handles="blind"), "odd": Behaviour(handles="odd")}
+    behaviours = {
+        "good": Behaviour(at_once=at_once),
+        "blind": Behaviour(handles="blind", at_once=at_once),
+        "odd": Behaviour(handles="odd", at_once=at_once),
+    }
     with receivers(bus_url, run_id, behaviours) as engines:
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
@@ -99,7 +104,7 @@ def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: st
         with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=8.0) as publisher:
             url, process = engines["slow"]
             assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).engines == ("good", "slow")
-            assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).evicted["slow"].startswith("bucket 1")
+            assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).evicted["slow"].startswith("transfer: no answer")
             for step in (3, 4):  # both copies are used again while it is stopped
                 assert publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0).engines == ("good",)
             assert process.pid is not None
@@ -151,9 +156,11 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
 
 
 @asynccontextmanager
-async def pushing(served: Served, memory: HostMemory, *, epoch: int = 1) -> AsyncIterator[HandleReceiver]:
-    context = zmq.asyncio.Context()
-    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadlines=Deadlines(DEADLINE_S), memory=memory)
+async def pushing(
+    served: Served, memory: HostMemory, *, epoch: int = 1, refused: Callable[[str], None] = lambda reason: None
+) -> AsyncIterator[HandleReceiver]:
+    context, deadlines = zmq.asyncio.Context(), Deadlines(DEADLINE_S)
+    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadlines=deadlines, memory=memory, refused=refused)
     try:
         await receiver.join(None)
         yield receiver
@@ -163,9 +170,7 @@ async def pushing(served: Served, memory: HostMemory, *, epoch: int = 1) -> Asyn
 
 
 async def push(receiver: HandleReceiver, staging: Staging, version: int) -> None:
-    await receiver.begin(version)
-    for bucket, flat in staging.buckets:
-        await receiver.bucket(bucket.specs, flat)
+    assert await receiver.receive(version, staging.buckets, serve=True) is None, "never served in the same request"
     await receiver.end()
 
 
@@ -206,6 +211,85 @@ async def test_all_or_nothing(directory: Path) -> None:
     memory.close()
 
 
+async def test_all_or_nothing_in_one_request(directory: Path) -> None:
+    (prompt,) = prompts(1)
+    memory, models, refused = HostMemory(), [tiny_model(seed=seed) for seed in range(2)], list[str]()
+    staging = staged(dict(models[1].state_dict()), memory)
+    buckets = staging.buckets
+    assert len(buckets) > 2
+    async with serving(directory) as served, pushing(served, memory, refused=refused.append) as receiver:
+        await receiver.receive(1, buckets[:-1], serve=False)
+        with pytest.raises(ReceiverFailed, match="are missing"):
+            await receiver.end()
+        assert not refused
+        for sent, why in (
+            ([*buckets[:2], buckets[0]], "bucket 3: .*received twice"),
+            ([buckets[0], (buckets[1][0], buckets[1][1][:-4])], "bucket 2: .*which these tensors have"),
+        ):
+            with pytest.raises(ReceiverFailed, match=why) as failed:
+                await receiver.receive(1, sent, serve=False)
+            assert failed.value.answered and refused.pop() == failed.value.reason, "such an engine gets broadcasts"
+            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+                await receiver.end()
+        await receiver.receive(1, buckets, serve=True)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[0], prompt, 8)
+        told = await receiver.checksums()
+        assert told is not None and staging.differences(told) == []
+        await receiver.end()
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        with pytest.raises(ReceiverFailed, match="want >= 1"):
+            await push(receiver, staging, 0)
+        assert not refused, "it has read the memory"
+        for version in (2, 3, 4, 5):  # into either copy, and with the buckets that are known by then
+            await push(receiver, staging, version)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+    memory.close()
+
+
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the times to which deadlines are moved, from now on."""
+    moved: list[float] = []
+
+    class Limit(asyncio.Timeout):  # type: ignore[misc]
+        def reschedule(self, when: float | None) -> None:
+            if when is not None and when != self.when():  # not when it is entered
+                moved.append(when)
+            super().reschedule(when)
+
+    loop_time = time.monotonic
+    monkeypatch.setattr(asyncio, "timeout", lambda delay_s: Limit(None if delay_s is None else loop_time() + delay_s))
+    return moved
+
+
+async def test_the_deadline_of_a_push_in_one_request_begins_anew_with_each_bucket(directory: Path, restarts: list[float]) -> None:
+    memory = HostMemory()
+    staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
+    async with serving(directory) as served, pushing(served, memory) as receiver:
+        restarts.clear()
+        await push(receiver, staging, 1)
+        assert len(restarts) == len(staging.buckets) - 1 > 1
+        assert served.engine.version == 1
+    memory.close()
+
+
+async def test_an_engine_that_says_without_end_that_it_is_at_work_has_no_more_time_for_it(restarts: list[float]) -> None:
+    memory, context = HostMemory(), zmq.asyncio.Context()
+    (bucket,) = staged({"model.norm.weight": torch.zeros(3)}, memory).buckets
+    engine = context.socket(zmq.ROUTER)
+    engine.bind_to_random_port("tcp://127.0.0.1")
+    receiver = HandleReceiver(context, engine.last_endpoint.decode(), epoch=1, deadlines=Deadlines(LIMIT_S), memory=memory)
+    receiving = asyncio.create_task(receiver.receive(1, [bucket, bucket], serve=False))
+    sender, request = await engine.recv_multipart()
+    for status in (*[102] * 50, 200):
+        await engine.send_multipart([sender, msgpack.packb({"id": msgpack.unpackb(request)["id"], "status": status})])
+    await receiving
+    assert len(restarts) == 2, "one for each bucket"
+    receiver.close()
+    context.destroy(linger=0)
+    memory.close()
+
+
 async def test_one_flipped_byte_is_caught(directory: Path) -> None:
     memory = HostMemory()
     staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
@@ -231,6 +315,7 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
                 lambda: old.join(None),
                 lambda: old.begin(2),
                 lambda: old.bucket(bucket.specs, flat),
+                lambda: old.receive(2, staging.buckets, serve=False),
                 old.checksums,
                 old.end,
                 old.leave,
@@ -253,7 +338,12 @@ async def test_late_messages_from_before_a_join_are_refused(directory: Path) -> 
         await old.begin(1)
         async with pushing(served, memory) as receiver:
             await receiver.begin(2)
-            for verb in (lambda: old.bucket(old_weights.buckets[0][0].specs, old_weights.buckets[0][1]), old.end, lambda: old.begin(1)):
+            for verb in (
+                lambda: old.bucket(old_weights.buckets[0][0].specs, old_weights.buckets[0][1]),
+                lambda: old.receive(2, old_weights.buckets, serve=False),
+                old.end,
+                lambda: old.begin(1),
+            ):
                 with pytest.raises(ReceiverFailed, match="another learner has joined since"):
                     await verb()
             for bucket, flat in staging.buckets:
@@ -329,9 +419,10 @@ async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(direct
             (b"\xc1", "want msgpack"),
             (msgpack.packb([1]), "want a map"),
             ({"verb": "begin", "epoch": "1"}, "epoch: want int"),
-            ({"verb": "open"}, "verb: want one of join, begin"),
+            ({"verb": "open"}, "verb: want one of join, push"),
             ({"verb": "join", "pid": 2**22}, "want a process of this host"),
             ({"verb": "bucket", "version": 1, "handle": {}, "specs": []}, "want join first"),
+            ({"verb": "push", "version": 1, "buckets": []}, "want join first"),
             ({"verb": "end", "version": 1}, "want join first"),
             ({"verb": "leave"}, "want join first"),
         ):
@@ -346,6 +437,22 @@ async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(direct
         await request.send(msgpack.packb({"id": 1, "epoch": 1, "verb": "leave"}))
         assert msgpack.unpackb(await asyncio.wait_for(request.recv(), LIMIT_S))["status"] == 400
         request.close()
+        async with joined_by_handles(served) as strange:
+            spec = ["model.norm.weight", "float32", [32]]
+            for fields, why in (
+                ({}, "buckets: want list"),
+                ({"buckets": [1]}, "buckets: want a map for each, got 1"),
+                ({"buckets": [{"handle": {}}]}, "specs: want bytes"),
+                ({"buckets": [{"specs": b"\xc1", "handle": {}}]}, "specs: want msgpack of"),
+                ({"buckets": [{"specs": msgpack.packb([spec[:2]]), "handle": {}}]}, "specs: want msgpack of"),
+                ({"buckets": [{"specs": msgpack.packb([["a", "int3", []]]), "handle": {}}]}, "a: dtype"),
+                ({"buckets": [{"specs": msgpack.packb([spec])}]}, "handle: want dict"),
+                ({"buckets": [{"specs": msgpack.packb([spec]), "handle": {}}]}, "handle: num_bytes"),
+                ({"buckets": [], "timeout_s": -1}, "timeout_s: want"),
+                ({"buckets": [], "version": None}, "version: want int"),
+            ):
+                answered, answer = await strange.ask("push", **{"version": 1, **fields})
+                assert (answered, why in answer["message"]) == (400, True), (fields, answer)
         with_memory = HostMemory()
         async with pushing(served, with_memory) as receiver:
             await push(receiver, staged(dict(tiny_model(seed=1).state_dict()), with_memory), 1)
@@ -370,6 +477,7 @@ class Late:
 async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_served_then(directory: Path) -> None:
     wrong = list(tiny_model(seed=1).state_dict().items())
     specs = [TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)) for name, tensor in wrong]
+    bucket = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
     late = Late(torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in wrong]))
     model, (prompt,) = tiny_model(seed=2), prompts(1)
     async with serving(directory) as served, joined_by_handles(served) as push:
@@ -377,7 +485,7 @@ async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_ser
         await updates.run_shielded(updates.begin(1))
         try:
             with pytest.raises(UpdateRefused, match="not done in time"):
-                await updates.run_shielded(updates.read_bucket(specs, late, version=1, timeout_s=0.05))  # type: ignore[arg-type]
+                await updates.run_shielded(updates.read_bucket(bucket, late, version=1, timeout_s=0.05))  # type: ignore[arg-type]
             await push.whole(model, 2)
         finally:
             late.come.set()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgpack
+
 from weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Tensors that are sent in one message."""
 
@@ -69,6 +71,23 @@ class Bucket:
         for spec in self.specs:
             yield spec, slice(start, start + spec.num_bytes)
             start += spec.num_bytes
+
+    @cached_property
+    def packed(self) -> bytes:
+        """Msgpack of ``[[name, dtype, shape], ...]``, the tensors as a push by handles names them."""
+        packed: bytes = msgpack.packb([[spec.name, spec.dtype, spec.shape] for spec in self.specs])
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> "Bucket":
+        """Return the bucket of ``packed``. Raises BadManifest for anything else."""
+        try:
+            specs = tuple(
+                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape))) for name, dtype, shape in msgpack.unpackb(packed)
+            )
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            raise BadManifest("specs", "msgpack of [name, dtype, shape] for each tensor", f"{packed!r:.100}: {error}") from None
+        return cls(specs=specs, num_bytes=sum(spec.num_bytes for spec in specs))
 
 
 class Manifest:

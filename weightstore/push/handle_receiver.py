@@ -1,12 +1,14 @@
 """An engine on the learner's host, over ZMQ: it gets handles of the staged buckets instead of their bytes.
 
-A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP.
+A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP. A
+push is two requests (``push``, ``end``), or one for each of its steps.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgpack
 import zmq
@@ -19,24 +21,24 @@ from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.push.eviction import Opener
 from weightstore.push.member import identity
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.transport.nccl import no_cuda_handles
-from weightstore.transport.parts import Payload, RemotePart
+from weightstore.transport.parts import Buckets, Payload, RemotePart
 from weightstore.transport.port import Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
-OK = 200
+OK, UNDER_WAY = 200, 102
 _GONE = zmq.EVENT_CONNECT_RETRIED
 """Event of a refused connection, the first one or a later one: ZMQ itself would retry without end."""
 
 
 class HandleReceiver:
-    """``weightstore.transport.port.WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no such requests.
     """
@@ -63,7 +65,7 @@ class HandleReceiver:
         self._epoch, self._deadlines, self._memory, self._control, self._ranks = epoch, deadlines, memory, control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
-        self._waiters: dict[int, asyncio.Future[dict[str, object]]] = {}
+        self._waiters: dict[int, _Waiter] = {}
         self._reading, self._gone = asyncio.Lock(), False
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -86,9 +88,23 @@ class HandleReceiver:
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
         """Send the handle of the bucket instead of its bytes. The answer comes when the engine has copied them."""
-        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-        handle = self._memory.handle(flat, self._ranks) if isinstance(flat, Tensor) else await flat.handle(self._ranks)
-        await self._offer("bucket", version=self._version, handle=handle, specs=tensors)
+        packed = Bucket(specs=tuple(specs), num_bytes=0).packed
+        await self._offer("bucket", version=self._version, handle=await self._handle(flat), specs=packed)
+
+    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
+        """Send the handles of all buckets in one request. Its deadline begins anew with each bucket that the engine has copied.
+
+        Returns None: the push is not ended with it. An engine that was stopped meanwhile would serve what it finds in the memory by then.
+        """
+        self._version = version
+        sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
+        await self._answered("push", {"version": version, "buckets": sent}, self._deadlines.phase_s, messages=len(sent))
+        return None
+
+    async def _handle(self, payload: Payload) -> Mapping[str, object]:
+        if isinstance(payload, Tensor):
+            return self._memory.handle(payload, self._ranks)
+        return await payload.handle(self._ranks)
 
     async def checksums(self) -> ChecksumReport | None:
         """Return the engine's report; None for the status of an engine without checksums."""
@@ -148,14 +164,24 @@ class HandleReceiver:
         """Send a request of a phase and return the answer."""
         return await self._answered(verb, fields, self._deadlines.phase_s)
 
-    async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float) -> dict[str, object]:
-        """Send a request and return the answer. All foreign errors are translated here."""
+    async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0) -> dict[str, object]:
+        """Send a request and return the answer. All foreign errors are translated here.
+
+        The deadline begins anew with each message that the engine is at work on the request, of which at most ``messages`` count.
+        """
         id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
+                extensions = iter(range(messages))
+
+                def under_way() -> None:
+                    """Let the deadline begin anew."""
+                    if next(extensions, None) is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
+
                 await self._socket.send(msgpack.packb(request))
-                answer = await self._answer(verb, id)
+                answer = await self._answer(verb, id, under_way)
         except TimeoutError:
             raise ReceiverFailed(self.url, verb, f"no answer within {deadline_s:g} s") from None
         except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
@@ -164,12 +190,20 @@ class HandleReceiver:
         if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
             raise Fenced(f"engine {self.url}: {verb}", self._epoch, epoch)
         if status != OK and not (verb == "checksums" and status in NOT_SUPPORTED):
-            raise ReceiverFailed(self.url, verb, f"status {status}: {answer.get('message', '')}", answered=True)
+            reason = f"status {status}: {answer.get('message', '')}"
+            if number := answer.get("bucket"):
+                reason = f"bucket {number}: {reason}"
+                self._refused(reason)
+            raise ReceiverFailed(self.url, verb, reason, answered=True)
         return answer
 
-    async def _answer(self, verb: str, id: int) -> dict[str, object]:
-        """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone."""
-        answer = self._waiters[id] = asyncio.get_running_loop().create_future()
+    async def _answer(self, verb: str, id: int, under_way: Callable[[], None]) -> dict[str, object]:
+        """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone.
+
+        ``under_way`` is called when the engine says that it is at work on the request.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        self._waiters[id] = _Waiter(answer, under_way)
         try:
             while not answer.done():
                 # Requests may be under way at the same time, but a socket has one reader: the waiter with the lock reads one answer, of any
@@ -192,9 +226,21 @@ class HandleReceiver:
             self._gone = True
             raise ReceiverFailed(self.url, verb, "connection lost: no process listens there")
         answer = msgpack.unpackb(coming.result())
-        awaited = self._waiters.get(answer.get("id", 0)) if isinstance(answer, dict) else None
-        if awaited is not None and not awaited.done():
-            awaited.set_result(answer)
+        waiter = self._waiters.get(answer.get("id", 0)) if isinstance(answer, dict) else None
+        if waiter is None or waiter.answer.done():
+            return
+        if answer.get("status") == UNDER_WAY:
+            waiter.under_way()
+        else:
+            waiter.answer.set_result(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """A request without an answer yet."""
+
+    answer: "asyncio.Future[dict[str, object]]"
+    under_way: Callable[[], None]
 
 
 class HandleReceivers:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket
+from weightstore.transport.parts import Buckets
 from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Member:
         self.receiver, self.deadlines = receiver, deadlines
         self.verified = False
         """True once the engine's checksums have been compared, or if it has none to compare."""
-        # Both sides must know the request: the engine by its live row, the adapter by its type (that for handles does not).
+        # Both sides must know the request: the engine by its live row, the adapter by its type.
         self._push_receiver = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
         self._joined = False
 
@@ -71,10 +71,12 @@ class Member:
         async with self.phase("begin"):
             await self.receiver.begin(version)
 
-    async def receive(self, version: int, buckets: Sequence[Bucket], *, serve: bool) -> float | None:
+    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
         """Begin a push and receive all buckets. With ``serve`` also end it, and return seconds for which generation was paused.
 
-        No deadline; the caller sets one.
+        None: it is not ended.
+
+        No deadline, unless the receiver ``carries``; the caller sets one.
         """
         assert self._push_receiver is not None
         await self._resume("weights")

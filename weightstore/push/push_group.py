@@ -22,12 +22,11 @@ from bus.client.reach import Reach
 from bus.wire.messages import LiveRow
 from weightstore.config import Deadlines
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
-from weightstore.format.manifest import Bucket
 from weightstore.push.channels import Channel, GroupChannel, HandleChannel
 from weightstore.push.member import Check, Member, Updated
 from weightstore.transport.handles import Memory
 from weightstore.transport.nccl import DeviceEnd, no_nccl, share
-from weightstore.transport.parts import Payload, RemotePart
+from weightstore.transport.parts import Buckets, Payload, RemotePart
 from weightstore.transport.senders import APART
 
 _log = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ _BUCKETS_AHEAD = 3
 _JOIN_S = 2.0
 """SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without answering."""
 
-Buckets = Sequence[tuple[Bucket, Payload]]
-"""Buckets of a version, each with its flat uint8 tensor, or its place in another rank."""
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
 T = TypeVar("T")
@@ -214,17 +211,19 @@ class PushGroup:
 async def _send_in_one_request(
     round: "_PushRound", channel: Channel, members: Sequence[Member], version: int, buckets: Buckets, serve: bool, deadline_s: float
 ) -> dict[Member, float | None]:
-    """Send one request for all buckets. The deadline holds for each bucket, and then for the answers."""
+    """Send one request for all buckets. The deadline holds for each bucket, and then for the answers.
+
+    A receiver that reads the buckets itself has both deadlines of its own.
+    """
     # All sends are queued at once: the channel keeps them in order.
     sends = [
         round.start(f"bucket {number} of {len(buckets)}", None, channel.send(payload, following))
         for number, (payload, following) in enumerate(_with_next(buckets), 1)
     ]
-    whole = [bucket for bucket, _ in buckets]
-    requests = {member: round.start("transfer", member, member.receive(version, whole, serve=serve)) for member in members}
+    requests = {member: round.start("transfer", member, member.receive(version, buckets, serve=serve)) for member in members}
     await round.until(sends)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(None if all(member.receiver.carries for member in members) else deadline_s):
             await round.until(round.under_way)
     except TimeoutError:
         raise _GroupBroken("transfer", {}, None) from None

@@ -12,9 +12,9 @@ from bus.errors import Fenced
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket, TensorSpec
+from weightstore.format.manifest import TensorSpec
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
-from weightstore.transport.parts import Payload, RemoteBucket
+from weightstore.transport.parts import Buckets, Payload, RemoteBucket
 from weightstore.transport.port import Rendezvous
 
 STALE_EPOCH = 409
@@ -65,13 +65,13 @@ class HttpReceiver:
         body = {"group_name": group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
         await self._post("update_weights_from_distributed", body | _specs(specs))
 
-    async def receive(self, version: int, buckets: Sequence[Bucket], *, serve: bool) -> float | None:
+    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
         """POST /receive_push, which is no path of SGLang, with the specs of all buckets. Returns seconds with ``serve``, else None.
 
         A bucket that comes over another group than rank 0's names it.
         """
         self._version = version
-        sent = [_specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {}) for bucket in buckets]
+        sent = [_specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {}) for bucket, _ in buckets]
         body = {"group_name": next(iter(self._groups), ""), "weight_version": str(version), "buckets": sent, "serve": serve}
         answer = await self._post("receive_push", body, bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
@@ -103,6 +103,8 @@ class RemoteBucket:
 
 Payload = Tensor | RemoteBucket
 """The bytes of a bucket: flat uint8 in this process, or in another rank."""
+Buckets = Sequence[tuple[Bucket, Payload]]
+"""Buckets of a version, in the order in which they are sent."""
 
 
 class RemotePart:

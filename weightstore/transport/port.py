@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from weightstore.format.checksums import ChecksumReport
-    from weightstore.format.manifest import Bucket, TensorSpec
-    from weightstore.transport.parts import Payload
+    from weightstore.format.manifest import TensorSpec
+    from weightstore.transport.parts import Buckets, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,11 @@ class WeightReceiver(Protocol):
 class PushReceiver(WeightReceiver, Protocol):
     """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the ``end``, too."""
 
-    async def receive(self, version: int, buckets: "Sequence[Bucket]", *, serve: bool) -> float | None:
+    async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
         """Begin a push and receive these flat buckets one after the other. With ``serve`` also end it, and return seconds as ``end`` does.
 
-        Send the buckets meanwhile. The request has no deadline; the engine applies the deadline of the adapter to each bucket.
+        None: it is not ended yet. One that ``carries`` never ends it: its engine may have read the buckets too late.
+
+        Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each bucket; one that
+        ``carries`` has no other deadline, and the request of any other has none: its answer is due when all buckets are sent.
         """

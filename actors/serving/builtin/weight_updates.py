@@ -248,20 +248,21 @@ class WeightUpdates(FencedUpdates):
                     if len(self._groups) > 1:  # each rank of the learner that sends has one
                         joined.drop_buffers()
 
-    async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
         """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and raises UpdateRefused."""
-        update, bucket = self._current(version), bucket_of(specs)
+        update = self._current(version)
         with self._discarding(update, f"reading {bucket.num_bytes} bytes", at_timeout="not done in time"):
-            update.check_new(specs, self._sizes)
-            update.announced.update(spec.name for spec in specs)
+            update.check_new(bucket.specs, self._sizes)
+            update.announced.update(spec.name for spec in bucket.specs)
             if offered.num_bytes != bucket.num_bytes:
                 raise UpdateRefused(f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}")
             async with asyncio.timeout(timeout_s), self._writing:
                 self._check_current(update)
                 standby = self._standby
                 assert standby is not None
-                await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor()))
-                update.received.update(dict.fromkeys(spec.name for spec in specs))
+                last = len(update.received) + len(bucket.specs) >= len(standby.named)
+                await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor(), last=last))
+                update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
 
     async def end(self, version: int | None) -> float:
         """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
@@ -413,14 +414,16 @@ class WeightUpdates(FencedUpdates):
             self._standby = None
             raise
 
-    def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor) -> None:
-        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout."""
+    def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
+        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout. After the last one finalize."""
         place = standby.place(bucket)
         if place is None:
             self._copy(update, standby, bucket, flat)
         else:
             standby.writes += 1
             copy_all([(place, flat)], self._copying)
+        if last:
+            finalize(standby)
 
     def _copy(self, update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
         alias = load_from_bucket(standby, bucket, message, self._copying)
@@ -437,7 +440,7 @@ class WeightUpdates(FencedUpdates):
         update.check_version(self._scheduler.version)
         assert self._standby is not None and update.version is not None
         new = self._standby
-        if new.derives or self._device.type == "cuda":
+        if not new.final:
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
         self._open = None  # not by _set_open: requests that end before the flip still count as ended while an update was open

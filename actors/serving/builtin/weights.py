@@ -60,6 +60,10 @@ class Weights:
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
         self.writes = 0
         """Counter, increased whenever some of the tensors are about to be written."""
+        self._finalized = -1
+        """``writes`` at the last ``finalize``."""
+        self._placed: tuple[Bucket | None, Tensor | None] = None, None
+        """The bucket that ``place`` was asked for last, and its memory: in each push there is the same one."""
         self._sizes = shape.tensors()
         self._starts, num_bytes = self._layout()
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -72,12 +76,13 @@ class Weights:
         assert self.named.keys() == self._sizes.keys()
 
     @property
-    def derives(self) -> bool:
-        """True when ``finalize`` has tensors to compute."""
-        return self.shape.head_norm
+    def final(self) -> bool:
+        """True when nothing was written since ``finalize``."""
+        return self._finalized == self.writes
 
     def finalize(self) -> None:
         """Compute the tensors derived from the named ones; call it when those are complete, before decoding with them."""
+        self._finalized = self.writes
         if self._head_norm_LHD is None:
             return
         # A few operations for all layers: a GPU starts each of them more slowly than it computes it.
@@ -97,6 +102,11 @@ class Weights:
 
     def place(self, bucket: Bucket) -> Tensor | None:
         """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
+        if self._placed[0] is not bucket:
+            self._placed = bucket, self._place(bucket)
+        return self._placed[1]
+
+    def _place(self, bucket: Bucket) -> Tensor | None:
         starts = []
         for spec, part in bucket.places():
             if spec.name not in self.named or getattr(torch, spec.dtype) != self.dtype:

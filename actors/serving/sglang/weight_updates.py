@@ -28,7 +28,7 @@ from actors.serving.sglang.tensors import SharedBucket
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import WeightstoreError
 from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
+from weightstore.format.manifest import Bucket
 from weightstore.transport.handles import Offered
 
 log = logging.getLogger(__name__)
@@ -258,12 +258,12 @@ class WeightUpdates(FencedUpdates):
         self._check_bucket(names, version)
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
 
-    async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
         """Make the server read one flat bucket from shared memory of this host into the weights. Raises UpdateRefused."""
-        names = [spec.name for spec in specs]
+        names = [spec.name for spec in bucket.specs]
         self._check_bucket(names, version)
         try:
-            payloads = await asyncio.to_thread(self._shared.payloads, specs, offered, self._ranks)
+            payloads = await asyncio.to_thread(self._shared.payloads, bucket.specs, offered, self._ranks)
         except WeightstoreError as error:
             raise UpdateRefused(str(error)) from error
         body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
