@@ -29,6 +29,7 @@ def log_probs_and_entropy(
     temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
+    placeholder: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``, both [T].
 
@@ -45,11 +46,13 @@ def log_probs_and_entropy(
     Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward pass. Of more, only
     the inputs and tensors of size T are kept, and the backward pass computes them again chunk by chunk (a fourth product beside the three
     of a linear layer). It adds the gradient of a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype,
-    and returns none for it, which requires ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the
-    embedding of tied weights) as always.
+    and returns none for it. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
+
+    ``placeholder``: return a gradient without values instead of none, and tell Megatron's hook not to add it (``grad_added_to_main_grad``,
+    as its own linear layers do). ``overlap_grad_reduce`` needs that for a weight that this rank uses nowhere else.
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, fused)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, _How(fused, placeholder))
     return log_probs_TJ[:, 0], entropy_T
 
 
@@ -62,13 +65,14 @@ def listed_log_probs(
     temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
+    placeholder: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the same pass.
 
     All are differentiable. An id may be listed twice, or be the target.
     """
     ids_TJ = torch.cat([targets_T[:, None], listed_TK], dim=1)
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, fused)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, _How(fused, placeholder))
     return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
 
 
@@ -102,32 +106,37 @@ def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+class _How(NamedTuple):
+    fused: bool
+    placeholder: bool
+
+
 def _log_probs(
-    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float | Tensor, group: dist.ProcessGroup | None, fused: bool
+    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float | Tensor, group: dist.ProcessGroup | None, how: _How
 ) -> tuple[Tensor, Tensor]:
     if isinstance(temperature, Tensor):
         hidden_TH, temperature = (hidden_TH / temperature[:, None]).to(hidden_TH.dtype), 1.0
     scale = 1.0 if temperature == 0 else 1.0 / temperature
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    fused = fused and weight_VH.dtype != torch.float64
-    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group, fused)
+    how = how._replace(fused=how.fused and weight_VH.dtype != torch.float64)
+    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group, how)
     return log_probs_TJ, entropy_T
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None, fused: bool
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None, how: _How
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs, [T, J], and entropies, [T]."""
         local_TJ, mine_TJ = _local_ids(ids_TJ, len(weight_VH), group)
-        logits = _Logits(hidden_TH, weight_VH, scale, fused=fused)
+        logits = _Logits(hidden_TH, weight_VH, scale, fused=how.fused)
         highest_T = torch.full(ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
         sums = _Sums(highest_T, torch.zeros_like(highest_T), torch.zeros_like(highest_T))
         picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
         for start, z_TC in logits.chunks():
-            if fused:
+            if how.fused:
                 _add_fused(sums, picked_TJ, z_TC, scale, start, local_TJ)
                 continue
             column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
@@ -144,15 +153,15 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - moment_T / sum_T
         ctx.save_for_backward(hidden_TH, weight_VH, local_TJ, mine_TJ, highest_T + log_sum_T, entropy_T, logits.kept)
-        ctx.scale, ctx.group, ctx.fused = scale, group, fused
+        ctx.scale, ctx.group, ctx.how = scale, group, how
         return torch.stack([picked_T - log_sum_T for picked_T in picked_JT], dim=1), entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states and weight; None for a weight with ``main_grad``, to which it was added."""
+        """Return the gradients of hidden states and weight; of one with ``main_grad``, to which it was added, None or a placeholder."""
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
-        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.fused)
+        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
         given = _Given(
@@ -164,10 +173,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             grad_entropy_T=grad_entropy_T if with_entropy else None,
         )
         for start, z_TC in logits.chunks():
-            grad_TC = _fused_gradient(given, start, z_TC, logits) if ctx.fused else _gradient(given, start, z_TC, logits)
+            grad_TC = _fused_gradient(given, start, z_TC, logits) if ctx.how.fused else _gradient(given, start, z_TC, logits)
             totals.add(start, grad_TC.to(weight_VH.dtype))
         grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
-        return grad_TH, None if totals.in_main_grad else totals.weight_VH, None, None, None, None
+        return grad_TH, totals.of_weight(placeholder=ctx.how.placeholder), None, None, None, None
 
 
 class _Sums(NamedTuple):
@@ -303,6 +312,14 @@ class _Gradients:
             self.hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
             if not frozen:
                 self.weight_VH = weight_VH.main_grad if self.in_main_grad else torch.empty_like(weight_VH)  # type: ignore[attr-defined]
+
+    def of_weight(self, *, placeholder: bool) -> Tensor | None:
+        """Return the gradient of the weight for autograd, as ``log_probs_and_entropy`` says."""
+        if placeholder and not self._frozen:  # each time: another micro-batch may have left the mark
+            self._weight_VH.grad_added_to_main_grad = self.in_main_grad  # type: ignore[attr-defined]
+        if self.in_main_grad:
+            return torch.empty_like(self._weight_VH) if placeholder else None
+        return self.weight_VH
 
     def add(self, start: int, grad_TC: Tensor) -> None:
         """Add the gradients by the logits of the columns from ``start``."""

@@ -31,6 +31,7 @@ from learner.megatron.optimizer_pieces import (
     state_of_pieces,
     whole_pieces,
 )
+from learner.megatron.torch_optimizers import torch_optimizers
 from learner.settings.schedule import OptimizerConfig, learning_rate
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class PolicyOptimizer:
 
     def _megatrons(self) -> Any:
         config, policy = self._config, self._policy
-        with megatron_device(), policy.memory.region():
+        with megatron_device(), policy.memory.region(), torch_optimizers():
             inner = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="sgd" if config.name == "sgd" else "adam",

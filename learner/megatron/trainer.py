@@ -42,7 +42,7 @@ from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.critic import Critic
 from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from learner.megatron.layers.context import gather_parts
-from learner.megatron.layers.output_layer import output_weight
+from learner.megatron.layers.output_layer import is_embedding_too, output_weight
 from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, most_probable
 from learner.megatron.model import OtherWeights, Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
@@ -461,12 +461,13 @@ class Trainer:
         """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on all ranks of it."""
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
-        temperature = row.temperature
+        overlapped = self._policy.replicas.overlap_grad_reduce and not is_embedding_too(self._policy.chunks[-1])
+        rest = {"temperature": row.temperature, "group": here.tp_group, "fused": fused, "placeholder": overlapped}
         if listed and row.listed_TK is not None:
-            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, temperature=temperature, group=here.tp_group, fused=fused)
+            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, **rest)
             found = torch.cat([torch.stack(both, dim=1), listed_TK], dim=1)
         else:
-            found = torch.stack(log_probs_and_entropy(*inputs, temperature=temperature, group=here.tp_group, fused=fused), dim=1)
+            found = torch.stack(log_probs_and_entropy(*inputs, **rest), dim=1)
         if here.cp_size > 1:
             found = gather_parts(found, here.cp_group)
         return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None

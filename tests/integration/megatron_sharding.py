@@ -9,7 +9,7 @@ import torch
 
 from learner.algorithms.config import AlgorithmConfig
 from learner.layout.parallel import Parallel, Replicas
-from learner.megatron import state
+from learner.megatron import logprobs, state
 from learner.megatron.model import Policy, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
@@ -30,17 +30,26 @@ class Way:
 
     replicas: Replicas | None = None
     offload: bool = False
+    chunk: int = logprobs.CHUNK_ELEMENTS
+    """Number of logits in memory at once."""
 
 
+CHUNK = 9_000
+"""Logits in memory at once of a way with chunks: of 30 tokens. Of shorter rows all are kept, and the gradient comes through autograd."""
 BUCKET = 9_000
 """Elements of a bucket, so that the tiny model has several."""
 SHARES = Replicas(distributed_optimizer=True)
 WAYS = {
     "plain": Way(),
     "plain, overlap": Way(replicas=Replicas(overlap_grad_reduce=True, bucket_elements=BUCKET)),
+    "plain, chunks": Way(chunk=CHUNK),
+    "plain, overlap, chunks": Way(replicas=Replicas(overlap_grad_reduce=True, bucket_elements=BUCKET), chunk=CHUNK),
     "distributed": Way(replicas=SHARES),
     "distributed, overlap": Way(
         replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET),
+    ),
+    "distributed, overlap, chunks": Way(
+        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET), chunk=CHUNK
     ),
     "offload": Way(offload=True),
     "distributed, offload": Way(replicas=SHARES, offload=True),
@@ -85,13 +94,16 @@ def take(trainer: Trainer, step: int, here: Parallel) -> dict[str, float]:
 
 def trained(model_dir: Path, here: Parallel, case: tuple[str, str], settings: OptimizerConfig, out: Path | None) -> dict[str, object]:
     """Train ``STEPS``; with ``out``, save a checkpoint after the first. Returns metrics and digests of each step."""
-    trainer, policy, optimizer = learner(model_dir, here, case[0], WAYS[case[1]], settings)
-    metrics, digests = [], []
+    way = WAYS[case[1]]
+    trainer, policy, optimizer = learner(model_dir, here, case[0], way, settings)
+    metrics, digests, before = [], [], logprobs.CHUNK_ELEMENTS
+    logprobs.CHUNK_ELEMENTS = way.chunk
     for step in STEPS:
         metrics.append(take(trainer, step, here))
         digests.append(policy.digest())
         if out is not None and step == STEPS[0]:
             saved(out / f"{case[0]} {case[1]}", policy, optimizer)
+    logprobs.CHUNK_ELEMENTS = before
     return {"metrics": metrics, "digests": digests, "buckets": sum(len(buffer.buckets) for buffer in policy.ddp.buffers)}
 
 

@@ -40,7 +40,7 @@ LAYOUTS = {
     "pp2 vpp2, tied": Layout(pipeline_parallel=2, virtual_pipeline=2, model="tied", max_tokens=120, every=28),
     "cp2": Layout(context_parallel=2, model="deep", max_tokens=120, every=28),
     "cp2 sharded optimizer": Layout(context_parallel=2, sharded=True, model="deep", max_tokens=120, every=28),
-    "dp2 sharded optimizer": Layout(data_parallel=2, sharded=True, model="deep", max_tokens=60, every=28),
+    "dp2 sharded optimizer": Layout(data_parallel=2, sharded=True, overlap=True, chunk=10_000, model="deep", max_tokens=60, every=28),
     "tp2 sp, recompute": Layout(tensor_parallel=2, sequence_parallel=True, recompute="full", model="deep", max_tokens=120, every=28),
     "pp2, recompute": Layout(pipeline_parallel=2, recompute="full", model="deep", max_tokens=120, every=28),
     "pp2 vpp2, recompute": Layout(pipeline_parallel=2, virtual_pipeline=2, recompute="full", model="deep", max_tokens=120, every=28),
@@ -53,7 +53,9 @@ LAYOUTS = {
     "tp2 x pp2": Layout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14),
     "dp2 x tp2": Layout(data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=14),
     "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14),
-    "pp2 x dp2": Layout(pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, model="tied", max_tokens=60, every=14),
+    "pp2 x dp2": Layout(
+        pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, chunk=10_000, model="tied", max_tokens=60, every=14
+    ),
     "pp2 vpp2 x cp2": Layout(
         pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", max_tokens=120, every=14
     ),

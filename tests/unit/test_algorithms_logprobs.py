@@ -165,6 +165,22 @@ def test_the_gradient_of_a_weight_with_main_grad_is_added_there(dtype: torch.dty
     assert weight_VH.main_grad.dtype == torch.float32  # type: ignore[attr-defined]
 
 
+def test_a_placeholder_tells_megatrons_hook_whether_to_add_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rows the first has logits in chunks, the second all in one: its gradient comes through autograd."""
+    hidden_TH, weight_VH, targets_T = _inputs()
+    wanted = _gradients(log_probs_and_entropy(hidden_TH, weight_VH, targets_T), (hidden_TH, weight_VH))[1]
+    weight_VH.main_grad = torch.zeros(V, H, dtype=weight_VH.dtype)  # type: ignore[attr-defined]
+    for micro_batch, (chunk, marked) in enumerate([(4 * T, True), (T * V, False), (4 * T, True)], 1):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+        _total(log_probs_and_entropy(hidden_TH, weight_VH, targets_T, placeholder=True)).backward()
+        assert weight_VH.grad is not None, "overlap_grad_reduce is not safe without"
+        assert weight_VH.grad_added_to_main_grad is marked  # type: ignore[attr-defined]
+        if not marked:
+            weight_VH.main_grad += weight_VH.grad  # type: ignore[attr-defined]
+        weight_VH.grad = None
+        torch.testing.assert_close(weight_VH.main_grad, micro_batch * wanted, atol=1e-6, rtol=1e-6)  # type: ignore[attr-defined]
+
+
 def test_greedy_temperature_leaves_the_logits_alone() -> None:
     inputs = _inputs()
     assert torch.equal(log_probs_and_entropy(*inputs, temperature=0)[0], log_probs_and_entropy(*inputs, temperature=1)[0])

@@ -57,3 +57,8 @@ def output_weight(model: GPTModel) -> Tensor:
     tied: bool = model.share_embeddings_and_output_weights
     weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight
+
+
+def is_embedding_too(model: GPTModel) -> bool:
+    """Return whether the output weight of this stage is also its embedding's."""
+    return bool(model.share_embeddings_and_output_weights and model.pre_process)
