@@ -138,7 +138,7 @@ class HandleListener:
 
     async def _push(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         """Begin a push and read all its buckets. The learner gets a message after each bucket but the last."""
-        learner, sent = self._joined(envelope), need(body, "buckets", list)
+        sent = need(body, "buckets", list)
         version, timeout_s = need(body, "version", int), seconds_in(body, "timeout_s", COMMAND_S)
         buckets = self._buckets = {packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)}
 
@@ -147,9 +147,9 @@ class HandleListener:
             await self._updates.begin(version)
             for number, told in enumerate(sent, 1):
                 try:
-                    offered = self._offered(learner, told)
+                    offered = self._offered(self._joined(envelope), told)
                     await self._updates.read_bucket(buckets[_packed(told)], offered, version=version, timeout_s=timeout_s)
-                except (EngineError, WeightstoreError) as error:
+                except Exception as error:  # of CUDA, too: an engine that cannot open the memory gets broadcasts
                     raise _BucketFailed(number, error) from error
                 if number < len(sent):
                     await self._send(envelope, {"id": body.get("id"), "status": 102})

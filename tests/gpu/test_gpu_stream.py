@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from weightstore.format.checksums import report_checksums
 from weightstore.transport import senders
 from weightstore.transport.handles import HostMemory
 from weightstore.transport.nccl import own_end
@@ -59,5 +60,29 @@ def test_a_push_beside_a_queue_of_kernels(cuda: torch.device, apart: tuple[str, 
     queue_s = time.perf_counter() - began
     group.close()
     memory.close()
+    assert queue_s > 4 * alone_s, "the queue is too short to show anything"
+    assert beside_s < max(2 * alone_s, queue_s / 4), f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"
+
+
+def test_checksums_beside_a_queue_of_kernels(cuda: torch.device) -> None:
+    """The publisher compares weights while the trainer's kernels are queued on the stream that all threads have by default."""
+    tensors = {str(number): torch.randn(8_000_000, device=cuda) for number in range(8)}
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=cuda)
+    product = torch.empty_like(matrix)
+    torch.mm(matrix, matrix, out=product)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        report_checksums(tensors)
+        return time.perf_counter() - began
+
+    torch.cuda.synchronize()
+    alone_s = min(seconds() for _ in range(3))
+    began = time.perf_counter()
+    for _ in range(QUEUE):
+        torch.mm(matrix, matrix, out=product)
+    beside_s = seconds()
+    torch.cuda.synchronize()
+    queue_s = time.perf_counter() - began
     assert queue_s > 4 * alone_s, "the queue is too short to show anything"
     assert beside_s < max(2 * alone_s, queue_s / 4), f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"

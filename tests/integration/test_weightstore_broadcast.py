@@ -9,7 +9,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from tests.forked import piped
 from weightstore.errors import PeerLost
 from weightstore.push.channels import GroupChannel, LocalGroup
+from weightstore.transport import broadcast
 from weightstore.transport.broadcast import BroadcastGroup, _translated
 
 FAR_S = 300.0
@@ -238,3 +240,27 @@ def test_wrong_arguments_are_named() -> None:
         BroadcastGroup.host("127.0.0.1", "pair", 2, "mpi", 1)
     with pytest.raises(ValueError, match="rank: want 1 to 1, got 2"):
         BroadcastGroup.join("127.0.0.1", 1, 2, 2, "pair", "gloo", 1)
+
+
+def test_an_engine_has_no_watchdog_of_nccl_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's end, in a process of its own, keeps it; what is set already stays."""
+    seen: dict[int, list[str | None]] = {}
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            seen[rank] = [os.environ.get(name) for name in broadcast.QUIET_WATCHDOG]
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    for name in broadcast.QUIET_WATCHDOG:
+        monkeypatch.delenv(name, raising=False)
+    group = object.__new__(BroadcastGroup)
+    group.world_size, group.timeout_s, group.name = 2, 5.0, "g"
+    for group.rank in (0, 1):
+        group._nccl(cast(dist.Store, None))
+    assert seen == {0: [None, None], 1: ["0", "0"]}
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    group._nccl(cast(dist.Store, None))
+    assert seen[1] == ["1", "0"]

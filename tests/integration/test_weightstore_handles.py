@@ -34,7 +34,7 @@ from weightstore.config import Deadlines
 from weightstore.errors import BadManifest, ReceiverFailed
 from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.push.handle_receiver import HandleReceiver
-from weightstore.transport.handles import HostMemory, Mapped
+from weightstore.transport.handles import HostMemory, Mapped, Offered
 from weightstore.transport.staging import Staging
 
 __all__ = ["bus_url"]
@@ -244,6 +244,70 @@ async def test_all_or_nothing_in_one_request(directory: Path) -> None:
             await push(receiver, staging, version)
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
     memory.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_memory_that_the_device_refuses_is_the_bucket_s_failure(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """CUDA's errors are RuntimeErrors: the update is discarded, and the engine gets broadcasts."""
+    memory, refused = HostMemory(), list[str]()
+    staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
+
+    def part(mapped: Mapped, handle: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: peer access is not supported between these two devices")
+
+    async with serving(directory) as served, pushing(served, memory, refused=refused.append) as receiver:
+        monkeypatch.setattr(Mapped, "part", part)
+        with pytest.raises(ReceiverFailed, match="peer access is not supported"):
+            if at_once:
+                await receiver.receive(1, staging.buckets, serve=True)
+            else:
+                await receiver.begin(1)
+                await receiver.bucket(staging.buckets[0][0].specs, staging.buckets[0][1])
+        assert len(refused) == 1
+        with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+            await receiver.end()
+        monkeypatch.undo()
+        await push(receiver, staging, 1)
+        assert served.engine.version == 1
+    memory.close()
+
+
+class Held(ByHandles):
+    """Reads no bucket before ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__(Engine(GOOD))
+        self.go, self.reading = asyncio.Event(), asyncio.Event()
+
+    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
+        self.reading.set()
+        await self.go.wait()
+        self.engine.read += 1
+
+
+async def test_a_push_ends_with_the_join_of_another_learner() -> None:
+    memory, updates = HostMemory(), Held()
+    (bucket,) = staged({"model.norm.weight": torch.zeros(3)}, memory).buckets
+    listener, context = HandleListener(cast(Updates, updates)), zmq.asyncio.Context()
+    url = await listener.start()
+    old, new = (HandleReceiver(context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory) for _ in range(2))
+    try:
+        await old.join(None)
+        receiving = asyncio.create_task(old.receive(1, [bucket, bucket], serve=True))
+        await updates.reading.wait()
+        await new.join(None)
+        updates.go.set()
+        with pytest.raises(ReceiverFailed, match=r"bucket 2: .*another learner has joined since"):
+            await receiving
+        assert updates.engine.read == 1
+    finally:
+        old.close()
+        new.close()
+        context.destroy(linger=0)
+        await listener.close()
+        memory.close()
 
 
 @pytest.fixture

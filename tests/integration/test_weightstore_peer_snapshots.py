@@ -315,3 +315,12 @@ async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_p
             while there.exists():
                 unused(lending)
                 await asyncio.sleep(0.01)
+
+
+async def test_a_colocated_engine_lends_nothing(tmp_path: Path) -> None:
+    """A snapshot that is being written would keep the memory that the learner's turn needs."""
+    directory = write_tiny_model(tmp_path / "model")
+    for colocated in (False, True):
+        async with serving(directory, colocated=colocated) as served:
+            assert served.engine.capabilities.peer_snapshots is not colocated
+            assert served.engine.capabilities.colocated is colocated

@@ -153,6 +153,41 @@ async def test_loading_from_a_disk_may_take_longer_than_a_phase() -> None:
         await load
 
 
+async def test_the_learners_own_comparison_has_no_deadline_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as the weights are large, after the engine has answered."""
+    open_s: list[float | None] = []
+
+    class Limit(asyncio.Timeout):  # type: ignore[misc]
+        async def __aenter__(self) -> Any:
+            open_s.append(self.when())
+            return await super().__aenter__()
+
+        async def __aexit__(self, *error: Any) -> Any:
+            open_s.pop()
+            return await super().__aexit__(*error)
+
+    monkeypatch.setattr(asyncio, "timeout", lambda delay_s: Limit(delay_s and asyncio.get_running_loop().time() + delay_s))
+    limits: dict[str, list[float | None]] = {}
+
+    class Whole:
+        url, carries = "whole", False
+
+        async def checksums(self) -> ChecksumReport:
+            limits["report"] = list(open_s)
+            return ChecksumReport(scheme="sum64", parts=())
+
+        async def end(self) -> float:
+            return 0.0
+
+    async def check(report: ChecksumReport) -> list[str]:
+        limits["comparison"] = list(open_s)
+        return []
+
+    updated = await Member(row_of("whole"), cast(WeightReceiver, Whole()), deadlines=Deadlines(20)).finish(1, check)
+    assert updated.verify_s is not None
+    assert len(limits["report"]) == 1 and limits["report"][0] is not None and limits["comparison"] == [None]
+
+
 async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
     class Odd:
         url = "odd"

@@ -3,11 +3,13 @@
 import hashlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.receiver_app import staged, tiny_tensors
 from weightstore.format import checksums
@@ -128,3 +130,36 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
     thread.join(60)
     assert staging.differences(told(two, ("w",))) == []
     assert len(staging.differences(told(one, ("w",)))) == 1
+
+
+class Reads(TorchDispatchMode):
+    """Counts single numbers that are read from tensors, for each of which a GPU is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sum_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(1000, dtype=torch.int32)
+    monkeypatch.setattr(checksums, "LANES", 100)
+    checksums._factors.cache_clear()
+    with Reads() as reads:
+        checksums.sum64([tensor])
+    assert reads.count == 0, "all blocks are read together"
+    checksums._factors.cache_clear()
+
+
+def test_padding_is_where_the_tensors_are() -> None:
+    """Those that are staged on a GPU cannot be joined with zeros on the CPU."""
+    sent = {"a": torch.zeros(3, device="meta")}
+    made: list[torch.device] = []
+    scheme = {"sum64": lambda tensors: str(made.extend(tensor.device for tensor in tensors))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "SCHEMES", scheme)
+        checksums.sum_of("sum64", checksums.Part(names=("a",), dtype="float32", sum="", zeros=2), sent)
+    assert [device.type for device in made] == ["meta", "meta"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bus.wire.json_object import JsonMapping
 from weightstore.format.manifest import ITEM_BYTES
+from weightstore.side_stream import beside
 
 LANES = 1 << 18
 """Lanes summed at a time: their factors (2 MB) stay in the cache."""
@@ -78,13 +79,13 @@ def sum64(tensors: Sequence[Tensor]) -> str:
     # A tensor can be viewed as int32 only from a multiple of 4 bytes of its storage; a bucket may hold it at any other.
     if flat.storage_offset() % 4:
         flat = flat.clone()
-    lanes, total = flat.view(torch.int32), num_bytes * _mixed(-1)
-    factors = _factors(flat.device)
-    for block, start in enumerate(range(0, lanes.numel(), LANES)):
-        # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a lane is that of
-        # its place in the block times that of the block, so one table of LANES factors serves tensors of any size.
-        part = lanes[start : start + LANES]
-        total += int((part.to(torch.int64) * factors[: part.numel()]).sum()) * _mixed(block)
+    lanes, factors = flat.view(torch.int32), _factors(flat.device)
+    # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a lane is that of its
+    # place in the block times that of the block, so one table of LANES factors serves tensors of any size.
+    blocks = [(part.to(torch.int64) * factors[: part.numel()]).sum() for part in lanes.split(LANES)]
+    # Read together: on a GPU each reading waits for all that was queued before.
+    sums = torch.stack(blocks).tolist()
+    total = num_bytes * _mixed(-1) + sum(each * _mixed(block) for block, each in enumerate(sums))
     return f"{total % _MOD:016x}"
 
 
@@ -101,19 +102,20 @@ SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256
 
 
 def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:
-    """Return the checksum that a part must have if it holds these tensors."""
-    dtype = getattr(torch, part.dtype)
-    return SCHEMES[scheme]([*(tensors[name].to(dtype) for name in part.names), torch.zeros(part.zeros, dtype=dtype)])
+    """Return the checksum that a part must have if it holds these tensors, which are on one device and complete."""
+    dtype, sent = getattr(torch, part.dtype), [tensors[name] for name in part.names]
+    first = sent[0] if sent else torch.empty(0)
+    with beside(first):
+        return SCHEMES[scheme]([*(tensor.to(dtype) for tensor in sent), torch.zeros(part.zeros, dtype=dtype, device=first.device)])
 
 
 def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
-    """Return the report of an engine that keeps these tensors one by one."""
-    return ChecksumReport(
-        scheme="sum64",
-        parts=tuple(
-            Part(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])) for name, tensor in tensors.items()
-        ),
-    )
+    """Return the report of an engine that keeps these tensors one by one. They are complete."""
+    parts = []
+    for name, tensor in tensors.items():
+        with beside(tensor):
+            parts.append(Part(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])))
+    return ChecksumReport(scheme="sum64", parts=tuple(parts))
 
 
 def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:

@@ -117,6 +117,7 @@ class Member:
         since = time.perf_counter()
         async with self.phase("verify"):
             report = await self.receiver.checksums()
+        async with self.phase("verify", bounded=False):  # the time of this process: the engine has answered
             wrong = [] if report is None else await check(report)
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

@@ -20,6 +20,7 @@ from torch import Tensor
 from bus.system.files import sync
 from weightstore.errors import SnapshotBroken
 from weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
+from weightstore.side_stream import beside
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -221,7 +222,9 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for spec in specs:
-            flat = tensors[spec.name].detach().to("cpu").contiguous().reshape(-1)
+            tensor = tensors[spec.name].detach()
+            with beside(tensor):
+                flat = tensor.to("cpu").contiguous().reshape(-1)
             out.write(flat.view(torch.uint8).numpy().data)
     return out.size, out.digest.hexdigest()
 

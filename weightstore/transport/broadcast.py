@@ -9,6 +9,7 @@ an abort cannot reach it. It therefore runs in daemon threads that are abandoned
 has other work before it. The learner's end over NCCL is in a process of its own (``sender_process``). Not tried on GPUs yet.
 """
 
+import os
 import socket
 import threading
 import time
@@ -30,6 +31,9 @@ BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
+QUIET_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Environment of an engine, unless it is set already: otherwise NCCL's watchdog ends its process where the learner's end of a group dies.
+Source: torch 2.11, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (NoHandling; the heartbeat monitor)."""
 _POLL_S = 0.001
 """Interval of asking whether a broadcast by NCCL is complete."""
 _ABORT_S = 5.0
@@ -154,6 +158,9 @@ class BroadcastGroup:
     def _nccl(self, store: dist.Store) -> object:
         if not dist.is_nccl_available():
             raise RuntimeError("this torch has no NCCL; cure: weights.backend: gloo")
+        if self.rank > 0:
+            for name, value in QUIET_WATCHDOG.items():
+                os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_OWN_TIMEOUT
         return within(self.timeout_s, lambda: dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), self.name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import BadManifest
+from weightstore.side_stream import beside
 
 SHARE = 7
 """Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
@@ -103,7 +104,8 @@ def arguments(handle: JsonMapping, rank: int, device: int | str) -> tuple[object
 def _share(flat: Tensor) -> Share:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    _, reduced = reduce_tensor(flat)
+    with beside(flat):  # torch records an event, for which each reader waits: here there is nothing before it
+        _, reduced = reduce_tensor(flat)
     _, _, _, _, _, _, _, storage, storage_bytes, storage_offset, _, counter, counter_offset, event, wait = reduced
     return [storage, storage_bytes, storage_offset, counter, counter_offset, event, bool(wait)]
 

@@ -28,8 +28,8 @@ from weightstore.transport.pinning import PINNING, Pinning
 
 _log = logging.getLogger(__name__)
 
-PAGE = 4096
-"""Buckets begin at multiples of this."""
+PAGE = max(4096, mmap.PAGESIZE)
+"""Buckets begin at multiples of this: those of one page cannot both be pinned."""
 
 
 def shared_memory_domain() -> str:

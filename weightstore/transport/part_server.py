@@ -32,6 +32,7 @@ from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
 from weightstore.listener import Access, Handler, Listener
+from weightstore.side_stream import beside
 from weightstore.transport import senders
 from weightstore.transport.handles import shared_memory_domain
 from weightstore.transport.nccl import own_end
@@ -284,7 +285,8 @@ class PartServer:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    with beside(tensor):
+        return bytes(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 async def _in(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -109,7 +109,11 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
     @property
     def capabilities(self) -> Capabilities:
         """Pushes in one request always; snapshots for peers while there are weights to serve."""
-        return Capabilities(single_request_push=True, peer_snapshots=self.whole, colocated=self.config.colocated)
+        return Capabilities(
+            single_request_push=True,
+            peer_snapshots=self.whole and not self.config.colocated,  # one that is being written would keep the memory that it releases
+            colocated=self.config.colocated,
+        )
 
     @property
     def _alive(self) -> bool:

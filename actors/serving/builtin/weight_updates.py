@@ -143,7 +143,7 @@ class WeightUpdates(FencedUpdates):
                 if self._open is not None:
                     self._discard("the memory of the weights is released")
                 self._served = self._standby = None
-            empty_cache(self._device)
+            await asyncio.to_thread(empty_cache, self._device)
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
@@ -362,7 +362,7 @@ class WeightUpdates(FencedUpdates):
         """Discard the update if this context fails, and raise UpdateRefused."""
         try:
             yield
-        except (UpdateRefused, WeightstoreError, TimeoutError) as error:
+        except (UpdateRefused, WeightstoreError, TimeoutError, RuntimeError) as error:  # torch's errors of a device are RuntimeErrors
             if update is self._open:
                 self._discard(str(error))
             if isinstance(error, UpdateRefused):
