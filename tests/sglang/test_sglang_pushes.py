@@ -42,6 +42,13 @@ async def running(served: Served, requests: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def decoding(served: Served, responses: int) -> None:
+    """Wait until the server decodes as many."""
+    async with asyncio.timeout(60):
+        while (await served.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] != responses:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.01)
+
+
 async def assert_true(models: Sequence[Any], prompt: Sequence[int], answer: Mapping[str, Any], *, kept: bool) -> list[int]:
     """Check that every token's log-prob is that of the weights its span names; return the spans' versions."""
     meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -74,6 +81,7 @@ async def test_streams_and_batches_go_on_through_pushes(
     async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         batch = {"input_ids": PROMPTS, "sampling_params": {**params, "n": 2}, "return_logprob": True}
         asked = [asyncio.ensure_future(streamed(served)), asyncio.ensure_future(served.post("/generate", batch))]
+        await decoding(served, 5)  # the batch, too: a slow machine could begin it after the pushes
         await pushed_while(asked, push, models, lambda: len(states[-1]["output_ids"]) if states else 0, (1, 2))
         brake.open()
         _, (status, answers) = await asyncio.gather(*asked)
