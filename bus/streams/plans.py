@@ -27,6 +27,10 @@ class PlanLog:
         """Size of the largest record that the server stores."""
         return self._writer.max_bytes
 
+    async def created(self) -> str:
+        """Return the time at which the log was made: with it, runs of one name are told apart. Raises NotFound, BusUnavailable."""
+        return (await self._jet.state(self._stream)).created
+
     async def fence(self, epoch: int) -> None:
         """Take over as the only writer. Raises Fenced."""
         await self._writer.fence(epoch)

@@ -101,7 +101,8 @@ def metrics(args: argparse.Namespace) -> int:
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:
         """Export, and print the counts of steps and evaluations given to the sink."""
         done = await export(url, run, sink, args, draining)
-        print(f"{done.steps} steps and {done.evaluations} evaluations given to {args.to}, {done.failures} calls failed")
+        had = f", which had {done.had} from before" if done.had else ""
+        print(f"{done.steps} steps and {done.evaluations} evaluations given to {args.to}{had}, {done.failures} calls failed")
 
     return _read_until_drained(args, exported, name=args.to, user=VIEWER)
 

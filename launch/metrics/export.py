@@ -4,7 +4,8 @@
 
 Consumes PLAN from its beginning; waits for new records and for a sink that fails; ends with SIGTERM, or with ``--until-end`` at the last
 record. A plain sink runs in a thread of its own: one that hangs delays the end by at most CLOSE_S. Nothing
-waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``.
+waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``, without what the
+sink says it has (``has``).
 """
 
 import argparse
@@ -12,6 +13,7 @@ import asyncio
 import inspect
 import logging
 import queue
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -49,6 +51,8 @@ class Exported:
     evaluations: int = 0
     failures: int = 0
     """Calls of the sink that raised."""
+    had: int = 0
+    """Steps and evaluations that the sink had from an earlier command."""
 
 
 def open_sink(name: str, options: Mapping[str, object]) -> Bound:
@@ -91,18 +95,22 @@ async def export(
     return counts
 
 
-async def _feed(bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[None]], args: argparse.Namespace, counts: Exported) -> None:
-    done = args.from_step - 1
+async def _feed(bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[bool]], args: argparse.Namespace, counts: Exported) -> None:
+    done, run_id = args.from_step - 1, f"{bus.run}-{_time_in_name(await bus.plans.created())}"
     async for record in _records(bus, until_end=args.until_end or args.ended):
         if isinstance(record, Done) and record.step > done:  # a step that is executed again after a restart has the same numbers
             done = record.step
-            await call(StepMetrics(run=bus.run, step=record.step, epoch=record.epoch, metrics=record.metrics), counts)
-            counts.steps += 1
+            one = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics)
+            counts.steps += await call(one, counts)
         elif isinstance(record, Evaluated) and record.step >= args.from_step:
             scores = {f"eval/{record.dataset}/{name}": value for name, value in record.metrics.items()}
-            one = StepMetrics(run=bus.run, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
-            await call(one, counts)
-            counts.evaluations += 1
+            one = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
+            counts.evaluations += await call(one, counts)
+
+
+def _time_in_name(created: str) -> str:
+    """Return the digits of a time of the server, to the microsecond: 20261128153000123456."""
+    return re.sub(r"\D", "", created)[:20]
 
 
 async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
@@ -110,16 +118,20 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
         yield record
 
 
-async def _call(sink: Bound, thread: "_Thread", one: StepMetrics, counts: Exported, *, first_pause_s: float) -> None:
-    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them."""
+async def _call(sink: Bound, thread: "_Thread", one: StepMetrics, counts: Exported, *, first_pause_s: float) -> bool:
+    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns False if it has them."""
+    has: Any = getattr(sink.function, "has", None)
     pause_s, failed = first_pause_s, Repeated(log)
     while True:
         try:
             with errors_as(_SinkFailed):
+                if callable(has) and await thread.run(partial(has, one)):
+                    counts.had += 1
+                    return False
                 result: Any = sink(one) if sink.is_async else await thread.run(partial(sink, one))
                 if inspect.isawaitable(result):
                     await result
-            return
+            return True
         except _SinkFailed as error:
             counts.failures += 1
             reason = f"step={one.step} error={error.__cause__!r}, called again in {pause_s:g} s"

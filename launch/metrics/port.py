@@ -14,6 +14,8 @@ class StepMetrics:
     """Metrics of one step, or the scores of one evaluation set."""
 
     run: str
+    run_id: str = ""
+    """Name and creation time of the run: another run of the same name, after its removal, has another one."""
     step: int
     """The step, or that of the weights that were evaluated. Steps rise; scores come when they are there, mostly of earlier steps."""
     epoch: int
@@ -47,4 +49,5 @@ SINK = Contract(
     checked=_nothing,
 )
 """A function ``(StepMetrics, **options) -> None``, plain or async, or a class: one instance of it is made with the options and
-called. A ``close()`` of the instance is called at the end. One that raises is called again with the same metrics, until it returns."""
+called. A ``close()`` of the instance is called at the end. One that raises is called again with the same metrics, until it returns.
+An instance may have ``has(StepMetrics) -> bool``: what it has from an earlier command is not given to it again."""

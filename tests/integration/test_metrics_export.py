@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -23,6 +25,7 @@ from launch.cli.main import main
 from launch.metrics.export import export
 from launch.metrics.json_lines import Jsonl
 from launch.metrics.port import SINK, StepMetrics
+from launch.metrics.weights_and_biases import WeightsAndBiases
 from rewards.registry import Bound
 from tests.bus_fixtures import BusOpener
 
@@ -107,6 +110,64 @@ async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(open_bus: 
         assert (done.failures, sink.closed) == (3, 1)
 
 
+class Having(Collected):
+    """A sink that has two steps and an evaluation already."""
+
+    def has(self, one: StepMetrics) -> bool:
+        return one.step <= (2 if one.evaluation else 3)
+
+
+async def test_what_a_sink_has_is_not_given_to_it_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    sink = Having()
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await steps(bus, 1, 5)
+        for step in (2, 4):
+            await scores(bus, step)
+        done = await export(nats_server.url, bus.run, sink.bound, arguments(), asyncio.Event())
+    assert [(one.step, one.evaluation) for one in sink.of] == [(4, False), (5, False), (4, True)]
+    assert (done.steps, done.evaluations, done.had) == (2, 1, 4)
+
+
+class FakeRun:
+    """A run of W&B, whose summary has the last value of each name."""
+
+    def __init__(self, summary: dict[str, float], *, resumed: bool) -> None:
+        self.summary, self.resumed, self.logged = summary, resumed, list[dict[str, float]]()
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        pass
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+        self.summary.update(values)
+
+
+def test_a_run_of_wandb_is_resumed_behind_what_it_has_and_never_another_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, dict[str, float]] = {}
+    made: list[FakeRun] = []
+
+    def init(*, name: str, id: str, resume: str, project: str, **options: object) -> FakeRun:
+        assert (name, resume, project) == ("digits", "allow", "tide")
+        made.append(FakeRun(kept.setdefault(id, {}), resumed=bool(kept[id])))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    log = [StepMetrics(run="digits", run_id="digits-1", step=step, epoch=1, metrics={"train/loss": 0.5}) for step in (1, 2, 3)]
+    log.insert(2, StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/a/mean": 0.5}, evaluation=True))
+    log.append(StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/b/mean": 0.5}, evaluation=True))
+    first = WeightsAndBiases(project="tide")
+    for one in log[:3]:
+        assert not first.has(one)
+        first(one)
+    again = WeightsAndBiases(project="tide")
+    assert [again.has(one) for one in log] == [True, True, True, False, False]
+    other = WeightsAndBiases(project="tide")
+    assert not other.has(replace(log[0], run_id="digits-2"))
+    assert [run.resumed for run in made] == [False, True, False]
+    assert made[0].logged[2] == {"step": 1, "last/eval/a": 1, "eval/a/mean": 0.5}
+
+
 class Stuck:
     """A plain sink; its first call waits for ``released``."""
 
@@ -170,7 +231,18 @@ async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nat
             assert f"3 steps and 1 evaluations given to {words[0]}, 0 calls failed" in result.stdout
         lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3, 3]
-        assert lines[3] == {"step": 3, "epoch": 1, "eval/held_out/mean": 0.5}
+        (run_id,) = {line["run_id"] for line in lines}
+        assert re.fullmatch(rf"{bus.run}-20\d{{18}}", run_id)
+        assert lines[3] == {"step": 3, "epoch": 1, "run_id": run_id, "eval/held_out/mean": 0.5}
+        await steps(bus, 4, 5)
+        await scores(bus, 4)
+        with (tmp_path / "m.jsonl").open("a") as file:
+            file.write('["not ours"]\n{"step": 4, "ep')  # a command that was killed as it wrote
+        words = ["jsonl", "--option", f"path={tmp_path}/m.jsonl"]
+        result = await asyncio.to_thread(subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        assert "2 steps and 1 evaluations given to jsonl, which had 4 from before, 0 calls failed" in result.stdout
+        again = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+        assert again[:5] == [*lines, ["not ours"]] and [line["step"] for line in again[5:]] == [4, 5, 4]
         (file,) = (tmp_path / "events" / bus.run).iterdir()
         scalars = {(event.step, value.tag): value.simple_value for event in events(file.read_bytes()) for value in event.summary.value}
         assert scalars[2, "train/loss"] == 0.5
