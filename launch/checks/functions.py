@@ -10,7 +10,7 @@ from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
 from launch.checks.findings import Report
-from launch.checks.sources import misfit, misfit_class
+from launch.checks.sources import misfit, misfit_class, missing
 from launch.settings.run_config import RunConfig
 from learner.algorithms.choices import OFFERED
 from learner.data.buffer_filters import contract_of
@@ -27,6 +27,8 @@ from rewards.scorers.single import opened
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0
 """Time limit in seconds of the one call of a reward by import path, with --check-reward."""
+PROGRAMS = ("agent:", "slime:")
+"""Beginnings of ``use`` with a module and a name in it."""
 GSPO_WIDE = 0.01
 """A clip range of GSPO's ratio that is wider than this belongs to another loss."""
 CONTRACTS = {
@@ -79,7 +81,7 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Find the interpreter and the module of every rollout, without loading it. ``here``: actors run on this machine."""
+    """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this machine."""
     rollouts = parse_rollouts(config.rollouts)
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
@@ -98,12 +100,15 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
         try:
             with errors_as(lambda error: ValueError(described(error))):  # the package above it is the user's, and is imported
                 reason = "" if importlib.util.find_spec(module) else "no such module"
+                if not reason and rollout.use.startswith(PROGRAMS):
+                    module = rollout.use.partition(":")[2]
+                    reason = missing(module)
         except ValueError as error:
             reason = str(error)
         if reason:
             cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
             severity(
-                "rollouts", report.at(f"rollouts.{name}.use"), want="a module that can be imported", got=f"{module!r}: {reason}", cure=cure
+                "rollouts", report.at(f"rollouts.{name}.use"), want="a program that can be imported", got=f"{module!r}: {reason}", cure=cure
             )
 
 

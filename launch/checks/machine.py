@@ -53,7 +53,11 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
         severity("engine", where, want=want, got=got, cure="make that environment (docs/sglang.md), or set engine.kind: builtin")
         return
-    for release in _installed(program, "sglang"):
+    releases = _installed(program, "sglang")
+    if releases is not None and not releases:
+        want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}, whose packages have no sglang"
+        report.warning("engine", where, want=want, got=got, cure="install it there (docs/sglang.md), or give another one")
+    for release in releases or ():
         try:
             release_of(engine.sglang.python, release)
         except EngineFailed:
@@ -61,10 +65,11 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
 
 
-def _installed(program: str, package: str) -> list[str]:
-    """Return the releases of a package in the virtual environment of an interpreter; none where it has another layout."""
-    folders = Path(program).parent.parent.glob(f"lib/python3*/site-packages/{package}-*.dist-info")
-    return [folder.name.removeprefix(f"{package}-").removesuffix(".dist-info") for folder in folders]
+def _installed(program: str, package: str) -> list[str] | None:
+    """Return the releases of a package in the virtual environment of an interpreter; None where it has another layout."""
+    places = list(Path(program).parent.parent.glob("lib/python3*/site-packages"))
+    folders = [folder for place in places for folder in place.glob(f"{package}-*.dist-info")]
+    return [folder.name.removeprefix(f"{package}-").removesuffix(".dist-info") for folder in folders] if places else None
 
 
 def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:

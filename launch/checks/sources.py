@@ -45,6 +45,12 @@ def misfit(path: str, count: int, offered: Sequence[str]) -> str:
     return ""
 
 
+def missing(path: str) -> str:
+    """Return the reason that there is nothing at ``module:name``; empty if there is, or no source shows it. Raises as ``misfit``."""
+    found = _definition(*_parts(path))
+    return found if isinstance(found, str) else ""
+
+
 def misfit_class(path: str) -> str:
     """Return the defect of the class at ``module:Class``; empty if its source shows none. Raises as ``misfit``."""
     found = _definition(*_parts(path))

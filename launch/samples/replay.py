@@ -117,7 +117,9 @@ async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: ar
 
 @contextmanager
 def _file(path: Path, origin: Origin) -> Iterator[Sink]:
-    """Yield a sink that writes to a new file. Raises ValueError if the file exists."""
+    """Yield a sink that writes to a new file. Raises ValueError if the file exists, or has a name of another kind."""
+    if path.suffix not in (".tide", ".jsonl"):
+        raise ValueError(f"--out: want a file NAME.tide (all that a sample has) or NAME.jsonl, got {path}")
     try:
         file = path.open("xb")
     except OSError as error:

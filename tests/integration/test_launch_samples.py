@@ -366,6 +366,10 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
         assert not part.exists()
         with pytest.raises(ValueError, match="want a new file"):
             await replay_run(bus, arguments("replay", "-o", str(file)))
+        for name in ("all.parquet", "all.csv", "all"):
+            with pytest.raises(ValueError, match=r"want a file NAME\.tide .* or NAME\.jsonl"):
+                await replay_run(bus, arguments("replay", "-o", str(tmp_path / name)))
+            assert not (tmp_path / name).exists()
         there = [stored async for stored in History(bus.jet).payloads(1, 99)]
         with pytest.raises(ConfigMismatch, match=r"SAMPLES\.max_bytes"):
             await replay_run(bus, arguments("replay", "--to-run", bus.run))

@@ -302,6 +302,16 @@ def test_an_old_sglang_is_found_without_starting_it(tmp_path: Path, release: str
     assert supported or told in found[0]
 
 
+def test_an_environment_without_sglang_is_found_without_starting_it(tmp_path: Path) -> None:
+    program = tmp_path / "other/bin/python"
+    program.parent.mkdir(parents=True)
+    program.symlink_to("/bin/true")
+    (tmp_path / "other/lib/python3.12/site-packages/numpy-2.dist-info").mkdir(parents=True)
+    warnings = texts(checked(tmp_path, "engine.kind=sglang", f"engine.sglang.python={program}").warnings)
+    (found,) = [text for text in warnings if "sglang" in text]
+    assert f"got '{program}', whose packages have no sglang" in found
+
+
 def clip_range(low: float, high: float) -> tuple[str, str]:
     return f"learner.algorithm.clip_low={low}", f"learner.algorithm.clip_high={high}"
 
@@ -398,6 +408,9 @@ def test_the_module_and_the_interpreter_of_a_rollout_are_looked_for(tmp_path: Pa
     assert len(found) == 2 and "rollouts.a.use" in found[0] and "'/nowhere/python'" in found[1]
     report = checked(tmp_path, *bad, starts_workers=False)
     assert not report.errors and len([text for text in texts(report.warnings) if "rollouts." in text]) == 2
+    unnamed = ("rollouts.a.use=slime:tests.rollout_programs:generat", "rollouts.b.use=agent:tests.rollout_programs:Agent")
+    (found,) = texts(checked(tmp_path, *unnamed).errors)
+    assert "'tests.rollout_programs:generat': tests.rollout_programs has no 'generat'" in found
 
 
 def test_filters_are_loaded_with_their_options(tmp_path: Path) -> None:

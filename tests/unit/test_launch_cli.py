@@ -6,13 +6,14 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from launch.cli import commands, run_commands
 from launch.cli.inputs import reached_at
-from launch.cli.main import INNER, _function, _parser
+from launch.cli.main import INNER, _function, _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = 0.5
@@ -166,3 +167,28 @@ def test_a_host_passes_on_where_its_engines_listen() -> None:
         args = _parser().parse_args(["host", "--bus", "nats://b:1", *given])
         assert reached_at(args) == given
         assert _parser().parse_args(["engine", "--bus", "nats://b:1", *reached_at(args)]).host == args.host
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "why"),
+    [
+        (["tail", "--lastt", "3"], "usage: tidemill tail ", "unrecognized arguments: --lastt 3 (nearest: --last)"),
+        (["data", "import", "a", "-o", "b", "--quick=1"], "usage: tidemill data import ", "unrecognized arguments: --quick=1"),
+        (["status", "extra"], "usage: tidemill status ", "unrecognized arguments: extra"),
+        (["--nothing"], "usage: tidemill [-h]", "the following arguments are required: COMMAND"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], words: list[str], usage: str, why: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(usage) and said.rstrip().endswith(why), said
+
+
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"tidemill {declared}\n")
