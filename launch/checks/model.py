@@ -255,7 +255,8 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
-    """Compare the lengths of prompts and responses with the contexts of model and engine."""
+    """Compare the lengths of prompts and responses with the contexts of model and engine, and stop tokens with the vocabulary."""
+    _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
         want, where = f"<= {positions} (max_position_embeddings of the model)", report.at("engine.max_context")
@@ -267,6 +268,17 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
     elif longest + new > model.context:
         want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
         report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two")
+
+
+def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
+    settings = {
+        "sampling": config.sampling.stop_token_ids,
+        **{f"eval.sets.{name}": one.stop_token_ids for name, one in config.eval.parsed.items()},
+    }
+    for setting, ids in settings.items():
+        if outside := [token for token in ids or () if token >= vocab_size]:
+            want, where = f"ids below {vocab_size}, the size of the model's vocabulary", report.at(f"{setting}.stop_token_ids")
+            report.error("model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json")
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:

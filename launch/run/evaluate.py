@@ -9,7 +9,7 @@ gets the scores here that its version got there, as far as engines give the same
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -64,11 +64,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
 
 def _plan(config: RunConfig) -> EvalPlan:
     _, max_context = learner_roles.model_shape(Path(config.model.path))
-    chosen = config.sampling
-    sampling = Sampling(
-        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop=chosen.stop
-    )
-    return learner_roles.eval_plan(config, sampling, max_context)
+    return learner_roles.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:

@@ -185,7 +185,15 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
             EvalPrompts(
                 name=name,
                 prompts=open_prompts(config, one.data(config.data), max_context, longest),
-                sampling=dataclasses.replace(sampling, temperature=temperature, top_p=one.top_p, top_k=one.top_k, max_new_tokens=longest),
+                sampling=dataclasses.replace(
+                    sampling,
+                    temperature=temperature,
+                    top_p=one.top_p,
+                    top_k=one.top_k,
+                    max_new_tokens=longest,
+                    stop=sampling.stop if one.stop is None else one.stop,
+                    stop_token_ids=sampling.stop_token_ids if one.stop_token_ids is None else one.stop_token_ids,
+                ),
                 samples=one.samples,
                 passes_at=one.passes_at,
                 limit=one.limit,

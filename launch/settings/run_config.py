@@ -16,7 +16,7 @@ from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
-from learner.data.config import MOST_LETTERS, MOST_STOPS, DataConfig
+from learner.data.config import DataConfig, refuse_stops
 from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
@@ -58,12 +58,13 @@ class SamplingConfig:
     """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's end of sequence."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens <= 0:
             raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
-        if len(self.stop) > MOST_STOPS or not all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in self.stop):
-            raise ValueError(f"stop: want at most {MOST_STOPS} strings of 1 to {MOST_LETTERS} letters, got {list(self.stop)!r}")
+        refuse_stops(self.stop, self.stop_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,7 @@ class RunConfig:
             when = [self.actor.group_reward_when] if self.actor.group_reward_when else []
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options, *when)
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
+        _leave_out(parts["sampling"], {"stop_token_ids": ()})
         rollouts = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
         if rollouts:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts

@@ -1,6 +1,6 @@
 """Settings of the section ``data``: files and columns of prompts, templates, the curriculum and filters."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from bus.wire.json_object import JsonObject
@@ -12,6 +12,15 @@ MOST_STOPS = 16
 """Most strings, and most tokens, at which a response ends."""
 MOST_LETTERS = 200
 """Longest name of a reward, and longest of these strings."""
+
+
+def refuse_stops(stop: Sequence[object] | None, stop_token_ids: Sequence[object] | None) -> None:
+    """Raise ValueError for settings that no engine takes: too many stops, empty or long texts, ids that are none."""
+    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in stop)):
+        raise ValueError(f"stop: want at most {MOST_STOPS} strings of 1 to {MOST_LETTERS} letters, got {list(stop)!r}")
+    ids = stop_token_ids or ()
+    if len(ids) > MOST_STOPS or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ValueError(f"stop_token_ids: want at most {MOST_STOPS} token ids >= 0, got {list(ids)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from learner.data.config import DataConfig
+from learner.data.config import DataConfig, refuse_stops
 from learner.data.source import SourceConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -38,6 +38,10 @@ class EvalSet:
     """Most likely tokens that are sampled from; -1 = all."""
     max_new_tokens: int | None = None
     """Longest response, in tokens; None = ``sampling.max_new_tokens``."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a response; None = ``sampling.stop``."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a response, besides the model's end of sequence; None = ``sampling.stop_token_ids``."""
     prompt_key: str | None = None
     """Overrides ``data.prompt_key`` for this set."""
     label_key: str | None = None
@@ -86,6 +90,7 @@ class EvalSet:
             raise ValueError(f"top_k: want -1 or >= 1, got {self.top_k}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: want >= 1, got {self.max_new_tokens}")
+        refuse_stops(self.stop, self.stop_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +168,8 @@ def _parsed(name: str, values: object) -> EvalSet:
     if "path" not in values:
         raise ValueError(f"{where}.path: want a file of prompts, got nothing")
     try:
-        return EvalSet(**values)
+        given: dict[str, typing.Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return EvalSet(**given)
     except ValueError as bad:
         raise ValueError(f"{where}.{bad}") from None
 
@@ -174,6 +180,7 @@ def _refuse_kind(where: str, kind: object, value: object) -> None:
     admitted: list[type] = [typing.get_origin(one) or one for one in kinds]
     if float in admitted:
         admitted.append(int)
+    admitted = [list if one is tuple else one for one in admitted]
     if isinstance(value, bool) or not isinstance(value, tuple(admitted)):
-        names = {str: "text", int: "a whole number", dict: "a map", float: "a number", type(None): "null"}
+        names = {str: "text", int: "a whole number", dict: "a map", list: "a list", float: "a number", type(None): "null"}
         raise ValueError(f"{where}: want {' or '.join(names[one] for one in admitted)}, got {value!r}")

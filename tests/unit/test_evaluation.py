@@ -310,9 +310,17 @@ def test_a_set_has_its_own_prompts_or_those_settings_of_training() -> None:
 
 def test_a_set_may_have_each_of_its_settings() -> None:
     """Read from a map, as from a file."""
-    examples: dict[str, Any] = {"dict": {"thinking": False}, "int": 2, "float": 0.5, "str": "x"}
+    examples: dict[str, Any] = {
+        "dict": {"thinking": False},
+        "tuple[str": ["Q:", "A:"],
+        "tuple[int": [7, 8],
+        "int": 2,
+        "float": 0.5,
+        "str": "x",
+    }
     values = {one.name: next(value for kind, value in examples.items() if kind in str(one.type)) for one in fields(EvalSet)}
-    assert EvalConfig(sets={"held": values}).parsed == {"held": EvalSet(**values)}
+    own = {**values, "stop": ("Q:", "A:"), "stop_token_ids": (7, 8)}
+    assert EvalConfig(sets={"held": values}).parsed == {"held": EvalSet(**own)}
 
 
 @pytest.mark.parametrize(
@@ -321,6 +329,10 @@ def test_a_set_may_have_each_of_its_settings() -> None:
         ({"every": -1}, "every: want >= 0, got -1"),
         ({"every": 1}, "sets: want at least one held-out set with every > 0, got none"),
         ({"sets": {"a": {"path": "x", "chat_template_args": 3}}}, "sets.a.chat_template_args: want a map or null, got 3"),
+        ({"sets": {"a": {"path": "x", "stop": "word"}}}, "sets.a.stop: want a list or null, got 'word'"),
+        ({"sets": {"a": {"path": "x", "stop": [""]}}}, "sets.a.stop: want at most 16 strings of 1 to 200 letters, got ['']"),
+        ({"sets": {"a": {"path": "x", "stop_token_ids": [-1]}}}, "sets.a.stop_token_ids: want at most 16 token ids >= 0, got [-1]"),
+        ({"sets": {"a": {"path": "x", "stop_token_ids": [True]}}}, "sets.a.stop_token_ids: want at most 16 token ids >= 0, got [True]"),
         ({"max_open_tasks": 0}, "max_open_tasks: want >= 1, got 0"),
         ({"stall_s": 0}, "stall_s: want > 0, got 0"),
         ({"stop_after": -1}, "stop_after: want >= 0, got -1"),

@@ -8,6 +8,7 @@ import pytest
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
+from launch.run.evaluate import _plan
 from launch.settings.config_loader import load
 from tests.check_kit import write_model, write_prompts, write_run
 
@@ -38,6 +39,11 @@ def test_the_check_reads_the_sets(tmp_path: Path) -> None:
         ({"question": "what"}, {}, "held.jsonl:1: want key 'prompt'"),
         ({"prompt": "what", "label": "1"}, {"prompt_key": "question"}, "held.jsonl:1: want key 'question'"),
         ({"prompt": LONG, "label": "1"}, {}, "held.jsonl:1: want prompts of <="),
+        (
+            {"prompt": "what", "label": "1"},
+            {"stop_token_ids": [4, 100_000]},
+            "eval.sets.held.stop_token_ids: want ids below ",
+        ),
         (
             {"prompt": "what", "label": "1"},
             {"max_new_tokens": 256},
@@ -92,3 +98,19 @@ def test_wrong_arguments_are_refused(tmp_path: Path, words: list[str], complaint
     values = {"model": tmp_path / "model", "data": write_prompts(tmp_path / "held.jsonl"), "config": config}
     assert cli.main(["eval", *(word.format(**values) for word in words)]) in (2, 78)
     assert complaint in capsys.readouterr().err
+
+
+def test_a_set_stops_where_it_says_or_where_training_does(tmp_path: Path) -> None:
+    held = {"path": str(write_prompts(tmp_path / "held.jsonl"))}
+    sets = {"as": held, "own": {**held, "stop": ["Q:"], "stop_token_ids": [7]}, "none": {**held, "stop": [], "stop_token_ids": []}}
+    settings = (f"eval.sets={json.dumps(sets)}", "eval.every=1", "sampling.stop=[END]", "sampling.stop_token_ids=[5, 6]")
+    plan = _plan(load(write_run(tmp_path), settings).config)
+    stops = {one.name: (one.sampling.stop, one.sampling.stop_token_ids) for one in plan.sets}
+    assert stops == {"as": (("END",), (5, 6)), "own": (("Q:",), (7,)), "none": ((), ())}
+
+
+def test_stop_tokens_are_tokens_of_the_model(tmp_path: Path) -> None:
+    held = with_set(write_prompts(tmp_path / "held.jsonl"))
+    (error,) = [str(one) for one in checked(tmp_path, held, "sampling.stop_token_ids=[4, 100000]").errors]
+    assert "sampling.stop_token_ids: want ids below " in error and "got 100000" in error
+    assert not checked(tmp_path, held, "sampling.stop_token_ids=[4]").errors
