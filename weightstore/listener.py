@@ -1,7 +1,8 @@
 """The HTTP server of all processes of a run: which key a request needs, and how long it may take to arrive.
 
     open     /health                    no key
-    request  every other path           the run's api key, where the listener can be reached from other machines
+    request  every other path           the run's api key, where the listener can be reached from other machines: it is bound beyond
+                                        loopback, or advertises another host than loopback (a forwarded port)
     command  paths named as commands    the run's admin key, everywhere
 
 Engines, the proxy of SGLang, the router and the learner's snapshots use it. Knows the keys, but not the meaning of the paths.
@@ -15,7 +16,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from bus.client.reach import in_url
+from bus.client.reach import bare, in_url
 from bus.config import is_loopback
 from bus.errors import BusError
 from bus.liveness.keys import Keys, RunKeys
@@ -113,10 +114,11 @@ class Listener:
 
         Raises ValueError for a public address without keys unless ``insecure``, and OSError.
         """
-        public = not is_loopback(host)
+        # A loopback address with the name of another host is behind a forwarded port, or a proxy.
+        public = not (is_loopback(host) and is_loopback(bare(advertise or host)))
         if public and self._access.keys is None and not insecure:
             raise ValueError(
-                f"{name}: {host} can be reached by others, who could ask for everything there; want insecure: true to allow it"
+                f"{name}: {advertise or host} can be reached by others, who could ask for everything there; want insecure: true to allow it"
             )
         self._access.is_public = public and not insecure
         await self._runner.setup()

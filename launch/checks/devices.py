@@ -8,9 +8,9 @@ from launch.checks.model import CheckedModel
 from launch.devices.errors import Refused
 from launch.devices.memory_table import memory_rows
 from launch.devices.placement import place
-from launch.devices.shapes import described
+from launch.devices.shapes import Node, Placed, described
 from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, want_of
+from launch.devices.wanted import ModelSize, rank_variables, refuse_expandable_engine, want_of
 from launch.settings.run_config import RunConfig
 
 PLACEMENT = "placement"
@@ -23,6 +23,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
     try:
         node = this_node(os.environ)
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
+        _refuse_allocator(config, node, placed)
     except Refused as refused:
         report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
         return
@@ -34,6 +35,14 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         report.good(PLACEMENT, line)
     if learner and model is not None and config.learner.device != "cpu":
         _check_host_memory(report, config, model, ranks=len(placed.ranks))
+
+
+def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
+    """Raise Refused for an environment in which colocated processes could not release their memory."""
+    for rank in placed.ranks:
+        rank_variables(node, rank, config, os.environ)
+    if config.learner.colocated and any(engine.uuids for engine in placed.engines):
+        refuse_expandable_engine(config.engine, os.environ)
 
 
 def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,11 +23,17 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator; where the user has set one, it is left alone."""
 EXPANDABLE = "expandable_segments:True"
+EXPANDS = re.compile(r"expandable_segments\s*:\s*True")
 """The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
 for colocated ranks; memory that other processes open is not tried with it."""
 AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
 same; a built-in engine has the defaults of the NCCL that the ranks have."""
+RING = ("NCCL_ALGO", "Ring")
+"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the algorithm the order of a
+sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or a reduction to one rank; without ``Ring`` in
+the list releases from 2.24 on fail there. Sources: NVIDIA/nccl, docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc,
+``ncclTopoTuneModel``."""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 
@@ -135,19 +142,43 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
 def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own. None without devices.
 
-    ``given``: the environment that it inherits.
+    ``given``: the environment that it inherits. Raises Refused for an allocator in it that a colocated rank cannot have.
     """
+    if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
+        refuse_expandable(given)
     if not node.devices:
         return {}
     if not place.uuids:
         return {VARIABLE: ""}
     variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank)}
+    if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given:
+        variables |= dict([RING])
     private = not config.learner.colocated and config.weights.staging != CUDA
     if private and not any(name in given for name in OWN_ALLOCATOR):
         variables[ALLOCATOR] = EXPANDABLE
     if config.engine.kind == SGLANG:
         variables |= {name: "0" for name in AS_SGLANG if name not in given}
     return variables
+
+
+def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
+    """Raise Refused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
+
+    torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10, ``entrypoint.py``).
+    ``where``: the setting that has the variables; empty = they are those of this process.
+    """
+    for name in OWN_ALLOCATOR:
+        if EXPANDS.search(given.get(name, "")):
+            wanted = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
+            cure = f"unset {name}, or take expandable_segments out of it"
+            raise Refused(f"{where}.{name}" if where else name, wanted, repr(given[name]), cure)
+
+
+def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
+    """Raise Refused as ``refuse_expandable`` for an SGLang server that this process starts. A built-in engine frees memory by itself."""
+    if engine.kind == SGLANG and not engine.sglang.url:
+        refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
+        refuse_expandable(engine.sglang.environment, "engine.sglang.environment")
 
 
 def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:

@@ -22,12 +22,17 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not Linux."""
+    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not Linux.
+
+    Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
+    """
+    bare, _, zone = address.strip("[]").partition("%")
     try:
-        wanted = ipaddress.ip_address(address.strip("[]").partition("%")[0])
+        wanted = ipaddress.ip_address(bare)
     except ValueError:
         return ""
-    return next((name for name, found in _addresses() if found == wanted), "")
+    names = [name for name, found in _addresses() if found == wanted]
+    return zone if zone in names else next(iter(names), "")
 
 
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:

@@ -81,7 +81,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         place=here(),
         pid=os.getpid(),
         address=bare(addresses.advertised),
-        versions=await asyncio.to_thread(_versions, config),
+        versions=await asyncio.to_thread(_versions, config, own),
         devices=tuple(device.uuid for device in own),
         device_memory_bytes=min((device.memory_bytes for device in own), default=0),
     )
@@ -268,8 +268,11 @@ def _capabilities(used: Sequence[Device]) -> Capabilities:
     return Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
 
 
-def _versions(config: RunConfig) -> dict[str, str]:
-    """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
+def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
+    """Return versions and settings that must be equal on all nodes: with devices that of NCCL, too.
+
+    Blocks while the source files are read.
+    """
     code = hashlib.sha256()
     root = Path(__file__).parents[2]
     for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
@@ -282,7 +285,7 @@ def _versions(config: RunConfig) -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "none"
-    return versions
+    return versions | ({"NCCL": nccl_of() or "not known"} if own else {})
 
 
 def _text(file: Path) -> str:

@@ -174,10 +174,12 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     """
     from actors.serving.engine_process import HeldDevices
     from launch.devices.visible import VARIABLE, this_node
-    from launch.devices.wanted import nccl_of_engine, own_place
+    from launch.devices.wanted import nccl_of_engine, own_place, refuse_expandable_engine
 
     engine, node = config.engine, this_node(os.environ)
     place = own_place(node, config)
+    if engine.colocated and place.uuids:
+        refuse_expandable_engine(engine, os.environ)
     if node.devices:
         os.environ[VARIABLE] = ",".join(place.visible)
     if not place.uuids:

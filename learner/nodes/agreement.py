@@ -16,14 +16,14 @@ def refuse_unlike(offers: Sequence[NodeRow]) -> None:
             raise NodeRefused(
                 row.name, f"--nodes {leader.nodes}, as {leader.name}", f"{row.nodes}", "start all agents with the same number"
             )
+        if bool(row.devices) != bool(leader.devices):
+            got = "devices" if row.devices else "none"
+            raise NodeRefused(row.name, f"{'devices' if leader.devices else 'no devices'}, as {leader.name}", got, "learner.device: cpu")
         for name in sorted({*leader.versions, *row.versions}):
             want, got = leader.versions.get(name, "none"), row.versions.get(name, "none")
             if want != got:
                 cure = "use the same configuration on all nodes" if name == "settings" else "install the same versions on all nodes"
                 raise NodeRefused(row.name, f"{name} {want}, as {leader.name}", got, cure)
-        if bool(row.devices) != bool(leader.devices):
-            got = "devices" if row.devices else "none"
-            raise NodeRefused(row.name, f"{'devices' if leader.devices else 'no devices'}, as {leader.name}", got, "learner.device: cpu")
     if len({row.place for row in offers}) > 1 or not leader.place:
         for row in offers:
             if is_loopback(row.address):

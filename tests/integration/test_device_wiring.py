@@ -24,6 +24,8 @@ from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = """
 import json, os, sys, time
+import launch.devices.nccl
+launch.devices.nccl.nccl_of = lambda program="": "2.29.7"
 words = sys.orig_argv[3:] if sys.orig_argv[1:3] == ["-m", "launch"] else [""]
 if words[0] in ("engine", "rank", "feeder", "actor"):
     name = words[words.index("--id") + 1] if "--id" in words else words[0] + os.environ.get("RANK", "")
@@ -34,8 +36,8 @@ if words[0] in ("engine", "rank", "feeder", "actor"):
         time.sleep(0.01)
     os._exit(0)
 """
-"""A sitecustomize: it runs before the command. Ranks stay until the file ``hold`` is gone."""
-OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "TIDEMILL_ENGINE__DEVICES", "LOCAL_RANK", "PYTORCH_ALLOC_CONF")
+"""A sitecustomize: it runs before the command. NCCL is installed; ranks stay until the file ``hold`` is gone."""
+OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "TIDEMILL_ENGINE__DEVICES", "LOCAL_RANK", "PYTORCH_ALLOC_CONF", "NCCL_ALGO")
 
 
 class Machine:
@@ -46,7 +48,7 @@ class Machine:
         for made in (recorded, customized):
             made.mkdir()
         (customized / "sitecustomize.py").write_text(RECORDER)
-        hidden = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        hidden = (*OF_DEVICES, "PYTORCH_CUDA_ALLOC_CONF")
         path = os.environ["PATH"] if gpus is None else fake_nvidia_smi(directory / "bin", gpus)
         self.environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
             "PATH": path,
@@ -89,7 +91,8 @@ def own(*numbers: int) -> dict[str, str]:
 
 def of_rank(local: int, *numbers: int) -> dict[str, str]:
     visible = ",".join(uuid_of(number) for number in numbers)
-    return {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": str(local), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    several = {"NCCL_ALGO": "Ring", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": str(local), **several}
 
 
 async def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
@@ -141,7 +144,25 @@ async def test_a_learner_states_its_devices(
     assert machine.devices_of("rank1") == first | {"LOCAL_RANK": "1"}
     if gpus:
         assert f"devices ranks={uuid_of(2)},{uuid_of(0)}" in machine.log
-    assert stated == (Capabilities(devices=(uuid_of(0), uuid_of(2)), device_memory_bytes=MIB << 20) if gpus else Capabilities())
+    both = Capabilities(devices=(uuid_of(0), uuid_of(2)), nccl="2.29.7", device_memory_bytes=MIB << 20)
+    assert stated == (both if gpus else Capabilities())
+
+
+async def test_an_agent_of_a_node_states_its_devices(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
+    """Before the other node is there: in its live row what pushes need, in its row for the leader what must be equal."""
+    machine, file = Machine(tmp_path, 2), str(write_run(tmp_path))
+    async with open_bus() as bus:
+        words = ("--bus", nats_server.url, "--set", f"run={bus.run}", "--checked", "--set", "learner.data_parallel=4")
+        process = machine.start("learner", "--config", file, *words, "--nodes", "2", "--node-rank", "0")
+        try:
+            row = await _row(LiveView(bus), "learner", process, lambda row: bool(row.waits_for))
+            offered, _ = await bus.rows("run").read("node.0")
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait, 60)
+    used = (uuid_of(0), uuid_of(1))
+    assert row.capabilities == Capabilities(devices=used, nccl="2.29.7", device_memory_bytes=MIB << 20)
+    assert offered is not None and offered["versions"]["NCCL"] == "2.29.7"  # type: ignore[index]
 
 
 async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bus.liveness.keys import Keys, RunKeys
+from bus.server.ports import KeptPort
 from tests.unit.test_ground import PACKAGES, ROOT
 from weightstore.listener import Access, Listener, url_of
 
@@ -73,6 +75,49 @@ async def test_bodies_are_bounded() -> None:
         for size, status in ((1000, 200), (1001, 413)):
             async with session.post(f"{url}/echo", data=bytes(size)) as response:
                 assert response.status == status
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "without_key"),
+    [
+        ("127.0.0.1", "", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("127.0.0.1", "localhost:30000", 200),
+        ("127.0.0.1", "[::1]:30000", 200),
+        ("localhost", "", 200),
+        ("127.0.0.1", "gpu7.lab:30000", 401),
+        ("127.0.0.1", "gpu7.lab", 401),
+        ("127.0.0.1", "10.0.0.5", 401),
+        ("127.0.0.1", "[fd00::5]:30000", 401),
+        ("0.0.0.0", "127.0.0.1", 401),
+        ("0.0.0.0", "", 401),
+    ],
+)
+async def test_a_listener_that_others_reach_wants_the_key(host: str, advertise: str, without_key: int) -> None:
+    """By its own address, or by another one that it advertises: a forwarded port brings requests from elsewhere to loopback."""
+    keys = Keys.of("k" * 16)
+    listener = Listener({"POST /echo": echo}, Access(RunKeys.fixed(keys)))
+    try:
+        with KeptPort() as port:
+            await listener.start(host, port.number, advertise=advertise)
+            url = f"http://127.0.0.1:{port.number}/echo"
+        async with aiohttp.ClientSession() as session:
+            for headers, status in (({}, without_key), (keys.headers, 200)):
+                async with session.post(url, data=b"", headers=headers) as response:
+                    assert response.status == status
+    finally:
+        await listener.close()
+
+
+@pytest.mark.parametrize(("host", "advertise", "named"), [("0.0.0.0", "", "0.0.0.0"), ("127.0.0.1", "gpu7.lab:80", "gpu7.lab:80")])
+async def test_without_keys_no_other_machine_may_ask(host: str, advertise: str, named: str) -> None:
+    listener = Listener({"POST /echo": echo}, Access(None))
+    with pytest.raises(ValueError, match=rf"engine\.host: {named} can be reached by others"):
+        await listener.start(host, 0, advertise=advertise, name="engine.host")
+    try:
+        assert (await listener.start(host, 0, advertise=advertise, insecure=True)).startswith("http://")
+    finally:
+        await listener.close()
 
 
 def test_only_the_listener_module_listens() -> None:

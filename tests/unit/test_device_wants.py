@@ -1,7 +1,9 @@
 """From settings to the wants of a placement, and from places to the environment of processes; the check before a start shows both."""
 
 import os
+import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,20 @@ from typing import Any
 import pytest
 
 from actors.config import EngineConfig, SglangConfig
+from bus.wire.messages import Capabilities
 from launch.checks.devices import PLACEMENT
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
+from launch.devices import nccl, wanted
 from launch.devices.errors import Refused
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import place
 from launch.devices.shapes import EnginePlace, Node, RankPlace
 from launch.devices.visible import this_node
 from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
+from launch.run import learner_nodes
+from launch.run.learner_roles import place_ranks
 from launch.run.roles import take_devices
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
@@ -112,6 +118,7 @@ def test_the_environment_of_ranks(four: Node) -> None:
             "CUDA_VISIBLE_DEVICES": both,
             "LOCAL_RANK": str(local),
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "NCCL_ALGO": "Ring",
         }
     colocated = RunConfig(learner=LearnerConfig(colocated=True), weights=WeightsConfig(overlap=False))
     shared = RunConfig(weights=WeightsConfig(transport="handles", staging="cuda"))
@@ -121,9 +128,63 @@ def test_the_environment_of_ranks(four: Node) -> None:
         assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], config, {name: "x"})
     beside_sglang = rank_variables(four, places[0], RunConfig(engine=sglang()), {"NCCL_NVLS_ENABLE": "1"})
     assert beside_sglang["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_NVLS_ENABLE" not in beside_sglang, "the user's own stays"
+    assert "NCCL_ALGO" not in rank_variables(four, places[0], config, {"NCCL_ALGO": "Tree"})
+    assert "NCCL_ALGO" not in rank_variables(four, places[0], RunConfig(), {}), "one rank sums nothing over NCCL"
+    loose = RunConfig(learner=LearnerConfig(data_parallel=2, deterministic=False))
+    assert "NCCL_ALGO" not in rank_variables(four, places[0], loose, {})
     on_cpu = RankPlace(rank=0, node=0, local_rank=0)
     assert rank_variables(four, on_cpu, config, {}) == {"CUDA_VISIBLE_DEVICES": ""}
     assert rank_variables(replace(four, devices=()), on_cpu, config, {}) == {}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: True"])
+def test_segments_that_a_colocated_process_cannot_release_are_refused(
+    four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """torch-memory-saver looks at the old name alone. By the check, the learner, and the engine with SGLang."""
+    monkeypatch.setenv(name, value)
+    why = rf"{name}: want no expandable_segments with learner.colocated: .*, got '{value}'; unset {name}"
+    settings = ("learner.colocated=true", "weights.overlap=false")
+    (error,) = checked(tmp_path, *settings).errors
+    assert re.match(why, error.text)
+    assert not checked(tmp_path).errors and not checked(tmp_path, *settings, "learner.device=cpu", "engine.device=cpu").errors
+    colocated = RunConfig(learner=LearnerConfig(colocated=True), weights=WeightsConfig(overlap=False))
+    with pytest.raises(Refused, match=why):
+        place_ranks(colocated)
+    place_ranks(RunConfig())
+    with pytest.raises(Refused, match=why):
+        take_devices(replace(colocated, engine=replace(sglang(), colocated=True)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored after the test
+    take_devices(replace(colocated, engine=EngineConfig(colocated=True)))
+    monkeypatch.delenv(name)
+    server = SglangConfig(environment={name: value})
+    with pytest.raises(Refused, match=rf"engine\.sglang\.environment\.{name}: want no expandable_segments"):
+        take_devices(replace(colocated, engine=EngineConfig(kind="sglang", colocated=True, sglang=server)))
+    take_devices(RunConfig(engine=EngineConfig(kind="sglang", sglang=server)))
+
+
+def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    learner = LearnerConfig(colocated=True, device="cuda")
+    with pytest.raises(Refused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
+        place_ranks(RunConfig(learner=learner, weights=WeightsConfig(overlap=False)))
+    place_ranks(RunConfig(learner=replace(learner, device="auto"), weights=WeightsConfig(overlap=False)))
+
+
+def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it all weights go over gloo. Of the learner's parent, of a node's agent, of engines with the interpreter that they have."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # restored after the test
+    for module in (nccl, wanted, learner_nodes):
+        monkeypatch.setattr(module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7")
+    assert place_ranks(RunConfig())[1].nccl == "2.29.7"
+    assert learner_nodes._capabilities(four.devices[:2]).nccl == "2.29.7"
+    assert learner_nodes._versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
+    assert "NCCL" not in learner_nodes._versions(RunConfig(), ())
+    _, held = take_devices(RunConfig())
+    assert held.nccl == "2.29.7" and held.stated_in(Capabilities()).nccl == "2.29.7"
+    config = EngineConfig(kind="sglang", sglang=SglangConfig(python="/sglang/python"))
+    assert take_devices(RunConfig(engine=config))[1].nccl == "2.30.4"
 
 
 def test_the_environment_of_engines(four: Node) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from launch.run.interfaces import interface_of
 from launch.run.learner_nodes import network_variables
 from launch.run.node_rank import NodePlace, node_place
 from launch.settings.config_loader import SettingsError
@@ -51,12 +50,6 @@ def test_the_place_of_a_node(nodes: int, rank: int | None, given: dict[str, str]
 def test_contradictions_are_refused_by_name(nodes: int, rank: int | None, given: dict[str, str], names: str) -> None:
     with pytest.raises(SettingsError, match=names):
         node_place(nodes, rank, given)
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.77") == ""
-    assert interface_of("a name") == ""
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:

@@ -149,8 +149,13 @@ LEADER = replace(ROW, node=0, nonce="f" * 12, address="10.0.0.1", place="other b
     [
         ({"versions": {"torch": "3"}}, r"node 1 \(h\): want torch 2, as node 0 \(h\), got 3"),
         ({"versions": {}}, "want torch 2"),
+        (
+            {"versions": {"torch": "2", "NCCL": "2.29.7"}},
+            r"node 1 \(h\): want NCCL none, as node 0 \(h\), got 2\.29\.7; cure: install the same",
+        ),
         ({"nodes": 3}, "--nodes 2, as node 0"),
         ({"devices": ()}, "devices, as node 0"),
+        ({"devices": (), "versions": {}}, "devices, as node 0"),
         ({"address": "127.0.0.1"}, "an address that the other nodes reach, got 127.0.0.1"),
     ],
 )
