@@ -4,9 +4,8 @@ import os
 
 from launch.checks.findings import Report
 from launch.checks.machine import GPU
-from launch.checks.model import CheckedModel
+from launch.checks.model import CheckedModel, rank_rows
 from launch.devices.errors import Refused
-from launch.devices.memory_table import memory_rows
 from launch.devices.placement import place
 from launch.devices.shapes import Node, Placed, described
 from launch.devices.visible import this_node
@@ -33,6 +32,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         return
     for line in described([node], placed):
         report.good(PLACEMENT, line)
+    _report_unchecked(report, node, placed, size)
     if learner and model is not None and config.learner.device != "cpu":
         _check_host_memory(report, config, model, ranks=len(placed.ranks))
 
@@ -57,9 +57,10 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
     """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with its size."""
-    if model.shape is None:
+    if model.shape is None and not model.tensors:
+        report.good("host memory", "not checked: the tensors of the model are not known")
         return
-    rows = [row for row in memory_rows(model.shape, config, cuda=True, critic=model.critic) if row.on_host]
+    rows = [row for row in rank_rows(model, config, cuda=True) if row.on_host]
     wanted = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted <= total:
@@ -72,6 +73,16 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
     report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)
+
+
+def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
+    """Report the devices whose memory has not been compared with the needs of their processes."""
+    used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {uuid for engine in placed.engines for uuid in engine.uuids}
+    unknown = [device.name for device in node.devices if device.uuid in used and not device.memory_bytes]
+    if unknown:
+        report.good(PLACEMENT, f"memory of device {', '.join(unknown)} not checked: nvidia-smi does not report it")
+    if used and not size.tensors:
+        report.good(PLACEMENT, "memory not checked: the tensors of the model are not known")
 
 
 def _kept_outside(config: RunConfig) -> dict[str, bool]:

@@ -16,8 +16,9 @@ from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
 from launch.checks.megatron_checkpoint import check_megatron
 from launch.checks.tuning import check_tuning
-from launch.devices.memory_table import valued
+from launch.devices.memory_table import Row, memory_rows, state_rows, valued
 from launch.devices.trained import Shapes, trained_tensors
+from launch.devices.wanted import ModelSize
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
@@ -33,6 +34,8 @@ SPLITS = (
     *("context_parallel", "expert_parallel"),
 )
 """Settings of the learner that divide a model."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
+"""Errors of files of any content."""
 HEADER_MOST = 100_000_000
 """Largest header, in bytes. Source: the safetensors library's own limit."""
 
@@ -64,6 +67,13 @@ class CheckedModel:
         """Shapes of a critic's weights; None = not known."""
         shape = self.critic or self.shape
         return None if shape is None else valued(shape).tensors()
+
+
+def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
+    """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the engine."""
+    if model.shape is None:
+        return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
+    return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -211,7 +221,7 @@ def _tensors(report: Report, path: Path) -> Tensors:
     """Return the shapes in the headers of the files; no weight is read."""
     try:
         return tensors_in(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:  # headers of any content
+    except UNREADABLE as error:
         cure = f"save the model again, or give another one ({report.at(SETTING)})"
         report.error("model", str(path), want="its weights in *.safetensors", got=str(error), cure=cure)
         return {}
@@ -225,6 +235,28 @@ def _check_weights(report: Report, path: Path, wanted: Tensors, there: Tensors) 
             cure = f"save the model again, or give another one ({report.at(SETTING)})"
             report.error("model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure)
             return
+
+
+def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
+    """Return the sizes of the run's model, if its files are on this machine; else, and where they cannot be read, an empty one.
+
+    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is named by its reader.
+    """
+    path = model or Path(config.model.path)
+    if model is None and not config.model.path:
+        return ModelSize()
+    try:
+        return ModelSize(tensors_in(path), _critic_tensors(Path(config.learner.critic.path) if config.learner.critic.path else path))
+    except UNREADABLE:
+        return ModelSize()
+
+
+def _critic_tensors(path: Path) -> Tensors | None:
+    """Return the tensors of a critic that starts from a model here; None = not known."""
+    try:
+        return valued(ModelShape.read(path)).tensors()
+    except (UnsupportedModel, *UNREADABLE):
+        return None
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
@@ -294,7 +326,7 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
             (ModelShape.of(its, where=reference).tensors() if its["model_type"] in DECODED else tensors_in(Path(reference))),
         )
         both = as_older(values), as_older(its)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+    except UNREADABLE as error:
         report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
     cure = "use a reference of the same architecture"
@@ -318,7 +350,7 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
         vocabulary, positions = (int(values[name]) for name in NEEDED[:2])
         tensors_in(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+    except UNREADABLE as error:
         report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)
         return None
     if vocabulary < vocab_size or positions < max_positions:

@@ -7,15 +7,19 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.checks.findings import CheckFailed, Report
-from launch.checks.model import check_model
+from launch.checks.model import check_model, rank_rows
 from launch.checks.prepared import check_prepare
-from launch.devices.memory_table import memory_rows
 from launch.devices.visible import this_node
 from launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (
     "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), padding of rows with sequences of "
     "different lengths, and memory that the allocator cannot use again."
+)
+
+OF_ANY_FAMILY = (
+    "Nor counted for this family: activations, logits, and what its engine needs. Matrices that it keeps whole on every tensor-parallel "
+    "rank count as split."
 )
 
 
@@ -25,10 +29,10 @@ def print_memory(loaded: Loaded) -> None:
     model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
     report.refuse()
     assert model is not None, "without a model there is an error"
-    if model.shape is None:
-        raise CheckFailed([f"{model.directory}: no table for this family, of {model.num_parameters:,} parameters"])
+    if model.shape is None and not model.tensors:
+        raise CheckFailed([f"{model.directory}: no table: the tensors of the model are not known"])
     cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
-    rows = memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
+    rows = rank_rows(model, config, cuda=cuda)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "part"):
         shown.add_column(name)
@@ -45,6 +49,8 @@ def print_memory(loaded: Loaded) -> None:
     console = Console(highlight=False)
     console.print(shown)
     console.print(NOT_COUNTED, style="dim")
+    if model.shape is None:
+        console.print(OF_ANY_FAMILY, style="dim")
 
 
 def _cells(size: int, *, on_host: bool, cuda: bool) -> list[str]:

@@ -11,7 +11,7 @@ from launch.devices.shapes import CUDA, GLOO, HANDLES, NCCL, SGLANG, EnginePlace
 from weightstore.transport.nccl import nccl_differs
 
 USABLE = 0.95
-"""Share of a device's memory that processes may plan with; the rest is for CUDA's contexts."""
+"""Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines."""
 
 
 def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> str:
@@ -75,11 +75,17 @@ def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, e
             raise Refused(where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure)
 
 
-def refuse_memory(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace]) -> None:
-    """Raise Refused for a device whose memory is too small for the least that its processes need."""
+def refuse_memory(
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], *, groups: int = 0
+) -> None:
+    """Raise Refused for a device whose memory is too small for the least that its processes need.
+
+    ``groups``: of engines over NCCL; each rank that sends has a process for each of them. A device of unknown memory is not checked.
+    """
+    sending = want.memory_sender + groups * want.memory_group
     for device in every_device(nodes):
         own = [rank for rank in ranks if rank.uuid == device.uuid]
-        learner = want.memory_rank * len(own) + want.memory_sender * len([rank for rank in senders(want, ranks) if rank in own])
+        learner = want.memory_rank * len(own) + sending * len([rank for rank in senders(want, ranks) if rank in own])
         here = [engine for engine in engines if device.uuid in engine.uuids]
         one = want.memory_engine
         if want.kind == SGLANG and want.memory_fraction is not None and not want.colocated:
@@ -88,7 +94,10 @@ def refuse_memory(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace],
         needed = max(learner, generating) if want.colocated else learner + generating
         if device.memory_bytes and needed > USABLE * device.memory_bytes:
             parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [f"{_gb(generating)} for {len(here)} engine(s)"] * bool(here)
-            wanted = f"{_gb(needed)} ({', '.join(parts)}; activations not counted)"
+            over = (
+                f", {_gb(groups * want.memory_group)} of it for {groups} group(s) over NCCL" if groups and want.memory_group and own else ""
+            )
+            wanted = f"{_gb(needed)} ({', '.join(parts)}{over}; activations not counted)"
             found = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
             cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, tp_size), or learner.colocated"
             raise Refused(f"memory of device {device.name}", wanted, found, cure)

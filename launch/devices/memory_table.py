@@ -28,6 +28,8 @@ _EXPERTS = ".experts."
 STAGED_COPIES = 2
 """Copies that a rank keeps of the weights that it sends: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 SENDER = "rank that sends weights, besides"
+CONTEXT_BYTES = 500_000_000
+"""A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,24 @@ def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: Mod
     tokens, or those of the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
-    return (*_rank(shape, config, learner, cuda=cuda, critic=critic or shape), *_engine(shape, config, engine))
+    tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
+    return (
+        *_state(shape.tensors(), valued(critic or shape).tensors(), config, learner, cuda=cuda),
+        *_activations(tokens, shape, critic or shape, config.learner, learner, cuda=cuda),
+        *_sending(shape.tensors(), config, learner, cuda=cuda),
+        *_engine(shape, config, engine),
+    )
+
+
+def state_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[Row, ...]:
+    """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a shape here.
+
+    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are those of ``training_bytes``: a matrix that a
+    family keeps whole on every tensor-parallel rank counts as split.
+    """
+    dtype = dtype_on(config.learner.dtype, cuda=cuda)
+    whose = tensors if critic is None else critic
+    return (*_state(tensors, whose, config, dtype, cuda=cuda), *_sending(tensors, config, dtype, cuda=cuda))
 
 
 def dtype_on(setting: str, *, cuda: bool) -> str:
@@ -81,13 +100,12 @@ def num_expert_shares(learner: LearnerConfig) -> int:
     return num_shares(learner) * learner.tensor_parallel // learner.expert_parallel if num_shares(learner) > 1 else 1
 
 
-def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, critic: ModelShape) -> Iterable[Row]:
-    learner, item = config.learner, ITEM_BYTES[dtype]
-    split, row = learner.tensor_parallel, row_tokens(shape, config)
-    tokens = -(-row // learner.context_parallel)
-    stage = _largest_stage(shape.tensors(), learner)
+def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+    """Yield the rows of weights, gradients and Adam's state of a rank, and of its copies of them."""
+    learner, item, split = config.learner, ITEM_BYTES[dtype], config.learner.tensor_parallel
+    stage = _largest_stage(tensors, learner)
     ours_of = trained_tensors(stage, learner)
-    policys, critics = _elements(stage, learner, ours_of), _elements(_largest_stage(valued(critic).tensors(), learner), learner)
+    policys, critics = _elements(stage, learner, ours_of), _elements(_largest_stage(critic, learner), learner)
     own, ours, its = policys.own, policys.trained, critics.own
     yield from _model(policys, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
     if learner.algorithm.by_critic:
@@ -113,13 +131,37 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool, criti
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
         yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
-    yield from _activations(tokens, shape, critic, learner, dtype, cuda=cuda)
+
+
+def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+    """Yield the rows of a rank that sends weights."""
     yield Row(
         process=SENDER,
         part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
-        bytes=staged_bytes(shape.tensors(), config, dtype),
+        bytes=staged_bytes(tensors, config, dtype),
         on_host=config.weights.staging != "cuda",
     )
+    if cuda:
+        yield from _groups(tensors, config, dtype)
+
+
+def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
+    """Return the device memory of a process that sends weights to one group over NCCL: a CUDA context, and two buckets.
+
+    ``largest_tensor``: its elements; a bucket has one tensor at least.
+    """
+    return CONTEXT_BYTES + 2 * max(config.weights.bucket_size(on_gpu=True), ITEM_BYTES[dtype] * largest_tensor)
+
+
+def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[Row]:
+    """Yield the row of the processes that send over NCCL, where settings allow it: GPUs and versions are not known here."""
+    weights, learner = config.weights, config.learner
+    if weights.backend == "gloo" or weights.transport == "handles" or learner.colocated or learner.device == "cpu":
+        return
+    count = -(-max(1, config.up.engines) // weights.engines_together)
+    largest = max(map(math.prod, tensors.values()), default=0)
+    part = f"processes of {count} group(s) of engines over NCCL, with a CUDA context and two buckets each, if weights go over it"
+    yield Row(process=SENDER, part=part, bytes=count * group_bytes(largest, config, dtype))
 
 
 def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:

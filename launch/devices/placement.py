@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from launch.devices.errors import Refused
 from launch.devices.fitness import refuse_memory, refuse_shm, transport_of
-from launch.devices.shapes import CUDA, SGLANG, Device, EnginePlace, Node, Placed, RankPlace, Want, every_device, listed
+from launch.devices.shapes import CUDA, NCCL, SGLANG, Device, EnginePlace, Node, Others, Placed, RankPlace, Want, every_device, listed
+
+ALONE = Others()
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
@@ -27,18 +29,31 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
         engines.append(replace(_engine(nodes, want, ranks, taken), number=number))
     _remark_idle(nodes, want, ranks, engines, why)
     transport = transport_of(nodes, want, ranks, engines, why)
-    refuse_memory(nodes, want, ranks, engines)
+    refuse_memory(nodes, want, ranks, engines, groups=_groups(want, len(engines), transport))
     refuse_shm(nodes, want, engines, transport)
     return Placed(ranks=ranks, engines=tuple(engines), transport=transport, why=tuple(why))
 
 
-def engine_place(nodes: Sequence[Node], want: Want, *, taken: Collection[str] = ()) -> EnginePlace:
-    """Return the place of one more engine, beside those that have the devices ``taken`` (UUIDs). Raises Refused when there is none."""
+def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -> EnginePlace:
+    """Return the place of one more engine beside the ``others``. Raises Refused when there is none, or it lacks memory."""
     nodes = _ordered(nodes)
-    found = _engine(nodes, want, _ranks(nodes, want, []), taken)
-    if want.ranks:  # engines elsewhere get the weights by broadcast
-        refuse_shm(nodes, want, [found], want.transport)
+    ranks = _ranks(nodes, want, [])
+    found = _engine(nodes, want, ranks, others.taken)
+    here = {device.uuid for node in nodes for device in node.devices}
+    beside = [EnginePlace(number=0, node=found.node, uuids=uuids) for uuids in others.engines if here & set(uuids)]
+    running = [RankPlace(rank=local, node=found.node, local_rank=local, uuids=others.ranks) for local in range(len(others.ranks))]
+    groups = _groups(want, len(others.engines) + 1, transport_of(nodes, want, ranks, [found], [])) if ranks else 0
+    refuse_memory(nodes, want, ranks or running, [*beside, found], groups=groups)
+    if ranks or others.learner_is_here:  # engines elsewhere get the weights by broadcast
+        refuse_shm(nodes, want, [*beside, found], want.transport)
     return found
+
+
+def _groups(want: Want, engines: int, transport: str) -> int:
+    """Return the number of groups over NCCL that each rank that sends has; of engines that their hosts place there is one at least."""
+    if transport == NCCL or (not transport and want.backend == NCCL):
+        return -(-max(1, engines) // want.engines_together)
+    return 0
 
 
 # ---- machines

@@ -77,6 +77,10 @@ class Want:
     """Ranks of each stage that send weights."""
     memory_sender: int = 0
     """Bytes that each of them needs besides, for staging on its device."""
+    memory_group: int = 0
+    """Bytes that each of them needs besides for a process that sends over NCCL; there is one for each group of engines."""
+    engines_together: int = 1
+    """The most engines of one group."""
     memory_engine: int = 0
     """Least bytes of device memory of an engine, on each of its devices."""
     memory_fraction: float | None = None
@@ -114,6 +118,23 @@ class EnginePlace:
     """Devices that it sees, its own among them."""
     base_index: int = 0
     """Ordinal of its first device among ``visible``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Processes of a run that have their places already, when one more engine gets its own."""
+
+    engines: tuple[tuple[str, ...], ...] = ()
+    """Devices of each engine (UUIDs), those of other machines among them."""
+    ranks: tuple[str, ...] = ()
+    """Devices of the ranks that are not placed with the engine, one for each."""
+    learner_is_here: bool = False
+    """Such ranks are on the machine."""
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """The devices of all of them."""
+        return frozenset(self.ranks).union(*self.engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from xml.etree import ElementTree
 
 from launch.devices.errors import DevicesUnreadable
 from launch.devices.shapes import Device, Node
@@ -28,6 +29,8 @@ KILL_S = 1.0
 NO_DEVICES = (6, 9)
 """Exit codes of nvidia-smi: no device was found; the driver is not loaded."""
 QUERY = ("--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader")
+DETAILS = ("-q", "-x")
+"""Arguments for everything, as XML."""
 SHARED_MEMORY = Path("/dev/shm")
 CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
@@ -52,7 +55,7 @@ def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
     rows = [_row(line) for line in lines]
     if not any(is_split for _, is_split in rows):
         return tuple(device for device, _ in rows)
-    slices = _slices(_answer(program, "-L"))
+    slices = _slices(_answer(program, "-L"), _slice_memory(program))
     split = {device.index for device, is_split in rows if is_split}
     whole = [device for device, _ in rows if device.index not in split]
     return (*whole, *(device for device in slices if device.index in split))
@@ -123,15 +126,32 @@ def _row(line: str) -> tuple[Device, bool]:
     raise DevicesUnreadable(" ".join((PROGRAM, *QUERY)), wanted, repr(line[:200]), CURE)
 
 
-def _slices(lines: Sequence[str]) -> list[Device]:
-    """Return the MIG slices in the output of ``nvidia-smi -L``. Their memory is not in it."""
+def _slice_memory(program: str) -> dict[tuple[str, int], int]:
+    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without those that are not in it.
+
+    The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no error: the slices
+    are there, and only their memory is not known.
+    """
+    found: dict[tuple[str, int], int] = {}
+    with suppress(DevicesUnreadable, ElementTree.ParseError):
+        for gpu in ElementTree.fromstring("\n".join(_answer(program, *DETAILS))).iter("gpu"):
+            for part in gpu.iter("mig_device"):
+                number, total = part.findtext("index", "").strip(), part.findtext("fb_memory_usage/total", "")
+                if number.isdecimal() and (size := re.fullmatch(r"\s*(\d+) MiB\s*", total)):
+                    found[gpu.findtext("uuid", "").strip(), int(number)] = int(size[1]) << 20
+    return found
+
+
+def _slices(lines: Sequence[str], memory: Mapping[tuple[str, int], int]) -> list[Device]:
+    """Return the MIG slices in the output of ``nvidia-smi -L``; ``memory``: as ``_slice_memory``."""
     found: list[Device] = []
-    index = -1
+    index, uuid = -1, ""
     for line in lines:
-        if gpu := re.match(r"GPU (\d+):", line):
-            index = int(gpu[1])
+        if gpu := re.match(r"GPU (\d+):(?:.*\(UUID: (GPU-[0-9A-Fa-f-]+)\))?", line):
+            index, uuid = int(gpu[1]), gpu[2] or ""
         elif part := re.match(r"\s+MIG .*Device\s+(\d+): \(UUID: (MIG-[0-9A-Za-z/-]+)\)", line):
-            found.append(Device(index=index, slice=int(part[1]), uuid=part[2]))
+            number = int(part[1])
+            found.append(Device(index=index, slice=number, uuid=part[2], memory_bytes=memory.get((uuid, number), 0)))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from actors.config import OF_RANKS, EngineConfig
 from launch.devices.errors import Refused
-from launch.devices.memory_table import ITEM_BYTES, dtype_on, staged_bytes, training_bytes
+from launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import engine_place
 from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
@@ -89,6 +89,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         memory_rank=training_bytes(size.tensors, dtype, ours, cuda=known and ours.device != "cpu", critic=size.critic),
         senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
         memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
+        memory_group=group_bytes(size.largest_tensor, config, dtype),
+        engines_together=config.weights.engines_together,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
         bucket_bytes=max(config.weights.bucket_size(on_gpu=known and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
@@ -190,6 +192,6 @@ def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
     return {VARIABLE: ",".join(place.visible), ENGINE_DEVICES: json.dumps(place.uuids)}
 
 
-def own_place(node: Node, config: RunConfig) -> EnginePlace:
+def own_place(node: Node, config: RunConfig, size: ModelSize) -> EnginePlace:
     """Return the place of the one engine that this process is. Raises Refused."""
-    return engine_place([node], want_of(config, node, learner=False, engines=1))
+    return engine_place([node], want_of(config, node, learner=False, engines=1, size=size))

@@ -13,11 +13,13 @@ from dataclasses import replace
 from actors.engines.membership import CONFIG_KEY
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
+from bus.wire.messages import LiveRow
+from launch.checks.model import size_here
 from launch.devices.errors import DeviceError, Refused
 from launch.devices.placement import engine_place
-from launch.devices.shapes import Node
+from launch.devices.shapes import Node, Others
 from launch.devices.visible import this_node
-from launch.devices.wanted import engine_variables, want_of
+from launch.devices.wanted import ModelSize, engine_variables, want_of
 from launch.settings.config_loader import SettingsError, changes, from_map
 from launch.settings.run_config import RunConfig
 
@@ -35,10 +37,14 @@ class EngineDevices:
         self._view = LiveView(bus)
         self._node: Node | None = None
         self._unreadable: DeviceError | None = None
+        self._size = ModelSize()
+        """Sizes of the run's model, if it is on this machine."""
         self._held: dict[str, tuple[str, ...]] = {}
         """Engine of this host -> UUIDs of its devices."""
         self._elsewhere: dict[str, tuple[str, ...]] = {}
-        """Live process that this host has not started -> UUIDs of its devices."""
+        """Live engine that this host has not started -> UUIDs of its devices."""
+        self._learners: list[LiveRow] = []
+        """Live rows of a learner whose ranks are not placed here: one for each of its nodes."""
 
     async def refresh(self) -> None:
         """Read the state that decides on free devices; on a machine without devices, nothing but the machine, once. Raises BusError."""
@@ -51,8 +57,11 @@ class EngineDevices:
             return
         if not self._with_ranks:
             self._config = await self._config_of_run()
-        rows = await self._view.alive("engine") + ([] if self._with_ranks else await self._view.alive("learner"))
-        self._elsewhere = {row.id: row.capabilities.devices for row in rows if row.id not in self._held}
+        if self._config is not None and not self._size.tensors:
+            self._size = await to_thread(size_here, self._config)
+        engines = await self._view.alive("engine")
+        self._elsewhere = {row.id: row.capabilities.devices for row in engines if row.id not in self._held}
+        self._learners = [] if self._with_ranks else await self._view.alive("learner")
 
     async def _config_of_run(self) -> RunConfig | None:
         """Return the run's configuration with the changes made here; its ``engine.devices`` are those of another machine."""
@@ -76,9 +85,13 @@ class EngineDevices:
             return {}
         if self._config is None:
             raise AWAITED
-        want = want_of(self._config, self._node, learner=self._with_ranks, engines=1)
-        taken = {uuid for held in (*self._elsewhere.values(), *self._held.values()) for uuid in held}
-        place = engine_place([self._node], want, taken=taken)
+        want = want_of(self._config, self._node, learner=self._with_ranks, engines=1, size=self._size)
+        others = Others(
+            engines=(*self._elsewhere.values(), *self._held.values()),
+            ranks=tuple(uuid for row in self._learners for uuid in row.capabilities.devices),
+            learner_is_here=any(row.host == self._node.host for row in self._learners),
+        )
+        place = engine_place([self._node], want, others=others)
         self._held[name] = place.uuids
         return engine_variables(self._node, place)
 

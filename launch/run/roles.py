@@ -160,6 +160,8 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
         model = await model_here(config, bus_url, id, fetched.path / "model", draining)
         if model is None:
             return
+        if model != Path(config.model.path):  # its size was not known before
+            await asyncio.to_thread(refuse_small_devices, config, model)
         places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=held)
         limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
         with importing():
@@ -173,11 +175,12 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
     """
     from actors.serving.engine_process import HeldDevices
+    from launch.checks.model import size_here
     from launch.devices.visible import VARIABLE, this_node
     from launch.devices.wanted import nccl_of_engine, own_place, refuse_expandable_engine
 
     engine, node = config.engine, this_node(os.environ)
-    place = own_place(node, config)
+    place = own_place(node, config, size_here(config))
     if engine.colocated and place.uuids:
         refuse_expandable_engine(engine, os.environ)
     if node.devices:
@@ -191,6 +194,15 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
     held = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
     return engine, held
+
+
+def refuse_small_devices(config: RunConfig, model: Path) -> None:
+    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
+    from launch.checks.model import size_here
+    from launch.devices.visible import this_node
+    from launch.devices.wanted import own_place
+
+    own_place(this_node(os.environ), config, size_here(config, model))
 
 
 async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:

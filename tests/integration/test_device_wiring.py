@@ -6,11 +6,14 @@ The children are real interpreters with the real command line, and end as soon a
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +21,9 @@ from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.wire.messages import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
-from tests.check_kit import write_run
+from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
+from tests.gpu_kit import row as gpu_row
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = """
@@ -191,6 +195,46 @@ async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: Emb
                 await asyncio.to_thread(process.wait, 60)
     assert "engine-h-2 not started: engine: want 1 free device(s), got none free of 3 visible (0, 1, 2)" in reason
     assert {name: machine.devices_of(name) for name in machine.children()} == {"engine-h-0": own(1), "engine-h-1": own(2)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "learner_host", "why"),
+    [
+        ({}, "elsewhere", r"engine-h-0 not started: memory of device 0: want 0\.0 GB \(0\.0 GB for 1 engine\(s\); .*95% of it"),
+        ({"weights": {"bucket_bytes": 1 << 60}}, "", r"not started: /dev/shm: want .* GB free for the largest bucket of 1 SGLang server"),
+        ({"weights": {"bucket_bytes": 1 << 60}}, "elsewhere", ""),
+    ],
+    ids=["device", "shared memory", "shared memory of another machine"],
+)
+async def test_a_host_starts_no_engine_without_memory(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path, settings: dict[str, Any], learner_host: str, why: str
+) -> None:
+    """On its device for the run's model; or in /dev/shm, if the learner is on the same machine by its live row."""
+    machine = Machine(tmp_path, 1)
+    small = "" if settings else "16 MiB"
+    if small:
+        fake_nvidia_smi(tmp_path / "bin", script=f"echo '{gpu_row(0, memory=small)}'")
+    model = {"path": str(write_model(tmp_path / "model", vocab_size=200_000))}
+    settings = {**settings, "weights": {"transport": "handles", **settings.get("weights", {})}}
+    async with open_bus() as bus:
+        await bus.rows("run").put("config", {"engine": {"kind": "sglang"} if not small else {}, "model": model, **settings})
+        row = LiveRow(role="learner", id="learner", host=learner_host or socket.gethostname(), pid=1, phase="working")
+        async with HeartbeatPublisher(bus, row) as heartbeat:
+            heartbeat.update()
+            await heartbeat.stored()
+            words = ["host", "--bus", nats_server.url, "--run", bus.run, "--name", "h", "--dir", str(tmp_path / "h"), "engines=1"]
+            process = machine.start(*words)
+            try:
+                found = ""
+                while not machine.children() and "not started" not in found:
+                    assert process.poll() is None, machine.log
+                    found = " ".join([row.waits_for for row in await LiveView(bus).alive("host")])
+                    await asyncio.sleep(0.05)
+                assert re.search(why, found), found
+            finally:
+                process.terminate()
+                await asyncio.to_thread(process.wait, 60)
+    assert machine.children() == ([] if why else ["engine-h-0"])
 
 
 async def _row(view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]) -> LiveRow:

@@ -1,5 +1,6 @@
 """From settings to the wants of a placement, and from places to the environment of processes; the check before a start shows both."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from actors.config import EngineConfig, SglangConfig
 from bus.wire.messages import Capabilities
 from launch.checks.devices import PLACEMENT
 from launch.checks.findings import Report
+from launch.checks.model import size_here
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.devices import nccl, wanted
@@ -25,12 +29,13 @@ from launch.devices.visible import this_node
 from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
 from launch.run import learner_nodes
 from launch.run.learner_roles import place_ranks
-from launch.run.roles import take_devices
+from launch.run.roles import refuse_small_devices, take_devices
 from launch.settings.config_loader import SettingsError, load
-from launch.settings.run_config import RunConfig
+from launch.settings.run_config import ModelConfig, RunConfig
 from learner.settings.config import LearnerConfig
-from tests.check_kit import write_run
-from tests.gpu_kit import environment, fake_nvidia_smi, uuid_of
+from tests.check_kit import VALUES, write_model, write_run
+from tests.gpu_kit import environment, fake_nvidia_smi, row, uuid_of
+from tests.tiny_models import EXPERTS
 from weightstore.config import WeightsConfig
 
 GB = 1_000_000_000
@@ -204,6 +209,23 @@ def test_an_engine_hides_all_devices_but_its_own(four: Node, monkeypatch: pytest
     assert take_devices(RunConfig()) == (EngineConfig(), held)
 
 
+def test_an_engine_without_the_memory_for_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by hand: with the model here, and when it has come from the learner."""
+    model = write_model(tmp_path / "model", vocab_size=200_000)
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "bin", script=f"echo '{row(0, memory='16 MiB')}'"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored after the test
+    config = RunConfig(model=ModelConfig(path=str(model)))
+    why = r"memory of device 0: want 0.0 GB \(0.0 GB for 1 engine\(s\); .* got 0.0 GB, 95% of it"
+    with pytest.raises(Refused, match=why):
+        take_devices(config)
+    elsewhere = RunConfig(model=ModelConfig(path="/not/here"))
+    take_devices(elsewhere)
+    with pytest.raises(Refused, match=why):
+        refuse_small_devices(elsewhere, model)
+    (model / "model.safetensors").write_bytes(b"broken")
+    take_devices(config)
+
+
 def test_an_sglang_server_counts_from_its_first_device_where_it_sees_all(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(device.uuid for device in four.devices))
     given = replace(sglang(tp_size=2), devices=(uuid_of(2), uuid_of(3)))
@@ -273,6 +295,52 @@ def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_
     assert error.startswith("--set: learner.offload_optimizer: want 0.0 GB of the machine's memory")
     assert "Adam: two moments" in error and "for checkpoints, at most" in error
     assert error.endswith("use a larger machine or learner.offload_optimizer: false or learner.checkpoint.background: false")
+
+
+def test_the_check_names_devices_whose_memory_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "bin", script=f"echo '{row(0, memory='[N/A]')}'"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "memory of device 0 not checked: nvidia-smi does not report it" in checked(tmp_path).on(PLACEMENT)
+
+
+def write_deepseek(directory: Path) -> None:
+    """Write a DeepSeek-V3 of some tensors in the place of another model."""
+    values = {**VALUES, **EXPERTS["deepseek_v3"], "model_type": "deepseek_v3", "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps(values))
+    expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    shapes = {
+        "model.embed_tokens.weight": (128, 16),
+        "lm_head.weight": (128, 16),
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (24, 16),
+        "model.layers.0.self_attn.kv_b_proj.weight": (112, 16),
+        **{expert.format(number): (4000, 16) for number in range(8)},
+    }
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, directory / "model.safetensors")
+
+
+def test_a_family_of_sglang_alone_has_its_memory_checked_by_its_tensors(
+    four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3: on the devices, outside them, and in the table, which says what is missing there."""
+    file = write_run(tmp_path)
+    write_deepseek(tmp_path / "model")
+    settings = ("engine.kind=sglang", "engine.sglang.arguments={tp_size: 2}", "learner.pipeline_parallel=1")
+    report = check(load(file, settings), Purpose())
+    assert not report.errors, report.errors
+    (fits,) = report.on("host memory")
+    assert "needed for what 1 rank(s) keep outside their devices" in fits
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    (error,) = [finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "host memory"]
+    assert "copy of weights and Adam's state, for checkpoints" in error
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["config", str(file), *words, "--memory"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rank weights" in shown and "rank Adam: two moments and main" in shown and "activations kept" not in shown
+    assert "Nor counted for this family: activations, logits, and what its engine needs." in shown
+    size = size_here(load(file, settings).config)
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "small", script='for i in 0 1 2 3; do echo "$i, GPU-$i, 1 MiB, Disabled"; done'))
+    errors = [finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "devices"]
+    assert size.parameters * 18 > 1 << 20 and errors[0].startswith("memory of device 0: want 0.0 GB")
 
 
 def test_a_copy_for_checkpoints_that_finds_no_memory_names_its_own_setting(

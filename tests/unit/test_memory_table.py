@@ -82,6 +82,35 @@ def test_the_copies_for_pushes_are_divided_among_the_ranks_that_send(settings: t
     assert rows(*settings)[COPIES].bytes == 2 * 2 * (layers * layer + ends * end + norm)
 
 
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ((), 1),
+        (("up.engines=8",), 8),
+        (("up.engines=8", "weights.group='3'"), 3),
+        (("up.engines=8", "weights.group=all"), 1),
+        (("weights.backend=nccl", "up.engines=2"), 2),
+        (("weights.backend=gloo",), 0),
+        (("weights.transport=handles",), 0),
+        (("learner.colocated=true",), 0),
+    ],
+)
+def test_processes_that_send_over_nccl_have_a_context_and_two_buckets(settings: tuple[str, ...], groups: int) -> None:
+    """A bucket has one tensor at least: the embedding of Qwen3-8B has 1.2 GB, a bucket 0.256."""
+    found = [row for (_, part), row in rows(*settings).items() if part.startswith("processes")]
+    each = 500_000_000 + 2 * 2 * SHAPE.vocab_size * SHAPE.hidden
+    assert [(row.process, row.bytes, row.on_host) for row in found] == [(SENDER, groups * each, False)] * bool(groups)
+    assert not any(part.startswith("processes") for _, part in rows(*settings, cuda=False))
+
+
+def test_the_placement_counts_processes_that_send_over_nccl() -> None:
+    config = load([], ("learner.dtype=bfloat16", "weights.group='4'")).config
+    node = Node(devices=(Device(index=0, uuid="GPU-0"),))
+    small = ModelSize({"model.layers.0.mlp.up_proj.weight": (1000, 1000)})
+    want = want_of(config, node, learner=True, engines=9, size=small)
+    assert (want.memory_group, want.engines_together) == (500_000_000 + 2 * 256_000_000, 4)
+
+
 def test_a_critic_is_one_more_model_with_a_value_head() -> None:
     ppo = "learner.algorithm.advantage=gae"
     one, both = rows("learner.tensor_parallel=2"), rows("learner.tensor_parallel=2", ppo)

@@ -12,7 +12,7 @@ from bus import exit_codes
 from launch.devices.errors import Refused
 from launch.devices.fitness import USABLE, senders
 from launch.devices.placement import engine_place, place
-from launch.devices.shapes import Device, Node, Placed, RankPlace, Want, described
+from launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000
 
@@ -74,6 +74,27 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "0",
         "0",
         "handles",
+    ),
+    "engines in one group over NCCL": (
+        [node(4)],
+        {"ranks": 1, "engines": 3, **KNOWN, "memory_rank": 74 * GB, "memory_group": 2 * GB, "engines_together": 1 << 30},
+        "0",
+        "1 2 3",
+        "nccl",
+    ),
+    "no groups over gloo": (
+        [node(4)],
+        {"ranks": 1, "engines": 3, **KNOWN, "backend": "gloo", "memory_rank": 76 * GB, "memory_group": GB},
+        "0",
+        "1 2 3",
+        "gloo",
+    ),
+    "no process for groups over NCCL where the backend may be gloo and engines are elsewhere": (
+        [node(1)],
+        {"ranks": 1, "memory_rank": 76 * GB, "memory_group": GB},
+        "0",
+        "",
+        "",
     ),
     "one GPU, colocated SGLang": ([node(1)], {"ranks": 1, "engines": 1, **SGLANG, "colocated": True}, "0", "0", "handles"),
     "one GPU, colocated, both nearly full": (
@@ -256,6 +277,21 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
         {"ranks": 2, "memory_rank": 50 * GB, "memory_sender": 30 * GB},
         r"memory of device 0: want 80.0",
     ),
+    "groups over NCCL beyond the device of the rank that sends": (
+        [node(4)],
+        {"ranks": 1, "engines": 3, **KNOWN, "memory_rank": 74 * GB, "memory_group": GB},
+        r"memory of device 0: want 77.0 GB \(77.0 GB for the learner, 3.0 GB of it for 3 group\(s\) over NCCL; activations",
+    ),
+    "groups over NCCL of one rank of a stage": (
+        [node(5)],
+        {"ranks": 4, "tp": 2, "pp": 2, "senders": 1, "engines": 1, **KNOWN, "memory_rank": 75 * GB, "memory_group": 2 * GB},
+        r"memory of device 0: want 77.0 GB",
+    ),
+    "a group over NCCL with engines of other hosts": (
+        [node(1)],
+        {"ranks": 1, "backend": "nccl", "memory_rank": 75 * GB, "memory_group": 2 * GB},
+        r"memory of device 0: want 77.0 GB .*2.0 GB of it for 1 group\(s\)",
+    ),
     "an engine beyond its device": ([node(2)], {"engines": 2, "memory_engine": 77 * GB}, r"memory of device 0: want 77.0 GB"),
     "SGLang's share and the learner": (
         [node(1)],
@@ -400,6 +436,8 @@ def test_one_more_engine_beside_the_learner_needs_room_in_shared_memory() -> Non
     small = node(4, shm_bytes=64_000_000)
     with pytest.raises(Refused, match=r"/dev/shm: want 1.0 GB free .* of 1 SGLang server"):
         engine_place([small], Want(ranks=1, engines=1, **handles))
+    with pytest.raises(Refused, match=r"/dev/shm: want 2.0 GB free .* of 2 SGLang server"):
+        engine_place([small], Want(engines=1, **handles), others=Others(engines=(("0-1",), ("7-7",)), learner_is_here=True))
     elsewhere, by_broadcast = Want(ranks=0, engines=1, **handles), Want(ranks=1, engines=1, **{**handles, "transport": "broadcast"})
     assert engine_place([small], elsewhere).uuids and engine_place([small], by_broadcast).uuids
     assert engine_place([node(4, shm_bytes=2 * GB)], Want(ranks=1, engines=1, **handles)).uuids
@@ -407,11 +445,31 @@ def test_one_more_engine_beside_the_learner_needs_room_in_shared_memory() -> Non
 
 def test_one_more_engine_gets_a_block_that_no_other_has() -> None:
     want = Want(ranks=2, devices_per_engine=2)
-    assert engine_place([node(8)], want, taken=()).uuids == ("0-2", "0-3")
-    assert engine_place([node(8)], want, taken=("0-3", "0-6")).uuids == ("0-4", "0-5")
+    assert engine_place([node(8)], want).uuids == ("0-2", "0-3")
+    assert engine_place([node(8)], want, others=Others(engines=(("0-3",), ("0-6",)))).uuids == ("0-4", "0-5")
     with pytest.raises(Refused, match="got 2, 4, 6 free of 8 visible"):
-        engine_place([node(8)], want, taken=("0-3", "0-5", "0-7"))
-    assert engine_place([node(0)], want, taken=()).uuids == ()
+        engine_place([node(8)], want, others=Others(engines=(("0-3",), ("0-5",)), ranks=("0-7",)))
+    assert engine_place([node(0)], want).uuids == ()
+
+
+def test_one_more_engine_needs_memory_beside_those_that_are_there() -> None:
+    """On the only device of a machine; on devices that are not known to have any nothing is compared."""
+    one = Want(memory_rank=30 * GB, memory_engine=20 * GB)
+    assert engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("9-9",)))).uuids == ("0-0",)
+    with pytest.raises(Refused, match=r"memory of device 0: want 90.0 GB \(30.0 GB for the learner, 60.0 GB for 3 engine"):
+        engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("0-0",))))
+    with pytest.raises(Refused, match=r"memory of device 0: want 20.0 GB \(20.0 GB for 1 engine"):
+        engine_place([node(1, memory_gb=16)], one)
+    assert engine_place([node(1, memory_gb=0)], one).uuids == ("0-0",)
+
+
+def test_one_more_engine_over_nccl_needs_memory_of_the_rank_that_sends() -> None:
+    want = Want(ranks=1, memory_rank=74 * GB, memory_group=GB, **KNOWN)
+    running = Others(engines=(("0-1",),))
+    assert engine_place([node(4)], want, others=running).uuids == ("0-2",)
+    with pytest.raises(Refused, match=r"memory of device 0: want 77.0 GB .* 3.0 GB of it for 3 group"):
+        engine_place([node(4)], want, others=replace(running, engines=(("0-1",), ("1-0",))))
+    assert engine_place([node(4)], replace(want, nccl_engine="2.30.1"), others=replace(running, engines=(("0-1",), ("1-0",)))).uuids
 
 
 @st.composite

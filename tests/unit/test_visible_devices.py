@@ -85,6 +85,41 @@ def test_a_gpu_that_is_split_gives_its_slices(tmp_path: Path, value: str | None,
     assert found(fake_nvidia_smi(tmp_path, script=answer), value) == names
 
 
+DETAILS = f"""<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+  <gpu id="00000000:07:00.0">
+    <mig_devices>
+      <mig_device><index>0</index><fb_memory_usage><total>40448 MiB</total></fb_memory_usage></mig_device>
+      <mig_device><index>1</index><fb_memory_usage><total>N/A</total></fb_memory_usage></mig_device>
+    </mig_devices>
+    <fb_memory_usage><total>81559 MiB</total></fb_memory_usage><uuid>{uuid_of(0)}</uuid>
+  </gpu>
+  <gpu id="00000000:0F:00.0"><mig_devices>None</mig_devices><uuid>{uuid_of(1)}</uuid></gpu>
+</nvidia_smi_log>"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "sizes"),
+    [
+        (f"cat <<'END'\n{DETAILS}\nEND", [40448 << 20, 0]),
+        (f"cat <<'END'\n{DETAILS.replace(uuid_of(0), uuid_of(7))}\nEND", [0, 0]),
+        ("echo '<nvidia_smi_log><gpu>'", [0, 0]),
+        ("exit 3", [0, 0]),
+    ],
+    ids=["a size and none", "of another GPU", "cut off", "an error"],
+)
+def test_a_slice_has_the_memory_that_nvidia_smi_reports(tmp_path: Path, answer: str, sizes: list[int]) -> None:
+    """From the XML; where it has none, the memory is not known."""
+    script = f"""case "$1" in
+-L) cat <<'END'\n{LISTING}\nEND\n;;
+-q) {answer}\n;;
+*) printf '{row(0, mig="Enabled")}\\n{row(1)}\\n';;
+esac"""
+    node = this_node(environment(fake_nvidia_smi(tmp_path, script=script)))
+    assert [device.memory_bytes for device in node.devices] == [MIB << 20, *sizes]
+
+
 def test_values_that_a_gpu_does_not_have(tmp_path: Path) -> None:
     (device,) = this_node(environment(fake_nvidia_smi(tmp_path, script=f"echo '{row(0, mig='[N/A]', memory='[N/A]')}'"))).devices
     assert device.memory_bytes == 0 and device.slice == -1
