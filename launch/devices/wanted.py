@@ -142,19 +142,19 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
 
 
 def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own. None without devices.
+    """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
 
+    Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
     ``given``: the environment that it inherits. Raises Refused for an allocator in it that a colocated rank cannot have.
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(given)
-    if not node.devices:
-        return {}
+    ring = dict([RING]) if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given else {}
+    if not node.devices:  # without nvidia-smi torch may find some
+        return ring if config.learner.device == CUDA else {}
     if not place.uuids:
         return {VARIABLE: ""}
-    variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank)}
-    if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given:
-        variables |= dict([RING])
+    variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank), **ring}
     private = not config.learner.colocated and config.weights.staging != CUDA
     if private and not any(name in given for name in OWN_ALLOCATOR):
         variables[ALLOCATOR] = EXPANDABLE

@@ -135,6 +135,8 @@ def test_the_environment_of_ranks(four: Node) -> None:
     assert beside_sglang["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_NVLS_ENABLE" not in beside_sglang, "the user's own stays"
     assert "NCCL_ALGO" not in rank_variables(four, places[0], config, {"NCCL_ALGO": "Tree"})
     assert "NCCL_ALGO" not in rank_variables(four, places[0], RunConfig(), {}), "one rank sums nothing over NCCL"
+    without_program = RunConfig(learner=LearnerConfig(data_parallel=2, device="cuda"))
+    assert rank_variables(Node(), RankPlace(rank=0, node=0, local_rank=0), without_program, {}) == {"NCCL_ALGO": "Ring"}
     loose = RunConfig(learner=LearnerConfig(data_parallel=2, deterministic=False))
     assert "NCCL_ALGO" not in rank_variables(four, places[0], loose, {})
     on_cpu = RankPlace(rank=0, node=0, local_rank=0)
