@@ -201,6 +201,16 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
         part=f"logits of {tokens:,} tokens, at once",
         bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype, fused=cuda and learner.fused_log_probs != "never"),
     )
+    if _overlapped(learner, cuda=cuda) and not (shape.tied and learner.pipeline_parallel == 1):
+        weight = shape.vocab_size // split * shape.hidden * ITEM_BYTES[dtype]
+        yield Row(process="rank", part="gradient of the output weight, without values, for the overlapped reduction", bytes=weight)
+
+
+def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
+    """Return whether gradients are reduced during the backward pass (``learner/layout/parallel.py``, ``choose_replicas``)."""
+    auto = cuda and learner.virtual_pipeline == 1
+    several = learner.data_parallel * learner.context_parallel > 1
+    return several and {"auto": auto, "always": True}.get(learner.overlap_grad_reduce, False)
 
 
 @dataclass(frozen=True, slots=True)

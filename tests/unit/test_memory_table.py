@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -134,6 +135,21 @@ def test_replicas_divide_the_optimizer_and_nothing_else() -> None:
     for part in ("weights", "gradients"):
         assert eight["rank", part].bytes == one["rank", part].bytes
     assert rows("learner.distributed_optimizer=true") == rows(), "one replica has all"
+
+
+def test_an_overlapped_reduction_needs_a_gradient_in_the_output_weights_place() -> None:
+    """Its weight is not the embedding's on its stage, and its gradient is added where it is summed (``logprobs.py``)."""
+    part, two = ("rank", "gradient of the output weight"), "learner.data_parallel=2"
+    assert rows(two)[part].bytes == 151_936 * 4096 * 2
+    assert rows("learner.context_parallel=2", "learner.tensor_parallel=2")[part].bytes == 151_936 // 2 * 4096 * 2
+    assert part in rows(two, "learner.overlap_grad_reduce=always", cuda=False)
+    for settings in ((), (two, "learner.overlap_grad_reduce=never"), (two, "learner.pipeline_parallel=2", "learner.virtual_pipeline=2")):
+        assert part not in rows(*settings)
+    assert part not in rows(two, cuda=False)
+    tied = replace(SHAPE, tied=True)
+    for stages, found in ((1, False), (2, True)):
+        config = load([], (two, "learner.dtype=bfloat16", f"learner.pipeline_parallel={stages}")).config
+        assert any(row.part.startswith(part[1]) for row in memory_rows(tied, config, cuda=True)) is found
 
 
 def test_an_offloaded_optimizer_is_on_the_host_but_for_a_block() -> None:
