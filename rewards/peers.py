@@ -1,0 +1,180 @@
+"""Reward functions written for slime, verl and TRL, as they are: ``slime:MODULE:NAME``, ``verl:MODULE:NAME``, ``trl:MODULE:NAME``.
+
+    RewardRequest -> the arguments of the system -> its function -> a number, or named numbers
+
+Their modules may also be written with a dot (``verl:my_rewards.compute_score``), as those systems name them. An async function is awaited.
+"""
+
+import asyncio
+import enum
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from bus.system.foreign import described, errors_as
+from bus.wire.messages import Status
+from rewards.errors import RewardFailed, RewardNotImported, UnknownReward
+from rewards.port import Parts, RewardRequest
+
+Call = tuple[tuple[object, ...], dict[str, object]]
+"""Positional arguments, and named ones."""
+
+
+class SampleStatus(enum.Enum):
+    """The names and values of slime's ``Sample.Status`` that a finished response can have."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+
+
+class SlimeArgs(SimpleNamespace):
+    """The options of the reward, in the place of slime's command-line arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"args.{name}: there are only the options of the reward; want it in reward_options")
+
+
+def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
+    """Return the arguments of ``--custom-rm-path``: ``(args, sample)``. Source: slime at 624b824a8, ``slime/rollout/rm_hub``."""
+    sample = SimpleNamespace(
+        prompt=request.prompt,
+        response=request.response,
+        response_length=request.response_length,
+        tokens=request.tokens.tolist(),
+        label=request.label,
+        status=SampleStatus.TRUNCATED if request.status is Status.TRUNCATED else SampleStatus.COMPLETED,
+        metadata=dict(request.metadata),
+        reward=None,
+        index=None,
+        group_index=None,
+        train_metadata=None,
+        remove_sample=False,
+    )
+    return (SlimeArgs(**options), sample), {}
+
+
+def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
+    """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
+
+    ``data_source`` is that of the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
+    """
+    extra = dict(request.metadata)
+    named = {"solution_str": request.response, "ground_truth": request.label, "extra_info": extra}
+    return (), {"data_source": extra.get("data_source", ""), **named, **options}
+
+
+def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
+    """Return the arguments of ``reward_funcs``: ``(prompts, completions, **columns)``, lists of one element each.
+
+    Columns are the metadata, and the label under the option ``label_column`` (default ``label``). With messages as the prompt the
+    completion is a message, too. Source: documentation of TRL 1.12, "Reward Functions".
+    """
+    conversational = not isinstance(request.prompt, str)
+    completion: object = [{"role": "assistant", "content": request.response}] if conversational else request.response
+    others = {name: value for name, value in options.items() if name != "label_column"}
+    columns = {**request.metadata, str(options.get("label_column", "label")): request.label}
+    named = {"prompts": request.prompt, "completions": completion, "completion_ids": request.tokens[-request.response_length :].tolist()}
+    return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **others}
+
+
+SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {"slime": _slime, "verl": _verl, "trl": _trl}
+"""Systems by the first word of a name, and the arguments of their functions."""
+SIGNATURES: Mapping[tuple[str, ...], str] = {
+    ("args", "sample"): "slime",
+    ("args", "samples"): "slime",
+    ("data_source", "solution_str"): "verl",
+    ("prompts", "completions"): "trl",
+    ("completions",): "trl",
+}
+"""First parameters by which a function of a system is known."""
+
+
+class PeerReward:
+    """One function of another system, with its options."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        """``name``: SYSTEM:MODULE:NAME. Raises UnknownReward, RewardNotImported."""
+        self._name, self._options = name, options
+        system, _, path = name.partition(":")
+        self._arguments, self._function = SYSTEMS[system], _found(name, path)
+        self._in_list = system == "trl"
+
+    def __call__(self, request: RewardRequest) -> Parts:
+        """Call the function. Raises RewardFailed for a result that is no reward."""
+        positional, named = self._arguments(request, self._options)
+        return self._reward(self._function(*positional, **named))
+
+    @property
+    def is_async(self) -> bool:
+        """True if the function is a coroutine function, or its instances are called as one."""
+        return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
+
+    def _reward(self, result: object) -> Parts:
+        if self._in_list:
+            if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
+                raise RewardFailed(self._name, f"want a list with one reward, got {result!r}"[:300])
+            result = result[0]
+        if not isinstance(result, Mapping):
+            return result  # type: ignore[return-value]  # the caller checks it
+        found = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
+        if "score" not in found:
+            raise RewardFailed(self._name, f"want a number, or a map with a number under score, got {result!r}"[:300])
+        return found
+
+
+class AsyncPeerReward(PeerReward):
+    """One async function of another system."""
+
+    async def __call__(self, request: RewardRequest) -> Parts:  # type: ignore[override]
+        """Await the function. Raises RewardFailed for a result that is no reward."""
+        positional, named = self._arguments(request, self._options)
+        return self._reward(await asyncio.ensure_future(self._function(*positional, **named)))
+
+
+def is_peers(name: str) -> bool:
+    """Return whether a name is that of a function of another system."""
+    system, _, path = name.partition(":")
+    return system in SYSTEMS and (":" in path or "." in path)
+
+
+def peer_reward(name: str, options: Mapping[str, object]) -> PeerReward:
+    """Return the reward of such a name. Raises UnknownReward, RewardNotImported."""
+    made = PeerReward(name, options)
+    return AsyncPeerReward(name, options) if made.is_async else made
+
+
+def system_of(function: Callable[..., object]) -> str:
+    """Return the system whose rewards have this signature; empty for any other."""
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of some functions in C
+        return ""
+    return next((system for known, system in SIGNATURES.items() if names[: len(known)] == known), "")
+
+
+def _number(value: object) -> float | None:
+    """Return a number, or a tensor with one, as a float; None for anything else: texts say how it was found."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _found(name: str, path: str) -> Callable[..., Any]:
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        module_name, _, attribute = path.rpartition(".")
+    try:
+        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {described(error)}", "reward"), but=(ImportError,)):
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownReward(name, f"cannot import {module_name}: {error}") from error
+    function: Any = getattr(module, attribute, None)
+    if not callable(function):
+        raise UnknownReward(name, f"{module_name} has no function {attribute!r}")
+    found: Callable[..., Any] = function
+    return found
