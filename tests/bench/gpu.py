@@ -1,4 +1,4 @@
-"""The learner's step, pushes and the built-in engine on one device: TFLOP/s, MFU, peak memory, GB/s, tokens/s; as JSON.
+"""The learner's step, pushes, the built-in engine and the whole loop on one device: TFLOP/s, MFU, peak memory, GB/s, tokens/s; as JSON.
 
 ``python -m tests.bench gpu --out gpu.json`` measures the shape of Qwen3-1.7B with random weights, written here; ``--tiny`` shows on a CPU
 that everything runs. The step of transformers (bfloat16 weights and Adam, the same tokens, one sequence a row) is taken in the same run.
@@ -46,7 +46,7 @@ SHAPES = {
 }
 """Sizes of their configurations; the larger one's output layer is not that of its embedding, but here it is."""
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
-PARTS = ("steps", "pushes", "responses")
+PARTS = ("steps", "pushes", "responses", "whole-run")
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "handles-cuda": {"transport": "handles", "staging": "cuda"},
     "handles-host": {"transport": "handles"},
@@ -384,6 +384,36 @@ def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse
 # -- all of it --------------------------------------------------------------------------------------------------------------
 
 
+# -- the whole loop ---------------------------------------------------------------------------------------------------------
+
+
+def measure_loop(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds, waits, pushes and tokens/s of the steps of `tidemill up`, after the first two, with the engine on the same device."""
+    run = directory.parent / "loop"
+    prompts = directory.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number} and more", "label": "0"}) + "\n" for number in range(256)))
+    settings = {
+        "directory": str(run),
+        "model": {"path": str(directory)},
+        "data": {"path": str(prompts)},
+        "sampling": {"max_new_tokens": args.new_tokens},
+        "learner": {"steps": 2 + args.rounds, "groups_per_step": 4 if args.tiny else 16, "group_size": 4 if args.tiny else 8},
+        "engine": {"max_running": max(args.rows)},
+        "actor": {"reward": "exact", "max_samples_in_flight": max(args.rows)},
+        "weights": {"transport": "handles"},
+    }
+    settings["learner"] |= {"deterministic": args.torch_device.type == "cpu", "optimizer": {"lr": 1e-6}, "checkpoint_every": 1000}
+    config = directory.parent / "loop.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    ended = subprocess.run([sys.executable, "-m", "launch", "up", str(config), "--fresh"], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"the run ended with {ended.returncode}: {ended.stdout[-2000:]} {ended.stderr[-2000:]}")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][2:]
+    names = ("train/step_seconds", "train/wait_seconds", "train/tokens_per_second", "train/mfu", "push/seconds", "push/prepare_seconds")
+    return {name: statistics.median(step[name] for step in steps) for name in names if all(name in step for step in steps)}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -437,6 +467,7 @@ def main() -> None:
             "steps": lambda: measure_steps(directory, shape, args),
             "pushes": lambda: measure_pushes(directory, args),
             "responses": lambda: asyncio.run(measure_engine(directory, shape["vocab"], args)),
+            "whole-run": lambda: measure_loop(directory, args),
         }
         for part in args.parts:
             found[part] = parts[part]()
