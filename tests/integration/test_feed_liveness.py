@@ -26,9 +26,9 @@ WITHIN_S = 60.0
 
 
 @asynccontextmanager
-async def serving(silence_s: float = 0.0) -> AsyncIterator[FeedServer]:
+async def serving(silence_s: float = 0.0, host: str = "127.0.0.1") -> AsyncIterator[FeedServer]:
     keys = replace(KEYS, others_public=(SECOND.ranks_public,))
-    server = FeedServer("tcp://127.0.0.1:*", keys=keys, world_size=2, data_parallel=2, rank_silence_s=silence_s)
+    server = FeedServer(f"tcp://{host}:*", keys=keys, world_size=2, data_parallel=2, rank_silence_s=silence_s)
     running = asyncio.create_task(server.run())
     try:
         await server.start(START)
@@ -70,10 +70,11 @@ async def test_a_rank_that_sends_no_heartbeat_ends_the_feeder() -> None:
                         await asyncio.sleep(0.05)
 
 
-async def test_a_rank_in_a_collective_lives_by_its_heartbeats() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None:
     """The main connection is silent; the heartbeats go on, and are answered. Each end counts its silence from the last of them."""
     silent: queue.Queue[str] = queue.Queue()
-    async with serving(silence_s=WITHIN_S) as server:
+    async with serving(silence_s=WITHIN_S, host=host) as server:
         with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as client:
             await asyncio.to_thread(client.hello)
             with Heartbeats(server.url, keys=KEYS, rank=0, silence_s=WITHIN_S, on_silence=silent.put) as heartbeats:
