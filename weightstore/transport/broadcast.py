@@ -6,7 +6,9 @@ Every operation has a deadline and cannot be interrupted before it. All calls bl
 
 NCCL has no deadline of its own: it creates its communicator inside the first broadcast, where it waits without end for a dead peer, and
 an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline, on a stream of its own: the default one
-has other work before it. The learner's end over NCCL is in a process of its own (``sender_process``). Not tried on GPUs yet.
+has other work before it. The learner's end over NCCL is in a process of its own (``sender_process``).
+
+Pushes over gloo have run from a GPU; over NCCL groups of one alone, as a second member needs a second GPU.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The two buffers of ``weightstore.transport.slots`` on a GPU: copies on a stream of their own, events before the broadcast.
 
-Neither stream waits for the default one, on which the trainer queues its kernels. Not tried on GPUs yet.
+Neither stream waits for the default one, on which the trainer queues its kernels. Has run on one GPU, in a group of one (docs/gpu.md).
 """
 
 import torch
