@@ -97,11 +97,11 @@ test-frozen: setup
 
 # Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
-# every machine and longer cuts, and prints the times to the next step.
+# every machine in every trouble, and prints the times to the next step (docs/machines.md has a table of what runs where).
 test-net: setup
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) $(BESIDE)
 
-ON_MACHINES := tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/test_ipv6.py
+ON_MACHINES := tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/test_learner_nodes_lost.py tests/net/test_ipv6.py
 
 test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net

@@ -46,6 +46,7 @@ LIMIT_S = {"unit": 120.0}
 FIRST = (
     "net/test_run.py",
     "net/test_learner_nodes.py",
+    "net/test_learner_nodes_lost.py",
     "chaos/test_weightstore_cohorts.py",
     "integration/test_megatron_layouts.py",
     "env/test_verifiers_tasksets.py",

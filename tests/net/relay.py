@@ -46,7 +46,8 @@ async def serve(listen: tuple[str, int], target: tuple[str, int], delay_s: float
     """Relay every connection until cancelled."""
 
     async def relay(reader: StreamReader, writer: StreamWriter) -> None:
-        """Relay one connection to its end."""
+        """Relay one connection to its end, and print where it comes from."""
+        print(f"from {writer.get_extra_info('peername')[0]}", flush=True)
         try:
             from_target, to_target = await asyncio.open_connection(*target)
         except OSError:

@@ -1,12 +1,13 @@
 """A run on several machines of a lab, started as in docs/operating.md, with a desk from which the test looks at it.
 
-desk    the test        node    tidemill learner
+desk    the test        node    tidemill learner (with node1: a learner of two nodes)
 bus     tidemill bus    gpu     tidemill host engines=1
 router  tidemill router      act0, act1   tidemill host actors=1
 """
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -22,6 +23,8 @@ from tests.whole.prepared import ROOT, put_prepared
 PORT = 4222
 SITE = ("bus", "node", "gpu", "act0", "act1", "router")
 """The machines of a run, in the order in which they are started."""
+NODES = ("node", "node1")
+"""The learner's machines, by node rank."""
 NO_END = 1_000_000
 """Steps of a run that the test ends."""
 
@@ -30,12 +33,11 @@ class Site:
     """One run. ``start`` its machines; ``end_all_but_bus`` and ``audited`` at the end."""
 
     def __init__(self, lab: Lab, config: Path, *settings: str, run: str, machines: Sequence[str] = SITE) -> None:
-        """With ``node1`` among the machines the learner has two nodes, which share the run's directory."""
+        """With ``node1`` among the machines the learner has two nodes, each with the run's directory on a disk of its own."""
         self.lab, self.config, self.run, self.names = lab, config, run, tuple(machines)
-        self._shared = "node1" in machines
-        where = lab.directory / "shared" if self._shared else lab.disk / "run"
-        store = ("learner.checkpoint.store=shared",) if self._shared else ()
-        self._settings = [word for setting in (f"directory={where}", *store, *settings) for word in ("--set", setting)]
+        self.nodes = tuple(name for name in NODES if name in machines)
+        self._given = settings
+        self._giventings = [word for setting in (f"directory={lab.disk / 'run'}", *settings) for word in ("--set", setting)]
         self.started: dict[str, Started] = {}
 
     @property
@@ -45,24 +47,41 @@ class Site:
 
     @property
     def directory(self) -> Path:
-        """Directory of the run as this machine sees it: on the learner's disk, or shared."""
-        return self.lab.directory / "shared" if self._shared else self.lab["node"].disk / "run"
+        """Directory of the run on the disk of the first node, as this machine sees it."""
+        return self.on_disk("node")
+
+    def on_disk(self, name: str) -> Path:
+        """Return the directory of the run on a machine's disk, as this machine sees it."""
+        return self.lab[name].disk / "run"
+
+    def replace_disk(self, name: str) -> None:
+        """Give a machine that is off an empty disk. A node of the learner gets model and prompts, which are copies everywhere."""
+        shutil.rmtree(self.lab[name].disk)
+        if name in self.nodes:
+            self.prepare(name)
+
+    def prepare(self, name: str) -> None:
+        """Put model and prompts on a machine's disk."""
+        put_prepared(self.config, self.on_disk(name), *self._given)
 
     def command(self, name: str) -> list[str]:
         """Return the command of a machine."""
-        configured, on_bus = ["--config", str(self.config), *self._settings], ["--bus", self.url]
-        host = ["host", *on_bus, "--dir", f"{self.lab.disk}/host", "--drain", "10"]
+        configured, on_bus = ["--config", str(self.config), *self._giventings], ["--bus", self.url]
+        host = ["host", *on_bus, "--dir", f"{self.lab.disk}/host"]
         at = [f"bus.host={self.lab['bus'].address}", f"bus.port={PORT}", "bus.insecure=true"]
         commands = {
             "bus": ["bus", *configured, *(word for setting in at for word in ("--set", setting))],
-            "node": ["learner", *configured, *on_bus, *(("--nodes", "2", "--node-rank", "0") if self._shared else ())],
-            "node1": ["learner", *configured, *on_bus, "--nodes", "2", "--node-rank", "1"],
+            **{name: ["learner", *configured, *on_bus, *self._rank(name)] for name in self.nodes},
             "gpu": [*host, "engines=1"],
             "act0": [*host, "actors=1"],
             "act1": [*host, "actors=1"],
             "router": ["router", *on_bus, "--host", "auto", "--id", "router"],
         }
         return [sys.executable, "-m", "launch", *commands[name]]
+
+    def _rank(self, name: str) -> list[str]:
+        """Return the words of the command for one of several nodes."""
+        return ["--nodes", str(len(self.nodes)), "--node-rank", str(self.nodes.index(name))] if len(self.nodes) > 1 else []
 
     def start(self, *names: str) -> None:
         """Start the processes of these machines; default: all."""
@@ -86,7 +105,7 @@ class Site:
     def end_all_but_bus(self) -> dict[str, int]:
         """Drain all machines but the bus, actors first and the engines last, which they need; return the exit codes."""
         codes: dict[str, int] = {}
-        for stage in (("act0", "act1", "router"), ("node", "node1"), ("gpu",)):
+        for stage in (("act0", "act1", "router"), NODES, ("gpu",)):
             names = [name for name in stage if name in self.started]
             for name in names:
                 self.started[name].send(signal.SIGTERM)
@@ -113,11 +132,21 @@ async def _has_streams(bus: Bus) -> bool:
 
 @contextlib.contextmanager
 def site(
-    directory: Path, config: Path, *settings: str, machines: Sequence[str] = SITE, hosts: str = "", is_ipv6: bool = False
+    directory: Path,
+    config: Path,
+    *settings: str,
+    machines: Sequence[str] = SITE,
+    spare: Sequence[str] = (),
+    hosts: str = "",
+    is_ipv6: bool = False,
 ) -> Iterator[Site]:
-    """Make the machines, their disks and a run, and put this thread into the desk's network. Nothing is started yet."""
-    with Lab(directory, "desk", *machines, hosts=hosts, is_ipv6=is_ipv6) as lab:
+    """Make the machines, their disks and a run, and put this thread into the desk's network. Nothing is started yet.
+
+    ``spare``: machines without a process of the run.
+    """
+    with Lab(directory, "desk", *machines, *spare, hosts=hosts, is_ipv6=is_ipv6) as lab:
         made = Site(lab, config, *settings, run=config.stem, machines=machines)
-        put_prepared(config, made.directory, *settings)
+        for name in made.nodes:
+            made.prepare(name)
         with lab["desk"].inside():
             yield made

@@ -38,7 +38,8 @@ async def train(run: Site) -> None:
         for row in await LiveView(bus).alive():
             where = "router" if row.role == "router" else "gpu" if row.role == "engine" else ""
             assert not where or row.address.startswith(f"http://{run.lab[where].in_url}:"), row
-    assert await asyncio.to_thread(run.started["node"].wait, 60) == 0, run.logs()
+    for node in run.nodes:
+        assert await asyncio.to_thread(run.started[node].wait, 60) == 0, run.logs()
     codes = await asyncio.to_thread(run.end_all_but_bus)
     assert set(codes.values()) == {0}, run.logs()
     accounting = await run.audited()
