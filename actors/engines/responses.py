@@ -127,6 +127,8 @@ class Responses:
         self._in_flight: dict[str, tuple[Engine, asyncio.Timeout]] = {}
         """Requests in flight by id, each with its engine and time limit."""
         self._cutting_short, self._cut_short_s = False, cut_short_s
+        self._lost: dict[str, str] = {}
+        """Engines that have answered nothing since a connection to them broke, with their processes."""
 
     async def generate(
         self,
@@ -199,9 +201,17 @@ class Responses:
             tries.avoid = name
             asked = time.monotonic()
             tries.queued_s += asked - begin
-            spent_s, begun = tries.generating_s, tries.begun
+            spent_s, begun, process = tries.generating_s, tries.begun, self._engines.process_of(name)
+            away = bool(process) and self._lost.get(name) == process
             try:
                 answer = await self._ask(name, engine, prompt, tries, accept)
+                self._lost.pop(name, None)
+            except EngineGone as error:
+                self._lost[name] = process
+                # A relay takes connections also while its engine is away: a process that has broken off a request counts once.
+                if away and tries.begun is begun:
+                    raise EngineUnavailable(name, error.reason) from error
+                raise
             finally:
                 if tries.begun is not None and tries.begun is not begun:  # a stream that broke off is continued
                     tries.generating_s = spent_s + time.monotonic() - asked

@@ -239,6 +239,10 @@ class ServerPool(Generic[Client]):
         for entry in [entry for entry in self._entries.values() if entry.client is client]:
             await entry.gone.wait()
 
+    def process_of(self, id: str) -> str:
+        """Return the identity of a server's process, as last observed; empty = not known."""
+        return next((entry.status.process for entry in self._entries.values() if entry.status.id == id), "")
+
     async def refresh(self) -> None:
         """Read the servers' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
         async with asyncio.timeout(ANSWER_S):

@@ -129,6 +129,57 @@ async def test_repeated_requests_are_bounded(name: str) -> None:
     assert (len(asked), activity.counters.requests_aborted) == (3, 3)
 
 
+GONE = EngineGone("a", "connection reset")
+
+
+async def behind_a_relay(answers: Sequence[Answer], *, retries: int) -> tuple[Any, Activity, int]:
+    """Run requests, one for each whole answer at most, on an engine with a known process. Returns the last outcome."""
+    scene = Scene({"a": answers})
+    scene.view["a"] = replace(scene.view["a"], process="p0")
+    async with running_engines(scene) as engines:
+        single, activity = turn(engines, retries=retries)
+        try:
+            result: Any = await single.made(TASK, 2, "n0")
+        except GenerationFailed as error:
+            result = error
+        return result, activity, len(scene.clients["a"].asked)
+
+
+async def test_an_engine_that_is_away_behind_a_relay_breaks_off_one_request() -> None:
+    """The relay takes each connection and closes it; nothing is answered in between."""
+    made, activity, asked = await behind_a_relay([GONE] * 6 + [generation()], retries=2)
+    assert made.status is Status.COMPLETED and asked == 7
+    assert activity.counters.requests_aborted == 1
+
+
+async def test_a_prompt_that_ends_each_process_of_its_engine_is_given_up() -> None:
+    scene = Scene({"a": ()})
+    processes = iter(range(100))
+
+    async def dies(*request: Any, **options: Any) -> Generation:
+        scene.view["a"] = replace(scene.view["a"], process=f"p{next(processes)}")  # it is started again
+        await scene.seen()
+        raise GONE
+
+    scene.view["a"] = replace(scene.view["a"], process="first")
+    async with running_engines(scene) as engines:
+        scene.clients["a"].generate = dies  # type: ignore[method-assign]
+        single, activity = turn(engines, retries=3)
+        with pytest.raises(GenerationFailed, match="3 requests broken off"):
+            await single.made(TASK, 0, "n")
+    assert activity.counters.requests_aborted == 3
+
+
+async def test_a_connection_that_breaks_behind_an_answer_counts_again() -> None:
+    scene = Scene({"a": [GONE, generation(), GONE, generation(), GONE, GONE, generation()]})
+    scene.view["a"] = replace(scene.view["a"], process="p0")
+    async with running_engines(scene) as engines:
+        single, activity = turn(engines, retries=2)
+        for index in range(3):
+            assert (await single.made(TASK, index, "n")).status is Status.COMPLETED
+    assert activity.counters.requests_aborted == 3
+
+
 async def test_the_next_attempt_goes_to_another_engine() -> None:
     scene = Scene({"a": [EngineGone("a", "reset")], "b": ()})
     async with running_engines(scene, quarantine_s=(0.0, 0.0)) as engines:
