@@ -85,6 +85,17 @@ class CheckpointCorrupt(LearnerError):
         return f"{self.directory}/{self.file}: want {self.want}, got {self.got}"
 
 
+class StoreFailed(LearnerError):
+    """The store of checkpoints cannot be reached now, or refuses a request."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where, self.reason = where, reason
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
 class CheckpointUnwritten(LearnerError):
     """A checkpoint cannot be written, as on a full disk. The next start loads the one before it."""
 

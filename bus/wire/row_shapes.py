@@ -222,13 +222,17 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
     "run": {
         subjects.EPOCH_KEY: Shape({"epoch": NATURAL}, {"by": TEXT}),
         subjects.FLOOR_KEY: Shape({"floor": NATURAL}, {}),
-        "checkpoint": Shape({"directory": TEXT, "step": NATURAL}, {"epoch": NATURAL, "chain": TEXT, "manifest": TEXT, "kept": TEXTS}),
+        "checkpoint": Shape(
+            {"directory": TEXT, "step": NATURAL},
+            {"epoch": NATURAL, "chain": TEXT, "manifest": TEXT, "kept": TEXTS, "manifests": keyed(TEXT, TEXT)},
+        ),
         subjects.BEST_KEY: Shape(
             {"step": NATURAL, "version": NATURAL, "set": TEXT, "metric": TEXT, "value": _codec("a finite number", _number)},
             {"directory": TEXT, "epoch": NATURAL},
         ),
         subjects.END_KEY: Shape({"step": NATURAL, "reason": TEXT}, {"epoch": NATURAL}),
         "holder.*": Shape({"node": NATURAL, "url": TEXT, "held": keyed(TEXT, TEXTS)}, {"host": TEXT, "trouble": TEXT}),
+        "stored.*": Shape({"node": NATURAL, "files": keyed(TEXT, TEXTS)}, {"whole": TEXTS, "host": TEXT, "trouble": TEXT}),
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
         "api_key": _SECRET,
         "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),

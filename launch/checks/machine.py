@@ -23,6 +23,7 @@ from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from launch.settings.wiring import ENGINES
 from learner.data.plans import plan_bytes
+from learner.settings.checkpoint_store import MOST_PENDING
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
@@ -203,7 +204,8 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
         return
     free = shutil.disk_usage(there).free
-    checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0)
+    pending = MOST_PENDING if config.learner.checkpoint.url else 0  # while the store does not answer
+    checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0) + pending
     models = _models_kept(config)
     kept = (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters if trains and model else 0
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0

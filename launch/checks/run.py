@@ -11,6 +11,7 @@ from launch.checks.machine import check_bus, check_engine, check_memory, check_p
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
 from launch.checks.renderer import check_renderer
+from launch.checks.store import check_store
 from launch.checks.teachers import check_teachers
 from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import Loaded
@@ -35,7 +36,10 @@ class Purpose:
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, writes nothing, loads no torch."""
+    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, loads no torch, and writes nothing.
+
+    Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services.
+    """
     config, report = loaded.config, Report(loaded.origins)
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
@@ -58,6 +62,8 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_engine(report, config, here=starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)
+    if purpose.trains:
+        check_store(report, config, reach=purpose.uses_bus)
     engines = config.up.engines if starts_workers else 0
     has_ranks = purpose.trains and not config.debug.rollout_only
     check_memory(report, config, model, engines=engines, trains=has_ranks)

@@ -25,6 +25,7 @@ BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
 ALONE = (
     *("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false"),
     *("eval.every=0", "eval.best=''", "eval.stop_after=0"),
+    *("learner.checkpoint.store=local", "learner.checkpoint.copies=2"),
 )
 """Settings of a learner without engines and actors, on a bus of its own; no reward is required of old samples."""
 

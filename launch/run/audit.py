@@ -383,12 +383,15 @@ def _largest_lag(plan: Plan) -> int:
     return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
 
 
-def read_cursor(checkpoints: Path) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint of a directory; None if there is none."""
+def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
+    """Return the cursor in the newest valid checkpoint of a directory; None if there is none.
+
+    ``stored``: a store has all files of those of which only the metadata is here.
+    """
     from learner.checkpoints import disk
     from learner.data.snapshot import read_state
 
-    path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True)
+    path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True, stored=stored)
     if path is None:
         return None
     state = read_state(disk.read_state(path))

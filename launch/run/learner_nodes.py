@@ -31,6 +31,7 @@ from launch.devices.visible import this_node
 from launch.devices.wanted import rank_variables, want_of
 from launch.run.access import auth_dir, last_key, write_keys
 from launch.run.interfaces import interface_of
+from launch.run.learner_roles import uploading
 from launch.run.learner_row import LearnerRow
 from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import to_map
@@ -42,6 +43,7 @@ from learner.nodes.errors import NodeRefused
 from learner.nodes.node_rows import NodeRow
 from learner.nodes.own_row import here
 from learner.ranks.process import Part, run_part
+from learner.settings.checkpoint_store import SHARED
 
 LONG_WAIT_S = 300.0
 """Seconds that an agent waits for a bus that is started after it."""
@@ -122,7 +124,7 @@ class NodeWork:
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place = place
-        self._is_local = config.learner.checkpoint.store == "local"
+        self._is_local = config.learner.checkpoint.store != SHARED
 
     @asynccontextmanager
     async def opened(self, bus: Bus) -> AsyncIterator[None]:
@@ -130,20 +132,16 @@ class NodeWork:
         if not self._is_local:
             yield
             return
+        kept = self._config.learner.checkpoint
         ring = Ring(
             node=self._place.rank,
             num_nodes=self._place.nodes,
-            copies=self._config.learner.checkpoint.copies,
+            copies=0 if kept.url else kept.copies,
             keep=self._config.learner.keep_checkpoints,
         )
         keeper = Keeper(bus, self._config.checkpoints, ring, reach=self._reach)
-        async with keeper.opened():
-            keeping = asyncio.create_task(keeper.run(), name="keeper")
-            try:
-                yield
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+        async with keeper.opened(), beside(keeper.run()), uploading(bus, self._config, node=self._place.rank):
+            yield
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
         """Return the number of ranks of each node. Raises NodeRefused."""

@@ -5,6 +5,8 @@ import dataclasses
 import logging
 import os
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from launch.settings.config_loader import SettingsError
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
+    from bus.streams.bus import Bus
     from bus.wire.budget import Budget
     from bus.wire.messages import Capabilities, Sampling
     from bus.wire.routed_experts import RoutedShape
@@ -43,6 +46,10 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
+    if config.learner.checkpoint.url:
+        from learner.checkpoints.keeper import clean
+
+        await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
@@ -61,6 +68,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             HeartbeatPublisher(bus, row) as heartbeat,
             beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
             beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
+            uploading(bus, config),
         ):
             await run_learner(
                 arguments,
@@ -70,6 +78,20 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
                 drain_s=config.up.drain_s,
                 variables=variables,
             )
+
+
+@asynccontextmanager
+async def uploading(bus: "Bus", config: RunConfig, *, node: int = 0) -> AsyncIterator[None]:
+    """Upload the checkpoints of a node in the background, if the run has a store for them."""
+    if not config.learner.checkpoint.url:
+        yield
+        return
+    from learner.checkpoints.object_store import ObjectStore
+    from learner.checkpoints.uploads import Uploads
+
+    store = ObjectStore(config.learner.checkpoint.url, config.run)
+    async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):
+        yield
 
 
 def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]":

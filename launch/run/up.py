@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -353,7 +354,8 @@ class Up:
 
     async def _audit(self, bus: Bus, seconds: float) -> None:
         assert self._watch is not None
-        cursor = await asyncio.to_thread(read_cursor, self._config.checkpoints)
+        stored = bool(self._config.learner.checkpoint.url)
+        cursor = await asyncio.to_thread(partial(read_cursor, self._config.checkpoints, stored=stored))
         rows = await bus.rows("weights").all()
         fields = VersionRow.__dataclass_fields__
         versions = [

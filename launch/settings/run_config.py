@@ -21,6 +21,7 @@ from learner.data.filter_settings import read_filters
 from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
+from learner.settings.checkpoint_store import masked
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT
 from rewards.part_settings import BY_ROLLOUT
@@ -419,6 +420,11 @@ def _refuse_debug(config: RunConfig) -> None:
         raise ValueError(
             "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got "
             f"{config.learner.lora.adapter!r}; merge the adapters first (tidemill convert their checkpoint), and make the result model.path"
+        )
+    if mode and config.learner.checkpoint.url:
+        got = masked(config.learner.checkpoint.url)
+        raise ValueError(
+            f"learner.checkpoint.store: want local with {mode}, whose checkpoints have no weights to come back for, got {got!r}"
         )
     if debug.rollout_only and config.learner.nodes > 1:
         raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}")

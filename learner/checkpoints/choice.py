@@ -15,11 +15,13 @@ class Lack:
 
     checkpoint: str
     missing: Mapping[str, tuple[int, ...]]
+    places: str = "no living node"
+    """The places that have none of them."""
 
     def __str__(self) -> str:
         named = [f"{name} (last seen on node {', '.join(map(str, nodes))})" for name, nodes in sorted(self.missing.items())]
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-        return f"{self.checkpoint}: no living node has {', '.join(named[:4])}{more}"
+        return f"{self.checkpoint}: {self.places} has {', '.join(named[:4])}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +32,24 @@ class Choice:
     lacks: Sequence[Lack] = field(default=())
 
 
-def choose(order: Sequence[str], files: Mapping[str, Mapping[str, FileEntry]], held: Held, seen: Held) -> Choice:
-    """Return the first checkpoint of ``order`` of which every file is on some living node.
+def choose(
+    order: Sequence[str], files: Mapping[str, Mapping[str, FileEntry]], held: Held, seen: Held, *, places: str = "no living node"
+) -> Choice:
+    """Return the first checkpoint of ``order`` of which every file is in some place of ``held``: a living node, or the store.
 
-    ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``held``: by living nodes. ``seen``: by all nodes,
-    when they were last seen, for the message; the nodes that wrote a file are named where it was never seen.
+    ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: by all nodes, when
+    they were last seen, for the message, which calls the places ``places``; the nodes that wrote a file are named where it was never seen.
     """
     lacks = []
     for name in order:
         if name not in files:
-            lacks.append(Lack(checkpoint=name, missing={"manifest.json": _nodes(name, "manifest.json", seen)}))
+            lacks.append(Lack(checkpoint=name, missing={"manifest.json": _nodes(name, "manifest.json", seen)}, places=places))
             continue
         there = {file for by_checkpoint in held.values() for file in by_checkpoint.get(name, ())}
         missing = {file: _nodes(name, file, seen) or entry.holders for file, entry in files[name].items() if file not in there}
         if not missing:
             return Choice(checkpoint=name, lacks=tuple(lacks))
-        lacks.append(Lack(checkpoint=name, missing=missing))
+        lacks.append(Lack(checkpoint=name, missing=missing, places=places))
     return Choice(checkpoint=None, lacks=tuple(lacks))
 
 

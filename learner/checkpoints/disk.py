@@ -106,13 +106,15 @@ def publish(tmp: Path) -> Path:
     return path
 
 
-def verify(path: Path, *, partly: bool = False) -> JsonObject:
+def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObject:
     """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs.
 
-    ``partly``: files that other nodes have written may be missing.
+    ``partly``: files that other nodes have written may be missing. ``stored``: all but the metadata may, which the store has.
     """
     manifest = manifests.read(path)
-    wanted = sorted((name, one) for name, one in manifest.files.items() if not (partly and _is_elsewhere(path, name, one)))
+    wanted = sorted(
+        (name, one) for name, one in manifest.files.items() if not ((partly or stored) and _is_elsewhere(path, name, one, stored=stored))
+    )
     if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
         raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -159,12 +161,14 @@ def is_spread(path: Path) -> bool:
         return False
 
 
-def latest_valid(candidates: Iterable[Path], *, partly: bool = False) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
+def latest_valid(
+    candidates: Iterable[Path], *, partly: bool = False, stored: bool = False
+) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
     """Return the first candidate that verifies (None without one), and the errors of those before it, which are also logged."""
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
-            verify(path, partly=partly)
+            verify(path, partly=partly, stored=stored)
             return path, corrupt
         except CheckpointCorrupt as error:
             corrupt[path] = error
@@ -235,8 +239,8 @@ def _has_size(file: Path, size: int) -> bool:
         return False
 
 
-def _is_elsewhere(path: Path, name: str, entry: FileEntry) -> bool:
-    return entry.holders not in ((), (0,)) and name not in METADATA and not (path / name).exists()
+def _is_elsewhere(path: Path, name: str, entry: FileEntry, *, stored: bool) -> bool:
+    return (stored or entry.holders not in ((), (0,))) and name not in METADATA and not (path / name).exists()
 
 
 def _difference(path: Path, name: str, wanted: FileEntry) -> CheckpointCorrupt | None:

@@ -1,4 +1,4 @@
-"""Copies files of a checkpoint from other nodes to this one's disk: verified, durable, in place only when they are whole. Blocking."""
+"""Copies files of a checkpoint from other nodes or the store to this disk: verified, durable, in place only when whole. Blocking."""
 
 import json
 import logging
@@ -13,13 +13,12 @@ from bus.system.files import sync
 from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest
+from learner.checkpoints.object_store import MOST_BYTES
 from learner.checkpoints.peers import PATH, CheckpointFiles, Peer, PeerClient, PeerFailed
-from learner.errors import CheckpointCorrupt
+from learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 
-_MOST_MANIFEST_BYTES = 1 << 28
-"""Largest manifest that is received: a block's digest takes 70 bytes, so this is one of 16 TB."""
 Wanted = Callable[[Mapping[str, FileEntry]], Collection[str]]
 """Selects files of a manifest."""
 
@@ -69,7 +68,7 @@ def manifest_bytes(directory: Path, client: PeerClient, *, sha256: str = "") -> 
             Manifest.parse(f"{where}: {directory.name}", data)
         except FileNotFoundError:
             failures.append(f"{where} has none")
-        except (OSError, PeerFailed, CheckpointCorrupt) as error:
+        except (OSError, PeerFailed, StoreFailed, CheckpointCorrupt) as error:
             failures.append(str(error))
         else:
             if not sha256 or manifests.digest_of(data) == sha256:
@@ -81,7 +80,7 @@ def manifest_bytes(directory: Path, client: PeerClient, *, sha256: str = "") -> 
 def held_by(client: PeerClient, peer: Peer) -> dict[str, list[str]]:
     """Return the files of every checkpoint that a node has. Raises PeerFailed, also for an answer of another shape."""
     try:
-        answer = json.loads(client.get(peer, PATH, most_bytes=_MOST_MANIFEST_BYTES))
+        answer = json.loads(client.get(peer, PATH, most_bytes=MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise PeerFailed(peer, f"want JSON from {PATH}, got {error}") from None
     held = answer.get("held") if isinstance(answer, dict) else None
@@ -101,9 +100,12 @@ def remove_leftovers(root: Path) -> None:
 def _remote_manifests(directory: Path, client: PeerClient) -> list[tuple[str, Callable[[], bytes]]]:
     def reader(peer: Peer) -> Callable[[], bytes]:
         """Return a function that requests the manifest from a node."""
-        return lambda: client.get(peer, f"{PATH}/{quote(directory.name)}/{MANIFEST}", most_bytes=_MOST_MANIFEST_BYTES)
+        return lambda: client.get(peer, f"{PATH}/{quote(directory.name)}/{MANIFEST}", most_bytes=MOST_BYTES)
 
-    return [(f"node {peer.node}", reader(peer)) for peer in client.peers]
+    found = [(f"node {peer.node}", reader(peer)) for peer in client.peers]
+    if (store := client.store) is not None:
+        found.append((f"the store ({store.url})", lambda: store.manifest(directory.name)))
+    return found
 
 
 def _aside(directory: Path) -> Path:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 ROWS = "holder"
 """Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
 CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept"}`` of the latest checkpoint."""
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept", "manifests"}`` of the latest checkpoint."""
 INTERVAL_S = 1.0
 """Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 
@@ -46,6 +46,7 @@ class Ring:
     node: int
     num_nodes: int
     copies: int
+    """0 = the store has all files, and nodes copy the metadata alone."""
     keep: int
     """Checkpoints that are kept, as ``learner.keep_checkpoints``."""
 
@@ -88,7 +89,7 @@ class Keeper:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError, BusUnavailable."""
-        await asyncio.to_thread(self._clean)
+        await asyncio.to_thread(clean, self._root)
         access = Access(self._keys)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, access)
         try:
@@ -123,7 +124,7 @@ class Keeper:
             self._client.close()
             self._client = PeerClient(peers)
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
-        latest, spared = (None, ()) if row is None else (_latest(self._root, row[0]), tuple(row[0].get("kept", ())))
+        latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
         names = {name for one in others.values() for name in one.held} | {one.path.name for one in disk.listed(self._root)}
         self._trouble = ""
         for name in kept_names(names, latest, keep=self._ring.keep, spared=spared):
@@ -145,6 +146,8 @@ class Keeper:
 
     def _wanted(self, files: Mapping[str, FileEntry]) -> Collection[str]:
         ring = self._ring
+        if not ring.copies:
+            return fetch.metadata(files)
         copied = {name for name, one in files.items() if ring.node in targets(one, num_nodes=ring.num_nodes, copies=ring.copies)}
         return copied | set(fetch.metadata(files))
 
@@ -156,20 +159,21 @@ class Keeper:
             await self._bus.rows("run").put(self._key, row)
             self._row = row
 
-    def _clean(self) -> None:
-        """Remove leftovers of an earlier process, and set damaged files aside: what is served afterwards was intact at this start."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        fetch.remove_leftovers(self._root)
-        for one in disk.listed(self._root):
-            try:
-                damaged = disk.damaged(one.path)
-            except CheckpointCorrupt as error:
-                log.error("checkpoint without a manifest is set aside: %s", error)
-                disk.set_aside(one.path)
-                continue
-            for difference in damaged:
-                log.error("checkpoint file is CORRUPT, and set aside: %s", difference)
-                disk.set_aside_file(one.path, difference.file)
+
+def clean(root: Path) -> None:
+    """Remove leftovers of an earlier process, and set damaged files aside: what is used afterwards was intact at this start."""
+    root.mkdir(parents=True, exist_ok=True)
+    fetch.remove_leftovers(root)
+    for one in disk.listed(root):
+        try:
+            damaged = disk.damaged(one.path)
+        except CheckpointCorrupt as error:
+            log.error("checkpoint without a manifest is set aside: %s", error)
+            disk.set_aside(one.path)
+            continue
+        for difference in damaged:
+            log.error("checkpoint file is CORRUPT, and set aside: %s", difference)
+            disk.set_aside_file(one.path, difference.file)
 
 
 def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()) -> list[str]:
@@ -190,7 +194,8 @@ def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, 
     return [one.path.name for one in [*newer, *mine, *before]]
 
 
-def _latest(root: Path, row: JsonMapping) -> Checkpoint | None:
+def latest_of(root: Path, row: JsonMapping) -> Checkpoint | None:
+    """Return the checkpoint that the row names, as a directory below ``root``; None for a row without its name."""
     try:
         return disk.named(root / Path(row["directory"]).name)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Files of a checkpoint from this node's disk or from other nodes, verified block by block. Blocking; knows HTTP and files, no torch.
+"""Files of a checkpoint from this node's disk, other nodes or the store, verified block by block. Blocking; knows HTTP, files, no torch.
 
 A block is taken from the local file if there is one, else from the first node that sends the right bytes: those that wrote the file
-first, then the others. A damaged or missing block is logged with file and node, and the next node is tried.
+first, then the others, then the store. A damaged or missing block is logged with file and node, and the next place is tried.
 """
 
 import http.client
@@ -15,7 +15,8 @@ from urllib.parse import quote, urlsplit
 
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import BLOCK_BYTES, FileEntry
-from learner.errors import CheckpointCorrupt
+from learner.checkpoints.object_store import ObjectStore
+from learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,10 @@ class PeerFailed(Exception):
 
 
 class PeerClient:
-    """Requests to the nodes, over a connection of each that is kept open."""
+    """Requests to the nodes, over a connection of each that is kept open; and the store, if there is one."""
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self.peers = tuple(peers)
+    def __init__(self, peers: Sequence[Peer], store: ObjectStore | None = None) -> None:
+        self.peers, self.store = tuple(peers), store
         self._connections: dict[int, http.client.HTTPConnection] = {}
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class CheckpointFiles:
         self._directory, self._files, self._client = directory, files, client
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self.fetched_bytes = 0
-        """Bytes received from other nodes."""
+        """Bytes received from other nodes, and from the store."""
 
     def open(self, name: str) -> io.BufferedReader:
         """Return a file for reading. Raises CheckpointCorrupt: at once for a name that the manifest lacks, else at a damaged block."""
@@ -140,7 +141,7 @@ class CheckpointFiles:
             except FileNotFoundError:
                 failures.append(f"{where} has no such file")
                 continue
-            except (OSError, PeerFailed) as error:
+            except (OSError, PeerFailed, StoreFailed) as error:
                 failures.append(f"{where}: {error}")
                 log.warning("checkpoint file=%s bytes=%d+%d not read from %s: %s", name, start, length, where, error)
                 continue
@@ -173,6 +174,15 @@ class CheckpointFiles:
                 return data
 
             yield f"node {peer.node}", remote
+        if (store := self._client.store) is not None:
+
+            def stored() -> bytes:
+                """Request the range from the store."""
+                data = store.read(self._directory.name, name, start, length)
+                self.fetched_bytes += len(data)
+                return data
+
+            yield f"the store ({store.url})", stored
 
 
 class CheckpointFile(io.RawIOBase):

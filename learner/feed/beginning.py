@@ -11,6 +11,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Task, VersionRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
+from learner.checkpoints.object_store import ObjectStore
 from learner.feed.copies import Copies, manifest_digest
 from learner.feed.evaluations import EvalPlan, Evaluations
 from learner.feed.feeder_rules import FeederRules
@@ -26,6 +27,15 @@ async def own_epoch(bus: Bus, raised: int) -> int:
     if newest > raised:
         raise Fenced(f"run.{EPOCH_KEY}", raised, newest)
     return raised
+
+
+def copies_of(bus: Bus, rules: FeederRules) -> Copies | None:
+    """Return the checkpoints as they are spread over nodes, or over this node and the store; None where one directory has all of them."""
+    if rules.store:
+        return Copies(bus, rules.root, num_nodes=rules.num_nodes, store=ObjectStore(rules.store, rules.run))
+    if rules.copies and rules.num_nodes > 1:
+        return Copies(bus, rules.root, num_nodes=rules.num_nodes, copies=rules.copies)
+    return None
 
 
 async def evaluations_of(

@@ -1,14 +1,17 @@
-"""Checkpoints of several nodes, as the feeder needs them: the newest whole one at the start, and the copies of each new one.
+"""Checkpoints of several nodes, or with a store, as the feeder needs them: the newest whole one at the start, the copies of each new one.
 
-Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``), without a deadline for copies: a checkpoint that has too few is
-not the latest, and the log and the feeder's row report the missing copies.
+Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``) or for the uploads (``learner/checkpoints/uploads.py``), without a
+deadline: a checkpoint that has too few copies is not the latest, and the log and the feeder's row report the missing ones.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable
@@ -20,26 +23,42 @@ from learner.checkpoints import manifest as manifests
 from learner.checkpoints.choice import choose, short_of_copies
 from learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, holders
 from learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from learner.checkpoints.object_store import ObjectStore
 from learner.checkpoints.peers import Peer, PeerClient, PeerFailed
 from learner.checkpoints.server import held_below
-from learner.errors import CheckpointCorrupt, NoCheckpoint
+from learner.checkpoints.stored import survey
+from learner.checkpoints.uploads import MOST_PAUSE_S, Uploaded, foreign, identity_of, in_daemon, uploaded
+from learner.checkpoints.uploads import ROWS as UPLOADS
+from learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
 log = logging.getLogger(__name__)
 
 HOME = 0
 """Node of the feeder and of rank 0."""
+STORE = -1
+"""Stands for the store among the nodes that have files."""
 _SAY_S = 30.0
 """Time between two lines of the log about missing copies."""
 ASK_S = 600.0
 """The agents of all nodes are alive when a feeder starts; their keepers answer when they have read and verified their disks."""
+T = TypeVar("T")
+Asked = dict[int, dict[str, list[str]]]
+"""node -> checkpoint -> names of the files that it has."""
 
 
 class Copies:
     """The checkpoints below ``root``, of which each node has its part."""
 
-    def __init__(self, bus: Bus, root: Path, *, num_nodes: int, copies: int, ask_s: float = ASK_S) -> None:
-        """``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost."""
+    def __init__(
+        self, bus: Bus, root: Path, *, num_nodes: int, copies: int = 0, store: ObjectStore | None = None, ask_s: float = ASK_S
+    ) -> None:
+        """``copies``: on nodes; not used with a store, which has every file of the latest checkpoint.
+
+        ``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost. It is also
+        the time for a store that does not answer, which is not lost: its error is raised then.
+        """
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
+        self._store = store
         self.waits_for = ""
         """The copies that a checkpoint waits for; empty = none waits."""
 
@@ -48,10 +67,29 @@ class Copies:
         key = (await api_keys(self._bus).known()).bearer
         return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values()]
 
+    async def claim(self, *, is_new: bool) -> None:
+        """Make the store that of this run, if there is one. Raises ConfigRefused for that of another run, StoreFailed for a new run's.
+
+        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to begin.
+        """
+        if (store := self._store) is None:
+            return
+        mine = await identity_of(self._bus)
+        try:
+            owner = await self._answered(partial(store.claim, mine), deadline=time.monotonic() + (self._ask_s if is_new else 0.0))
+        except StoreFailed as error:
+            if is_new:
+                raise
+            log.error("the store of checkpoints does not answer, and begins later: %s", error)
+            return
+        if owner != mine:
+            raise ConfigRefused("learner.checkpoint.store", "a place for the checkpoints of this run", f"{store.url} {foreign(owner)}")
+
     async def whole(self, row: JsonMapping) -> Path:
         """Return the latest checkpoint of the run or, with an error in the log, the newest whole one before it.
 
-        This node has its metadata then. Raises NoCheckpoint, which names missing files and the nodes on which they were last seen.
+        This node has its metadata then. Raises NoCheckpoint, which names missing files and the nodes on which they were last seen,
+        StoreFailed when the latest is not on the nodes, and the store does not answer.
         """
         deadline = time.monotonic() + self._ask_s
         while True:
@@ -66,38 +104,83 @@ class Copies:
         self.waits_for = ""
         for failure in failures:
             log.error("checkpoints of a node are lost until it is back: %s", failure)
+        if self._store is not None:
+            held[STORE] = await self._in_store(row, held, deadline)
         return await asyncio.to_thread(self._whole, row, rows, held, peers)
 
-    def _whole(self, row: JsonMapping, rows: dict[int, Holder], asked: dict[int, dict[str, list[str]]], peers: list[Peer]) -> Path:
-        client = PeerClient([peer for peer in peers if peer.node in asked])
+    async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
+        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes have the latest."""
+        assert self._store is not None
+        latest, named = Path(row["directory"]).name, digests_in(row)
+        try:
+            found, _ = await self._answered(partial(survey, self._store), deadline=time.monotonic())
+        except StoreFailed as error:
+            here = {name for held in (await asyncio.to_thread(held_below, self._root), *asked.values()) for name in held.get(latest, ())}
+            if await asyncio.to_thread(_has_all, self._root / latest, here):
+                log.error("the latest checkpoint is on the nodes, and the store does not answer: %s", error)
+                return {}
+            found, _ = await self._answered(partial(survey, self._store), deadline=deadline)
+        for name in sorted(found.keys() - named.keys()):
+            log.warning("checkpoint %s/%s is not used: the run's row does not name it", self._store.url, name)
+        trusted = {name: one for name, one in found.items() if name in named}
+        for name in [name for name, one in trusted.items() if one.digest != named[name]]:
+            one = trusted.pop(name)
+            defect = CheckpointCorrupt(f"{self._store.url}/{name}", MANIFEST, f"sha256 {named[name]}, as in the run's row", one.digest)
+            log.error("checkpoint in the store is of another run: %s", defect)
+        return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
+
+    async def _answered(self, ask: Callable[[], T], *, deadline: float) -> T:
+        """Return the store's answer. Raises StoreFailed behind the deadline, a time of the monotonic clock."""
+        pause_s = INTERVAL_S
+        try:
+            while True:
+                try:
+                    return await in_daemon(ask)
+                except StoreFailed as error:
+                    if time.monotonic() >= deadline:
+                        raise
+                    self.waits_for = f"the store of checkpoints: {error}"
+                    log.error("the store of checkpoints does not answer, asking again: %s", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+        finally:
+            self.waits_for = ""
+
+    def _whole(self, row: JsonMapping, rows: dict[int, Holder], asked: Asked, peers: list[Peer]) -> Path:
+        client = PeerClient([peer for peer in peers if peer.node in asked], self._store)
         try:
             held = {HOME: held_below(self._root), **asked}
-            latest = Path(row["directory"]).name
+            latest, named = Path(row["directory"]).name, digests_in(row)
             order = _order({name for names in held.values() for name in names}, latest, row["step"])
             seen = {node: one.held for node, one in rows.items()}
             files: dict[str, dict[str, FileEntry]] = {}
             for name in order:
                 try:
-                    data = fetch.manifest_bytes(self._root / name, client, sha256=row.get("manifest", "") if name == latest else "")
+                    data = fetch.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
                     files[name] = dict(Manifest.parse(name, data).files)
                 except CheckpointCorrupt as error:
                     log.error("checkpoint without a manifest: %s", error)
-            choice = choose(order, files, held, seen)
+            places = "no living node" if self._store is None else "neither a living node nor the store"
+            choice = choose(order, files, held, seen, places=places)
             for lack in choice.lacks:
                 log.error("checkpoint is NOT WHOLE, trying the one before it: %s", lack)
             if choice.checkpoint is None:
-                raise NoCheckpoint(str(self._root), "none is whole: " + "; ".join(map(str, choice.lacks)))
-            fetch.complete(self._root / choice.checkpoint, client)
+                where = str(self._root) if self._store is None else f"{self._root}, {self._store.url}"
+                raise NoCheckpoint(where, "none is whole: " + "; ".join(map(str, choice.lacks)))
+            fetch.complete(self._root / choice.checkpoint, client, sha256=named.get(choice.checkpoint, ""))
+            for name in held.get(STORE, {}).keys() & set(row.get("kept", ())):  # the best one is found by its directory
+                with suppress(CheckpointCorrupt):
+                    fetch.complete(self._root / name, client, sha256=named[name])
             return self._root / choice.checkpoint
         finally:
             client.close()
 
     async def wait(self, path: Path) -> None:
-        """Wait until every file of a checkpoint has enough holders."""
+        """Wait until every file of a checkpoint has enough holders, or is in the store."""
         files = await asyncio.to_thread(lambda: manifests.read(path).files)
         changed = Waiter()
         said = time.monotonic()
-        async with self._bus.rows("run").on_change(f"{ROWS}.*", changed.wake):
+        async with self._bus.rows("run").on_change(f"{ROWS if self._store is None else UPLOADS}.*", changed.wake):
             while lacks := await self.lacks(path.name, files):
                 self.waits_for = lacks
                 if time.monotonic() - said >= _SAY_S:
@@ -109,6 +192,8 @@ class Copies:
     async def lacks(self, checkpoint: str, files: Mapping[str, FileEntry]) -> str:
         """Return, as text, the copies that a checkpoint lacks before it counts as the latest; empty = nothing."""
         try:
+            if self._store is not None:
+                return self._not_stored(checkpoint, files, await uploaded(self._bus))
             rows = await holders(self._bus)
         except BusUnavailable as error:
             return f"the bus, for the holders of {checkpoint}: {error}"
@@ -120,15 +205,50 @@ class Copies:
         what = f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {count} of {self._copies} holders"
         return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
 
+    def _not_stored(self, checkpoint: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]) -> str:
+        """Return what a checkpoint lacks in the store; empty = nothing."""
+        assert self._store is not None
+        if HOME in rows and checkpoint in rows[HOME].whole:
+            return ""
+        there = {file for one in rows.values() for file in one.files.get(checkpoint, ())}
+        what = f"{checkpoint} to be uploaded to {self._store.url}: {len(there)} of {len(files)} files are there"
+        return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
+
+
+def digests_in(row: JsonMapping) -> dict[str, str]:
+    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that are kept."""
+    known: dict[str, str] = {**row.get("manifests", {})}
+    if row.get("manifest"):
+        known[Path(row["directory"]).name] = row["manifest"]
+    return known
+
+
+def digests_of(root: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the digests of the manifests of checkpoints below ``root``; those without one are left out."""
+    found = {}
+    for name in names:
+        with suppress(OSError):
+            found[name] = manifest_digest(root / name)
+    return found
+
+
+def _has_all(directory: Path, files: Collection[str]) -> bool:
+    """Return whether these are all files of a checkpoint with a manifest here."""
+    try:
+        return set(files) >= manifests.read(directory).files.keys()
+    except CheckpointCorrupt:
+        return False
+
 
 def manifest_digest(path: Path) -> str:
     """Return the digest of a checkpoint's manifest, as the row of the latest one has it."""
     return manifests.digest_of((path / MANIFEST).read_bytes())
 
 
-def _asked(peers: list[Peer]) -> tuple[dict[int, dict[str, list[str]]], list[PeerFailed]]:
+def _asked(peers: list[Peer]) -> tuple[Asked, list[PeerFailed]]:
     """Return the files that each node has, and the failures of those that do not answer."""
-    found, failures = {}, []
+    found: Asked = {}
+    failures = []
     client = PeerClient(peers)
     for peer in peers:
         try:

@@ -20,6 +20,7 @@ from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import opened_filters
 from learner.feed.opening import opened_ends
 from learner.feed.places import FeederPlaces
+from learner.settings.checkpoint_store import LOCAL
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT
 
@@ -128,7 +129,8 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         group_size=learner.group_size,
         checkpoint_every=learner.checkpoint_every,
         keep_checkpoints=learner.keep_checkpoints,
-        copies=learner.checkpoint.copies if learner.checkpoint.store == "local" else 0,
+        copies=learner.checkpoint.copies if learner.checkpoint.store == LOCAL else 0,
+        store=learner.checkpoint.url,
         num_nodes=places.num_nodes,
         ahead=ahead,
         batch_timeout_s=learner.batch_timeout_s,

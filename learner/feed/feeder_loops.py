@@ -39,9 +39,8 @@ from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
 from learner.data.waits import Waits
-from learner.feed.beginning import evaluations_of, first_head, initial_weights, own_epoch, peers_of
+from learner.feed.beginning import copies_of, evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
-from learner.feed.copies import Copies
 from learner.feed.early_end import EarlyEnd
 from learner.feed.episode_age import EpisodeAge
 from learner.feed.episode_metrics import episode_metrics
@@ -57,6 +56,7 @@ from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
 from learner.feed.recorded import RecordedResponses
 from learner.feed.recorded_steps import save_step
 from learner.feed.restart import Resumed, recorded_versions, resume
+from learner.settings.checkpoint_store import MOST_PENDING
 from weightstore.store.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -137,8 +137,7 @@ class Feeder:
         await self._bus.plans.fence(self._epoch)
         await self._bus.tasks.fence(self._epoch)
         self._row.text = "the checkpoint to be verified and the streams to be read"
-        if self._rules.copies and self._rules.num_nodes > 1:
-            self._row.copies = Copies(self._bus, self._rules.root, num_nodes=self._rules.num_nodes, copies=self._rules.copies)
+        self._row.copies = copies_of(self._bus, self._rules)
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._row.copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
         self._source.max_record_bytes = self._bus.plans.max_record_bytes
@@ -423,7 +422,13 @@ class Feeder:
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._rules.checkpoint_every
-        if step == self._data_rules.steps or (every and step % every == 0):
+        if step == self._data_rules.steps:
+            return True
+        if self._outcomes.pending >= MOST_PENDING:  # they are on the disk, which has an end
+            if every and step % every == 0:
+                log.warning("no checkpoint of step %d, because %d wait: %s", step, self._outcomes.pending, self._row.copies_waited_for)
+            return False
+        if every and step % every == 0:
             return True
         if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every):
             return True

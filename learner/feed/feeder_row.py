@@ -50,7 +50,7 @@ class FeederRow:
         self.text = "the bus"
         """The event that the feeder waits for."""
         self.copies: Copies | None = None
-        """Set when each node has checkpoints of its own."""
+        """Set when each node has checkpoints of its own, or there is a store."""
         self.parts: Parts | None = None
         """None until the state is restored: heartbeats begin before."""
 
@@ -64,15 +64,19 @@ class FeederRow:
             heartbeat.update(**self._fields(starved_s))
             await asyncio.sleep(BEAT_S)
 
+    @property
+    def copies_waited_for(self) -> str:
+        """The copies, or the upload, that a checkpoint waits for; empty = none waits."""
+        return "" if self.copies is None else self.copies.waits_for
+
     def _waits_for(self) -> str:
-        copies = "" if self.copies is None else self.copies.waits_for
         evaluation = self.parts.evaluations.waits_for if self.parts is not None and self.phase == "ending" else ""
-        return "; ".join(text for text in (self.text, evaluation, copies) if text)
+        return "; ".join(text for text in (self.text, evaluation, self.copies_waited_for) if text)
 
     def _fields(self, starved_s: float) -> dict[str, object]:
         parts = self.parts
         if parts is None:
-            return {"phase": self.phase, "waits_for": self.text}
+            return {"phase": self.phase, "waits_for": self._waits_for()}
         if self.phase not in ("ending", "draining"):
             self.phase = "waiting" if starved_s else ("working" if parts.replayed.is_set() else "replaying")
         accounting = parts.source.accounting()

@@ -23,7 +23,9 @@ class FeederRules:
     checkpoint_every: int
     keep_checkpoints: int
     copies: int = 0
-    """Holders of each file of a checkpoint; 0 = all nodes share one directory."""
+    """Holders of each file of a checkpoint; 0 = all nodes share one directory, or there is a store."""
+    store: str = ""
+    """URL of the store of checkpoints; empty = there is none."""
     num_nodes: int = 1
     ahead: int
     """Steps planned before a rank requests them: 0 or 1."""

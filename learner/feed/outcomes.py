@@ -20,11 +20,12 @@ from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan
 from learner.checkpoints import disk
 from learner.checkpoints.disk import Checkpoint
+from learner.checkpoints.keeper import kept_names
 from learner.data.batch import StepBatch
 from learner.data.snapshot import read_state
 from learner.errors import FeedError
 from learner.feed.best_checkpoint import BestCheckpoint
-from learner.feed.copies import Copies, manifest_digest
+from learner.feed.copies import Copies, digests_of, manifest_digest
 from learner.feed.episode_age import EpisodeAge
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
@@ -72,6 +73,8 @@ class Outcomes:
         self._copies, self._best = kept.copies, kept.best
         self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
         """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
+        self.pending = 0
+        """Number of reported checkpoints that wait for their copies, or for their upload."""
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
         self.checkpoint_step = step
         """Step of the latest checkpoint."""
@@ -138,6 +141,7 @@ class Outcomes:
         if self._copies is None:
             await self._make_latest(one, state, row)
         else:  # the reports behind this one do not wait for the copies
+            self.pending += 1
             self._written.put_nowait((one, state, row))
 
     async def follow_copies(self) -> None:
@@ -147,6 +151,7 @@ class Outcomes:
             assert self._copies is not None
             await self._copies.wait(one.path)
             await self._make_latest(one, state, row)
+            self.pending -= 1
             self._written.task_done()
 
     async def all_copied(self) -> None:
@@ -157,6 +162,8 @@ class Outcomes:
         """Write the row of the latest checkpoint, then trim. Raises Fenced."""
         spared = [] if self._best is None else await self._best.spared()
         row = row | {"kept": spared} if spared else row
+        if self._copies is not None:  # an older one is used only if it is the one that was written
+            row = row | {"manifests": await asyncio.to_thread(self._digests, one, spared)}
         await self._bus.retry(lambda: self._commit(row))
         log.info("checkpoint committed step=%d path=%s", one.step, one.path)
         self.checkpoint_step = one.step
@@ -167,6 +174,11 @@ class Outcomes:
         except BusUnavailable as error:
             log.warning("streams not trimmed, the next checkpoint will error=%s", error)
         self._note_finished()
+
+    def _digests(self, latest: Checkpoint, spared: Collection[str]) -> dict[str, str]:
+        """Return the digests of the manifests of the checkpoints that are kept with the latest one."""
+        names = [one.path.name for one in disk.listed(self._root)]
+        return digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
 
     def ends_after(self, step: int) -> None:
         """Finish with the checkpoint of an earlier step than the last of the settings."""

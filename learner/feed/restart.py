@@ -49,10 +49,12 @@ class Resumed:
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: Copies | None = None) -> Resumed:
     """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
-    ``copies``: the checkpoints are spread over nodes; None = all are below ``root``. Raises NoCheckpoint, RunLost, ReplayMismatch,
-    ConfigRefused: the run cannot be continued with these files, streams and settings.
+    ``copies``: the checkpoints are spread over nodes, or in a store; None = all are below ``root``. Raises StoreFailed, and NoCheckpoint,
+    RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
+    if copies is not None:
+        await copies.claim(is_new=row is None)
     checkpoint = None if row is None else await _loaded(root, row[0], copies)
     state: JsonObject = {}
     if checkpoint is None:

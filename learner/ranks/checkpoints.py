@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from learner.checkpoints.object_store import ObjectStore
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
 from learner.errors import CheckpointUnwritten, NoCheckpoint
 from learner.feed.feed_messages import Start
@@ -37,7 +38,7 @@ from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.state import NOTHING_BESIDE, Beside
-from learner.settings.config import CheckpointConfig
+from learner.settings.checkpoint_store import SHARED, CheckpointConfig
 
 log = logging.getLogger(__name__)
 
@@ -99,23 +100,25 @@ class Checkpoints:
         self._policy, self._optimizer, self._proximal, self._beside = policy, optimizer, proximal, beside
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._layout = Layout(places.node, shared=config.store == "shared")
-        self._is_local = len(self._layout.all_nodes) > 1
+        self._layout = Layout(places.node, shared=config.store == SHARED)
+        self._store = ObjectStore(config.url, places.run) if config.url else None
+        self._is_local = len(self._layout.all_nodes) > 1 or self._store is not None
         # On CUDA the default group is NCCL's: its collectives of objects would wait for the kernels of a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
 
     def load(self, start: Start) -> dict[str, float]:
-        """Load the start's checkpoint on all ranks; files that this node lacks come from the others. Returns the algorithm's numbers.
+        """Load the start's checkpoint on all ranks; files that this node lacks come from elsewhere. Returns the algorithm's numbers.
 
-        Raises CheckpointCorrupt when no node has a file intact, NoCheckpoint for one without weights, and as ``state.load``.
+        Raises CheckpointCorrupt when no place has a file intact, NoCheckpoint for one without weights, and as ``state.load``.
         """
         assert start.checkpoint is not None
         if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
             raise NoCheckpoint(start.checkpoint, "want one with weights, got one of a run with debug.rollout_only")
         directory, files = Path(start.checkpoint), None
         client = PeerClient(
-            [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node]
+            [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node],
+            self._store,
         )
         try:
             if self._is_local:

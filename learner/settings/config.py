@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from bus.wire.json_object import JsonObject
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
+from learner.settings.checkpoint_store import CheckpointConfig
 from learner.settings.hooks import HooksConfig
 from learner.settings.lora import LoraConfig
 from learner.settings.megatron_arguments import refuse_ours
@@ -69,24 +70,6 @@ class CriticConfig:
             raise ValueError(f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}")
         if self.optimizer.name == "sgd":
             raise ValueError("optimizer.name: want adamw or adam for the critic, got 'sgd'")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where the learner's checkpoints are kept, and how they are written."""
-
-    store: str = "local"
-    """local | shared: each node's files on its own disk, or one directory for all nodes of the learner; the same with one node."""
-    copies: int = 2
-    """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
-    background: bool = True
-    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy is kept."""
-
-    def __post_init__(self) -> None:
-        if self.store not in ("shared", "local"):
-            raise ValueError(f"store: want local or shared, got {self.store!r}")
-        if self.copies < 1:
-            raise ValueError(f"copies: want >= 1, got {self.copies}")
 
 
 @dataclass(frozen=True, kw_only=True)

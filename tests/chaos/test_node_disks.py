@@ -1,8 +1,9 @@
-"""A learner on two nodes with a disk each: both are killed, one loses its disk, and the run goes on from the latest checkpoint."""
+"""A learner on two nodes with a disk each: both are killed, disks are lost, and the run goes on from the latest checkpoint."""
 
 import asyncio
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bus.streams.bus import Bus
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
+from learner.checkpoints.manifest import METADATA
 from learner.nodes.node_rows import ATTEMPT_KEY, State, attempt_of
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
@@ -34,13 +36,23 @@ SETTINGS = (
 @pytest.mark.parametrize("lost", [0, 1], ids=["leader", "other"])
 def test_a_node_comes_back_with_an_empty_disk(tmp_path: Path, lost: int) -> None:
     with parts(tmp_path, *SETTINGS) as run:
-        asyncio.run(_lost(run, lost))
+        asyncio.run(_lost(run, [lost]))
         verdict = asyncio.run(judge(run.url, "smoke", run.root / "checkpoints", {}))
         assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
         assert verdict.steps_taken_again > 0, verdict
 
 
-async def _lost(run: Parts, lost: int) -> None:
+@pytest.mark.slow
+def test_both_nodes_come_back_with_empty_disks_and_go_on_from_the_store(tmp_path: Path) -> None:
+    with parts(tmp_path, *SETTINGS, f"learner.checkpoint.store=file://{tmp_path}/store") as run:
+        asyncio.run(_lost(run, [0, 1], partly=True))
+        verdict = asyncio.run(judge(run.url, "smoke", run.root / "checkpoints", {}))
+        assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
+        assert verdict.steps_taken_again > 0, verdict
+
+
+async def _lost(run: Parts, lost: Sequence[int], *, partly: bool = False) -> None:
+    """Kill both agents and remove the disks of the lost nodes. ``partly``: a node's disk has no copies of the other's files."""
     await run.begin("engine", "actor")
     other = run.directory / "other node"
     put_prepared(SMOKE, other)
@@ -52,18 +64,23 @@ async def _lost(run: Parts, lost: int) -> None:
         await new_steps(bus, 1)
         for agent in agents:
             agent.kill()
-        shutil.rmtree(roots[lost])
+        for node in lost:
+            shutil.rmtree(roots[node])
         agents = _agents(run, other, "again")
         await _running(bus)
         assert await _latest(bus, step + 3) > step
-        assert f"begins rank={lost} epoch=2 step={step}" in agents[lost].log, agents[lost].log[-3000:]
+        for node in lost:
+            assert f"begins rank={node} epoch=2 step={step}" in agents[node].log, agents[node].log[-3000:]
         for agent in agents:
             agent.process.send_signal(signal.SIGTERM)
         for agent in agents:
             assert await agent.code() == 0, agent.log[-3000:]
         row, _ = await bus.rows("run").get(CHECKPOINT_KEY) or ({}, 0)
-        for root in roots:
-            disk.verify(root / Path(row["directory"]).name)
+        for node, root in enumerate(roots):
+            path = root / Path(row["directory"]).name
+            assert disk.held(path).keys() >= METADATA | {f"__{node}_0.distcp"} and not disk.damaged(path)
+            if not partly:
+                disk.verify(path)
     for part in run.started:
         if part.name in ("actor", "engine"):
             part.kill()

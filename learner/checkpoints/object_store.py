@@ -1,0 +1,181 @@
+"""Checkpoints in an object store, by a URL of fsspec. Blocking; knows names, files and ranges, no bus, no manifest and no torch.
+
+    URL/<run>/owner.json               the run whose checkpoints these are
+    URL/<run>/<checkpoint>/<file>      as on a node's disk
+    URL/<run>/<checkpoint>/manifest.json    uploaded last: a checkpoint without it does not count
+
+The protocol's package gets its credentials from the environment of the process, as it documents; none is in a setting. fsspec is imported
+when a store is used.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from bus.client.ids import nonce
+from learner.checkpoints.manifest import MANIFEST
+from learner.errors import StoreFailed
+from learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
+
+OWNER = "owner.json"
+"""Object that names the run whose checkpoints are beside it."""
+PROBE = "probe"
+MOST_BYTES = 1 << 28
+"""Largest manifest that is read: a block's digest takes 70 bytes, so this is one of 16 TB."""
+_HAS_DIRECTORIES = (*OF_THIS_MACHINE, "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs")
+"""Protocols in which a file needs its directory; in an object store, making one may mean making a bucket."""
+
+
+class _FileSystem(Protocol):
+    """The methods of a file system of fsspec that are used. Source: fsspec 2026.9, ``AbstractFileSystem``."""
+
+    def find(self, path: str, *, detail: bool) -> Mapping[str, Mapping[str, object]]: ...
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
+    def put_file(self, lpath: str, rpath: str) -> None: ...
+    def pipe_file(self, path: str, value: bytes) -> None: ...
+    def rm_file(self, path: str) -> None: ...
+    def rm(self, path: str, recursive: bool) -> None: ...
+    def makedirs(self, path: str, exist_ok: bool) -> None: ...
+    def invalidate_cache(self) -> None: ...
+
+
+class ObjectStore:
+    """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.url = f"{url.rstrip('/')}/{run}"
+        self._opened: tuple[_FileSystem, str] | None = None
+
+    def listing(self) -> dict[str, dict[str, int]]:
+        """Return the files of all checkpoints with their sizes, also of those that are not complete."""
+        with self._edge():
+            files, base = self._files()
+            files.invalidate_cache()
+            found: dict[str, dict[str, int]] = {}
+            try:
+                listed = files.find(base, detail=True)
+            except FileNotFoundError:
+                return {}
+            for path, entry in listed.items():
+                name, _, file = path.removeprefix(base).lstrip("/").partition("/")
+                size = entry.get("size")
+                if file:
+                    found.setdefault(name, {})[file] = size if isinstance(size, int) else -1
+            return found
+
+    def manifest(self, name: str) -> bytes:
+        """Return the manifest of a checkpoint. Raises FileNotFoundError."""
+        return self._read(f"{name}/{MANIFEST}", 0, MOST_BYTES)
+
+    def read(self, name: str, file: str, start: int, length: int) -> bytes:
+        """Return bytes of a file, fewer if it is shorter. Raises FileNotFoundError."""
+        return self._read(f"{name}/{file}", start, start + length)
+
+    def upload(self, name: str, file: str, path: Path) -> None:
+        """Store a file of this machine. Raises OSError if it cannot be read."""
+        path.stat()
+        with self._edge():
+            files, target = self._place(f"{name}/{file}")
+            files.put_file(str(path), target)
+
+    def complete(self, name: str, manifest: bytes) -> None:
+        """Store the manifest of a checkpoint whose files are there: it counts from now on."""
+        self._write(f"{name}/{MANIFEST}", manifest)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first: one that is removed in part does not count."""
+        with self._edge():
+            files, base = self._files()
+            with suppress(FileNotFoundError):
+                files.rm_file(f"{base}/{name}/{MANIFEST}")
+            with suppress(FileNotFoundError):
+                files.rm(f"{base}/{name}", recursive=True)
+
+    def owner(self) -> str:
+        """Return the identity of the run whose checkpoints these are; empty = of none yet, "?" = of one that cannot be read."""
+        try:
+            found = json.loads(self._read(OWNER, 0, 1 << 16))
+        except FileNotFoundError:
+            return ""
+        except (ValueError, RecursionError):
+            return "?"
+        return str(found["run"]) if isinstance(found, dict) and found.get("run") else "?"
+
+    def claim(self, identity: str) -> str:
+        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an unknown one."""
+        if not (owner := self.owner()) and self.listing():
+            return "?"
+        if not owner:
+            self._write(OWNER, json.dumps({"run": identity}).encode())
+        return owner or self.owner()
+
+    def probe(self) -> None:
+        """Write, read and remove a small object."""
+        name, content = f"{PROBE}-{nonce()}", nonce().encode()
+        self._write(name, content)
+        with self._edge():
+            files, base = self._files()
+            try:
+                found = files.cat_file(f"{base}/{name}")
+            finally:
+                files.rm_file(f"{base}/{name}")
+        if found != content:
+            raise StoreFailed(self.url, f"want the {len(content)} bytes that were written, got {len(found)} other ones")
+
+    def _read(self, path: str, start: int, end: int) -> bytes:
+        with self._edge(may_lack=True):
+            files, base = self._files()
+            return bytes(files.cat_file(f"{base}/{path}", start=start, end=end))
+
+    def _write(self, path: str, content: bytes) -> None:
+        with self._edge():
+            files, target = self._place(path)
+            files.pipe_file(target, content)
+
+    def _place(self, path: str) -> tuple[_FileSystem, str]:
+        """Return the file system and the place of a file that is to be written."""
+        files, base = self._files()
+        if protocol_of(self.url) in _HAS_DIRECTORIES:
+            files.makedirs(f"{base}/{path}".rpartition("/")[0], exist_ok=True)
+        return files, f"{base}/{path}"
+
+    def _files(self) -> tuple[_FileSystem, str]:
+        """Return the file system, and the path of the run in it."""
+        if self._opened is None:
+            from fsspec.core import url_to_fs
+
+            # Instances and listings that are kept would hide what other nodes have written.
+            files, base = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            self._opened = files, str(base).rstrip("/")
+        return self._opened
+
+    @contextmanager
+    def _edge(self, *, may_lack: bool = False) -> Iterator[None]:
+        """Raise StoreFailed for the errors of any protocol, without secrets; with ``may_lack``, FileNotFoundError as it is."""
+        try:
+            yield
+        except StoreFailed:
+            raise
+        except Exception as error:  # each protocol has a tree of its own
+            if may_lack and isinstance(error, FileNotFoundError):
+                raise
+            raise StoreFailed(self.url, masked(f"{type(error).__name__}: {error}")[:300]) from None
+
+
+def missing_package(url: str) -> tuple[str, str] | None:
+    """Return why the protocol of a URL cannot be used here, and the cure; None = it can."""
+    protocol = protocol_of(url)
+    try:
+        from fsspec import get_filesystem_class
+        from fsspec.registry import known_implementations
+
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        classes = {} if error.name == "fsspec" else known_implementations
+        package = str(classes.get(protocol, {}).get("class", "fsspec")).partition(".")[0]
+        return f"no package {package}", f"install it on every node (pip install {package})"
+    except ValueError:
+        return f"the protocol {protocol}, which fsspec does not know", "use another one"
+    return None

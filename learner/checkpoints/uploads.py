@@ -1,0 +1,269 @@
+"""Uploads of a node's checkpoints to the store, in the background, by the node's agent or the parent of its ranks.
+
+    row run/stored.<R>   {"node", "host", "files": {checkpoint: [file, ...]}, "whole": [checkpoint, ...], "trouble"}, when it changes
+
+    every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
+    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
+
+Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for nothing but its interval: a store that
+fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the row and in the log. A process that ends does
+not wait for an upload; one that is cut short leaves files without a manifest, which do not count and are stored again.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from bus.client.waiter import Waiter
+from bus.errors import BusError
+from bus.streams.bus import Bus
+from learner.checkpoints import disk, fetch
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.disk import Checkpoint
+from learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, kept_names, latest_of
+from learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
+from learner.checkpoints.object_store import ObjectStore
+from learner.checkpoints.peers import PeerClient
+from learner.checkpoints.stored import Stored, survey
+from learner.errors import CheckpointCorrupt, StoreFailed
+
+log = logging.getLogger(__name__)
+
+ROWS = "stored"
+"""Rows of the bucket ``run``, one for each node: ``stored.<R>``."""
+HOME = 0
+"""Node that completes checkpoints in the store, and removes them."""
+MOST_PAUSE_S = 60.0
+"""Longest pause before a store that has failed is asked again."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    """The contents of a node's row."""
+
+    node: int
+    files: Mapping[str, Collection[str]]
+    """Files that the node has uploaded, by checkpoint."""
+    whole: Collection[str]
+    """Checkpoints that are complete in the store; written by node 0."""
+    trouble: str = ""
+
+
+async def uploaded(bus: Bus) -> dict[int, Uploaded]:
+    """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
+    found = {}
+    for row, _ in (await bus.rows("run").all(ROWS)).values():
+        one = Uploaded(node=row["node"], files=row["files"], whole=row.get("whole", ()), trouble=row.get("trouble", ""))
+        found[one.node] = one
+    return found
+
+
+async def identity_of(bus: Bus) -> str:
+    """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have. Raises BusUnavailable."""
+    return (await bus.samples.cursor()).created
+
+
+class Uploads:
+    """The uploads of one node. Damaged files on its disk have been set aside before (``keeper.clean``)."""
+
+    def __init__(self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int) -> None:
+        """``keep``: as ``learner.keep_checkpoints``."""
+        self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
+        self._client = PeerClient((), store)
+        self._stored: dict[str, Stored] | None = None
+        """Checkpoints with a manifest in the store; None = not known yet."""
+        self._rest: set[str] = set()
+        """Checkpoints in the store that were not completed."""
+        self._files: dict[str, set[str]] = {}
+        """Files that this process has uploaded, by checkpoint."""
+        self._row: dict[str, object] = {}
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Upload and remove until cancelled."""
+        changed, pause_s = Waiter(), INTERVAL_S
+        async with self._bus.rows("run").on_change(f"{ROWS}.*", changed.wake):
+            while True:
+                try:
+                    await self.look()
+                except BusError as error:
+                    log.info("checkpoints are not uploaded now error=%s", error)
+                if not self._trouble:
+                    pause_s = INTERVAL_S
+                    await changed.wait(INTERVAL_S)  # the ranks of this node wake nothing, and a wake-up may be lost
+                    continue
+                await asyncio.sleep(pause_s)
+                pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+
+    async def look(self) -> None:
+        """Upload files that the store lacks, complete and remove checkpoints, and write the row if it has changed. Raises BusError."""
+        trouble = ""
+        try:
+            if await self._is_ours():
+                await self._upload()
+        except (StoreFailed, CheckpointCorrupt, OSError) as error:
+            trouble = str(error)
+            self._stored = None  # the store is read again: another process may have changed it
+            if trouble != self._trouble:
+                log.error("checkpoints are not uploaded, trying again: %s", error)
+        if self._trouble and not trouble:
+            log.info("checkpoints are uploaded again to %s", self._store.url)
+        self._trouble = trouble
+        await self._tell()
+
+    async def _is_ours(self) -> bool:
+        """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another run."""
+        if self._stored is None:
+            mine = await identity_of(self._bus)
+            owner = await in_daemon(partial(self._store.claim, mine) if self._node == HOME else self._store.owner)
+            if owner and owner != mine:
+                raise StoreFailed(self._store.url, f"{foreign(owner)}; nothing is written there")
+            if owner:
+                self._stored, self._rest = await in_daemon(partial(survey, self._store))
+        return self._stored is not None
+
+    async def _upload(self) -> None:
+        """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
+        row = await self._bus.rows("run").get(CHECKPOINT_KEY)
+        latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
+        others = await uploaded(self._bus)
+        here = {one.path.name for one in await asyncio.to_thread(disk.listed, self._root)}
+        whole = self._whole() if self._node == HOME else self._whole() | set(others[HOME].whole if HOME in others else ())
+        defects: list[Exception] = []
+        for name in _in_order(kept_names(here | whole, latest, keep=self._keep, spared=spared)):
+            try:
+                if name not in whole:
+                    await self._upload_one(name, others)
+                elif self._node == HOME:  # the state of the oldest kept one is needed here, and the best one is found by its directory
+                    await in_daemon(partial(fetch.complete, self._root / name, self._client))
+            except (CheckpointCorrupt, OSError) as error:  # of this one: the others are not kept waiting
+                if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
+                    defects.append(error)
+        if self._node == HOME and latest is not None:
+            await self._remove(latest, spared)
+        self._files = {name: files for name, files in self._files.items() if name in here}
+        if defects:
+            raise defects[0]
+
+    async def _upload_one(self, name: str, others: Mapping[int, Uploaded]) -> None:
+        """Upload this node's files of a checkpoint; on node 0, complete it when those of all nodes are there."""
+        files = (await asyncio.to_thread(manifests.read, self._root / name)).files
+        done, here = self._files.setdefault(name, set()), await asyncio.to_thread(disk.held, self._root / name)
+        if not self._own(files) - done <= here.keys():
+            return  # only the metadata came back to this disk
+        for file in (missing := sorted(self._own(files) - done)):
+            await in_daemon(partial(self._put, name, file, files[file]))
+            done.add(file)
+            await self._tell()
+        if missing:
+            await in_daemon(partial(self._refuse_other_sizes, name, {file: files[file] for file in missing}))
+        there = done.union(*(one.files.get(name, ()) for one in others.values()))
+        if self._node == HOME and there >= files.keys():
+            await in_daemon(partial(self._complete, name, files))
+            log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, sum(entry.size for entry in files.values()))
+
+    def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
+        """Return the files that this node uploads."""
+        writers = {file: entry.holders[0] if entry.holders and file not in METADATA else HOME for file, entry in files.items()}
+        return {file for file, writer in writers.items() if writer == self._node}
+
+    def _put(self, name: str, file: str, entry: FileEntry) -> None:
+        """Upload a file, after a comparison with its digest. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        path = self._root / name / file
+        if manifests.digested(path).sha256 != entry.sha256:
+            raise CheckpointCorrupt(str(path.parent), file, f"sha256 {entry.sha256}", "another one, and it is not uploaded")
+        self._store.upload(name, file, path)
+
+    def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
+        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, OSError."""
+        self._refuse_other_sizes(name, files)
+        data = (self._root / name / MANIFEST).read_bytes()
+        self._store.complete(name, data)
+        if self._store.manifest(name) != data:
+            raise StoreFailed(f"{self._store.url}/{name}/{MANIFEST}", "want the manifest that was written, got another one")
+        assert self._stored is not None
+        self._stored[name] = Stored(digest=manifests.digest_of(data), files=files, held=tuple(files))
+        self._rest.discard(name)
+
+    def _refuse_other_sizes(self, name: str, files: Mapping[str, FileEntry]) -> None:
+        """Raise StoreFailed for a file that the store lists with another size, or not at all, and forget that it was uploaded."""
+        sizes = self._store.listing().get(name, {})
+        if lacking := sorted(file for file, entry in files.items() if sizes.get(file) != entry.size):
+            self._files[name] -= set(lacking)
+            got = sizes.get(lacking[0], "no")
+            raise StoreFailed(f"{self._store.url}/{name}/{lacking[0]}", f"want {files[lacking[0]].size} bytes, got {got} after the upload")
+
+    async def _remove(self, latest: Checkpoint, spared: Collection[str]) -> None:
+        """Remove the checkpoints in the store that are not kept, by the rule for those on disks. Raises StoreFailed."""
+        assert self._stored is not None
+        there = self._stored.keys() | self._rest
+        newer = kept_names(there, latest, keep=1)  # and the latest
+        kept = {*kept_names(self._whole() | {latest.path.name}, latest, keep=self._keep, spared=spared), *newer}
+        for name in sorted(there - kept):
+            await in_daemon(partial(self._store.remove, name))
+            self._stored.pop(name, None)
+            self._rest.discard(name)
+            log.info("checkpoint removed path=%s/%s", self._store.url, name)
+
+    def _whole(self) -> set[str]:
+        return {name for name, one in (self._stored or {}).items() if one.is_whole}
+
+    async def _tell(self) -> None:
+        """Write the row, if anything in it has changed."""
+        files = {name: sorted(found) for name, found in self._files.items()}
+        row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500]}
+        if self._node == HOME and self._stored is not None:
+            row["whole"] = sorted(self._whole())
+        elif "whole" in self._row:
+            row["whole"] = self._row["whole"]
+        if row != self._row:
+            await self._bus.rows("run").put(f"{ROWS}.{self._node}", row)
+            self._row = row
+
+
+def foreign(owner: str) -> str:
+    """Return the reason why a store with another owner is not used."""
+    which = "an unknown run" if owner == "?" else f"a run that began at {owner}, which is not this one"
+    return f"has checkpoints of {which}; give another URL, or remove them there"
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """Return the newest epoch's checkpoints first, and of one epoch the oldest first: the feeder waits for them in this order."""
+    known = [disk.named(Path(name)) for name in names]
+    return [one.path.name for one in sorted(known, key=lambda one: (-one.epoch, one.step))]
+
+
+async def in_daemon(work: Callable[[], T]) -> T:
+    """Return the result of blocking work in a thread of its own, for which a process that ends does not wait."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def report(result: T | None, error: BaseException | None) -> None:
+        """Set the future's result, unless its wait was cancelled."""
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None only with an error
+
+    def run() -> None:
+        """Do the work."""
+        result, failed = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(report, result, failed)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return await future

@@ -1,0 +1,62 @@
+"""Settings of the learner's checkpoints, and the URL of a store outside of its nodes. Knows text, no file system."""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+LOCAL, SHARED = "local", "shared"
+OF_THIS_MACHINE = ("file", "local")
+"""Protocols whose path is one of this machine's."""
+MOST_PENDING = 2
+"""Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is written."""
+_FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#]+")
+_USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where the learner's checkpoints are kept, and how they are written."""
+
+    store: str = LOCAL
+    """`local`, each node's files on its own disk; `shared`, one directory for all nodes (the same with one node); or the URL of an object
+    store, such as `s3://bucket/path`, to which the files on the disks are uploaded, and from which nodes without them resume."""
+    copies: int = 2
+    """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
+    background: bool = True
+    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy is kept."""
+
+    def __post_init__(self) -> None:
+        if self.store not in (LOCAL, SHARED):
+            refuse_url(self.store)
+        if self.copies < 1:
+            raise ValueError(f"copies: want >= 1, got {self.copies}")
+        if self.url and self.copies != 2:
+            want = "2 with a URL as store, where each file is on the disk of the node that wrote it and in the store"
+            raise ValueError(f"copies: want {want}, got {self.copies}")
+
+    @property
+    def url(self) -> str:
+        """URL of the store; empty = there is none."""
+        return "" if self.store in (LOCAL, SHARED) else self.store
+
+
+def protocol_of(url: str) -> str:
+    """Return the protocol of a URL."""
+    return url.partition("://")[0]
+
+
+def refuse_url(store: str) -> None:
+    """Raise ValueError for a text that is no URL of a store, and for one with a password: settings are in files, rows and logs."""
+    shown = masked(store)
+    if "@" in store and urlsplit(store).password is not None:
+        raise ValueError(f"store: want a URL without a password, which the environment of each process gives its package, got {shown!r}")
+    if not _FORM.fullmatch(store) or "::" in store or ".." in store.split("/"):
+        raise ValueError(f"store: want local, shared, or a URL like s3://bucket/path (no query, no chain of protocols), got {shown!r}")
+    if protocol_of(store) in OF_THIS_MACHINE and not store.partition("://")[2].startswith("/"):
+        raise ValueError(f"store: want an absolute path behind {protocol_of(store)}://, got {shown!r}")
+
+
+def masked(text: str) -> str:
+    """Return a text in which no URL has a user with a password, or a query, which may be a signature."""
+    return _QUERY.sub(r"\1?***", _USER.sub("***@", text))

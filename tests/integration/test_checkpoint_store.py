@@ -1,0 +1,306 @@
+"""Checkpoints in an object store: uploaded beside the training, counted when they are there, fetched by nodes without them, removed."""
+
+import asyncio
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.streams.bus import Bus
+from bus.system.coroutines import beside
+from bus.wire.messages import Done
+from learner.checkpoints import disk, fetch
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import MANIFEST, METADATA
+from learner.checkpoints.object_store import OWNER, ObjectStore
+from learner.checkpoints.peers import PeerClient
+from learner.checkpoints.stored import survey
+from learner.checkpoints.uploads import Uploads, identity_of, uploaded
+from learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
+from learner.feed.copies import Copies, digests_of
+from learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
+from tests import flaky_store
+from tests.bus_fixtures import BusOpener
+from tests.flaky_store import URL, FlakyFileSystem
+from tests.integration import test_feeder
+from tests.integration.test_checkpoint_copies import NEWEST, write
+from tests.integration.test_feeder import OpenWorld
+
+flaky = flaky_store.flaky
+open_world = test_feeder.open_world
+RUN = "digits"
+OLDER = "step-2-epoch-1"
+
+
+def uploads(bus: Bus, root: Path, *, node: int = 0, keep: int = 2) -> Uploads:
+    return Uploads(bus, root, ObjectStore(URL, RUN), node=node, keep=keep)
+
+
+def copies(bus: Bus, root: Path, *, num_nodes: int = 1) -> Copies:
+    return Copies(bus, root, num_nodes=num_nodes, store=ObjectStore(URL, RUN), ask_s=0.0)
+
+
+def row(root: Path, name: str = NEWEST) -> dict[str, Any]:
+    """Return the row of the latest checkpoint, as the feeder writes it."""
+    one = disk.named(root / name)
+    digests = digests_of(root, [other.path.name for other in disk.listed(root)])
+    return {"directory": f"/elsewhere/{name}", "step": one.step, "epoch": one.epoch, "manifest": digests[name], "manifests": digests}
+
+
+def fail(flaky: type[FlakyFileSystem], *verbs: str) -> None:
+    flaky.fails = staticmethod(lambda verb, path: verb in verbs)
+
+
+def uploaded_files(flaky: type[FlakyFileSystem]) -> list[str]:
+    """Return the files of checkpoints in the order in which they were stored, or were asked to be."""
+    return [path.removeprefix(f"{RUN}/") for verb, path in flaky.done if verb in ("upload", "write") and not path.endswith(OWNER)]
+
+
+async def until(bus: Bus, key: str, found: Any) -> None:
+    """Wait until a row fulfils a condition."""
+    async with asyncio.timeout(60):
+        async for read in bus.rows("run").watch(key):
+            if read is not None and found(read[0]):
+                return
+
+
+async def test_the_manifest_comes_last_and_makes_it_the_latest(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    async with open_bus() as bus:
+        write([tmp_path], 4)
+        waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
+        files = manifests.read(tmp_path / NEWEST).files
+        lacks = await copies(bus, tmp_path).lacks(NEWEST, files)
+        assert lacks == f"{NEWEST} to be uploaded to {URL}/{RUN}: 0 of {len(files)} files are there"
+        await uploads(bus, tmp_path).look()
+        assert uploaded_files(flaky) == [*(f"{NEWEST}/{file}" for file in sorted(files)), f"{NEWEST}/{MANIFEST}"]
+        await asyncio.wait_for(waiting, 60)
+        assert await copies(bus, tmp_path).lacks(NEWEST, files) == ""
+
+
+async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    roots = [tmp_path / "node-0", tmp_path / "node-1"]
+    async with open_bus() as bus:
+        write(roots, 4)
+        first, second = (uploads(bus, root, node=node) for node, root in enumerate(roots))
+        await first.look()
+        assert survey(ObjectStore(URL, RUN)) == ({}, {NEWEST}) and not (await uploaded(bus))[0].trouble
+        await second.look()
+        assert not (await uploaded(bus))[1].whole and (await uploaded(bus))[1].files == {NEWEST: ["__1_0.distcp"]}
+        await first.look()
+        assert (await uploaded(bus))[0].whole == [NEWEST]
+        assert uploaded_files(flaky).count(f"{NEWEST}/common.pt") == 1, "node 0 alone uploads the metadata"
+        await second.look()
+        assert len(uploaded_files(flaky)) == len(manifests.read(roots[0] / NEWEST).files) + 1, "nothing is uploaded twice"
+
+
+async def test_what_a_killed_process_has_uploaded_does_not_count(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """It was killed before the manifest; the next process stores the files again, and completes the checkpoint."""
+    async with open_bus() as bus:
+        write([tmp_path], 4)
+        flaky.fails = staticmethod(lambda verb, path: verb == "write" and path.endswith(MANIFEST))
+        await uploads(bus, tmp_path).look()
+        assert not (await uploaded(bus))[0].whole
+        with pytest.raises(NoCheckpoint, match="neither a living node nor the store has"):
+            await copies(bus, tmp_path / "empty").whole(row(tmp_path))
+        fail(flaky)
+        await uploads(bus, tmp_path).look()
+        assert (await uploaded(bus))[0].whole == [NEWEST]
+        assert uploaded_files(flaky).count(f"{NEWEST}/__0_0.distcp") == 2
+
+
+async def test_an_outage_ends_nothing_and_is_reported(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with open_bus() as bus:
+        write([tmp_path], 4)
+        fail(flaky, "upload")
+        waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
+        async with beside(uploads(bus, tmp_path).run()):
+            await until(bus, "stored.0", lambda found: found["trouble"])
+            lacks = await copies(bus, tmp_path).lacks(NEWEST, manifests.read(tmp_path / NEWEST).files)
+            assert lacks.endswith(
+                "files are there; node 0: flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
+            )
+            assert not waiting.done()
+            fail(flaky)
+            await asyncio.wait_for(waiting, 60)
+            await until(bus, "stored.0", lambda found: not found["trouble"])
+        assert caplog.text.count("checkpoints are not uploaded, trying again") == 1, "a reason is logged once"
+        assert "checkpoints are uploaded again" in caplog.text and "5ec7e7" not in caplog.text
+
+
+async def test_a_damaged_file_is_not_uploaded_and_holds_up_no_other(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    async with open_bus() as bus:
+        write([tmp_path], 2)
+        write([tmp_path], 4)
+        damaged = tmp_path / OLDER / "__0_0.distcp"
+        damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
+        await uploads(bus, tmp_path).look()
+        found = (await uploaded(bus))[0]
+        assert found.trouble.startswith(f"{tmp_path}/{OLDER}/__0_0.distcp: want sha256")
+        assert f"{OLDER}/__0_0.distcp" not in uploaded_files(flaky)
+        assert [name for name, one in survey(ObjectStore(URL, RUN))[0].items() if one.is_whole] == [NEWEST]
+
+
+async def test_a_file_that_was_stored_in_part_is_stored_again(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """The store has taken the file, and lists another size: the checkpoint is not complete, whatever the upload has returned."""
+    store = ObjectStore(URL, RUN)
+    (tmp_path / "cut").write_bytes(b"cut")
+    async with open_bus() as bus:
+        roots = [tmp_path / "node-0", tmp_path / "node-1"]
+        write(roots, 4)
+        first, second = (uploads(bus, root, node=node) for node, root in enumerate(roots))
+        await first.look()
+        await second.look()
+        store.upload(NEWEST, "__0_0.distcp", tmp_path / "cut")
+        await first.look()
+        assert "after the upload" in (await uploaded(bus))[0].trouble and not survey(store)[0]
+        await first.look()
+        assert survey(store)[0][NEWEST].is_whole and not (await uploaded(bus))[0].trouble
+
+
+async def test_each_node_sees_what_the_store_has_of_its_files(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """The store takes a file of node 1 and does not have it: node 1 does not count it, and stores it again."""
+    roots = [tmp_path / "node-0", tmp_path / "node-1"]
+    async with open_bus() as bus:
+        write(roots, 4)
+        second = uploads(bus, roots[1], node=1)
+        await uploads(bus, roots[0]).look()
+        flaky.loses = "__1_0.distcp"
+        await second.look()
+        found = (await uploaded(bus))[1]
+        assert found.files == {NEWEST: []} and found.trouble.endswith("bytes, got no after the upload")
+        flaky.loses = ""
+        await second.look()
+        assert (await uploaded(bus))[1].files == {NEWEST: ["__1_0.distcp"]}
+
+
+async def test_the_store_keeps_what_the_run_keeps(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """Also the ones spared for their score; those that were never completed go; a newer one, which is being uploaded, stays."""
+    store = ObjectStore(URL, RUN)
+    async with open_bus() as bus:
+        for step in (1, 2, 3, 4, 5):
+            write([tmp_path], step)
+        uploading = uploads(bus, tmp_path)
+        await uploading.look()
+        await bus.rows("run").put("checkpoint", row(tmp_path) | {"kept": ["step-1-epoch-1"]})
+        (tmp_path / "left").write_bytes(b"left over")
+        store.upload("step-3-epoch-0", "common.pt", tmp_path / "left")
+        store.upload("step-6-epoch-1", "common.pt", tmp_path / "left")
+        store.upload("notes", "todo.txt", tmp_path / "left")
+        await uploads(bus, tmp_path).look()
+        assert sorted(store.listing()) == ["notes", "step-1-epoch-1", "step-3-epoch-1", NEWEST, "step-5-epoch-1", "step-6-epoch-1"]
+
+
+async def test_a_node_without_its_disk_goes_on_from_the_store(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    root, empty = tmp_path / "root", tmp_path / "empty"
+    async with open_bus() as bus:
+        write([root], 2)
+        write([root], 4)
+        await uploads(bus, root).look()
+        saved = row(root) | {"kept": [OLDER]}
+        found = await copies(bus, empty).whole(saved)
+        assert found == empty / NEWEST and disk.held(found).keys() == METADATA, "ranks read the rest, range by range"
+        assert disk.held(empty / OLDER).keys() == METADATA
+        await uploads(bus, empty).look()
+        assert not (await uploaded(bus))[0].trouble, "what came back from the store is not uploaded again"
+        await uploads(bus, tmp_path / "third").look()
+        assert disk.held(tmp_path / "third" / OLDER).keys() == METADATA, "the feeder trims the streams by the oldest one's state"
+
+
+async def test_a_truncated_checkpoint_is_passed_over(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, empty = tmp_path / "root", tmp_path / "empty"
+    async with open_bus() as bus:
+        write([root], 2)
+        write([root], 4)
+        await uploads(bus, root).look()
+        (tmp_path / "cut").write_bytes(b"cut")
+        ObjectStore(URL, RUN).upload(NEWEST, "__0_0.distcp", tmp_path / "cut")
+        fetch.complete(empty / NEWEST, PeerClient((), ObjectStore(URL, RUN)))
+        assert await copies(bus, empty).whole(row(root)) == empty / OLDER
+        await uploads(bus, empty).look()
+        assert not (await uploaded(bus))[0].trouble, "no file is missed on a disk that has the metadata alone"
+        assert f"{NEWEST}: neither a living node nor the store has __0_0.distcp" in caplog.text
+
+
+async def test_a_checkpoint_that_the_row_does_not_name_is_not_used(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One under the name of the latest with another manifest, and one with a name that the row lacks: the files may be anyone's."""
+    root, foreign = tmp_path / "root", tmp_path / "foreign"
+    async with open_bus() as bus:
+        write([root], 4)
+        shutil.copytree(root / NEWEST, foreign / NEWEST)
+        shutil.rmtree(root)
+        for step in (3, 4):
+            write([root], step)
+        saved = row(root)
+        saved = saved | {"manifest": digests_of(foreign, [NEWEST])[NEWEST][::-1], "manifests": {}}
+        await uploads(bus, root).look()
+        with pytest.raises(NoCheckpoint):
+            await copies(bus, tmp_path / "empty").whole(saved)
+        assert "checkpoint in the store is of another run" in caplog.text
+        assert f"checkpoint {URL}/{RUN}/step-3-epoch-1 is not used: the run's row does not name it" in caplog.text
+
+
+async def test_a_store_that_does_not_answer_is_not_lost(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """With the latest checkpoint on the disk the run goes on without it; without one no older checkpoint is taken instead."""
+    root = tmp_path / "root"
+    async with open_bus() as bus:
+        write([root], 4)
+        await uploads(bus, root).look()
+        fail(flaky, "find", "read", "write")
+        await copies(bus, root).claim(is_new=False)
+        assert await copies(bus, root).whole(row(root)) == root / NEWEST
+        with pytest.raises(StoreFailed, match="503"):
+            await copies(bus, tmp_path / "empty").whole(row(root))
+        with pytest.raises(StoreFailed, match="503"):
+            await copies(bus, root).claim(is_new=True)
+
+
+async def test_the_store_of_another_run_is_refused(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """Another bus with a run of the same name, as after --fresh: nothing in the store is touched."""
+    store = ObjectStore(URL, RUN)
+    async with open_bus() as bus:
+        write([tmp_path], 4)
+        store.claim("another")
+        with pytest.raises(ConfigRefused, match=r"learner.checkpoint.store: want .*, got .*give another URL, or remove them there"):
+            await copies(bus, tmp_path).claim(is_new=True)
+        await uploads(bus, tmp_path).look()
+        assert "give another URL" in (await uploaded(bus))[0].trouble and store.listing() == {}
+        flaky.store.clear()
+        await copies(bus, tmp_path).claim(is_new=True)
+        assert store.owner() == await identity_of(bus)
+
+
+async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
+    open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of twelve steps with a checkpoint each, the disk gets a few; when the store is back the last one is the latest, and the run ends."""
+    steps = 12
+    async with open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world, world.actors():
+        fail(flaky, "upload")
+        uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
+        async with beside(uploading.run()), world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async with asyncio.timeout(60):
+                async for _, record in world.bus.plans.follow():
+                    if isinstance(record, Done) and record.step == steps:
+                        break
+            assert await world.bus.rows("run").get("checkpoint") is None
+            written = [one.step for one in disk.listed(world.root) if one.step < steps]
+            assert MOST_PENDING <= len(written) <= MOST_PENDING + 2, written
+            assert re.search(r"no checkpoint of step 11, because [23] wait: step-1-epoch-1 to be uploaded to flaky://", caplog.text)
+            fail(flaky)
+            await asyncio.wait_for(asyncio.gather(training, feeding), 60)
+        row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
+        assert row["step"] == steps and set(row["manifests"]) >= {f"step-{steps}-epoch-1"}
+        assert [one.step for one in disk.listed(world.root)] == [steps, written[0]]

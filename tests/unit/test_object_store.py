@@ -1,0 +1,199 @@
+"""The store of checkpoints as an object: what it stores, lists, refuses and removes; its URL; and files that are read from it."""
+
+import asyncio
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
+
+from learner.checkpoints import disk, fetch
+from learner.checkpoints import manifest as manifests
+from learner.checkpoints.manifest import MANIFEST, METADATA
+from learner.checkpoints.object_store import ObjectStore, missing_package
+from learner.checkpoints.peers import CheckpointFiles, PeerClient
+from learner.checkpoints.stored import survey
+from learner.checkpoints.uploads import in_daemon
+from learner.errors import CheckpointCorrupt, StoreFailed
+from learner.settings.checkpoint_store import CheckpointConfig, masked
+from tests import flaky_store
+from tests.flaky_store import URL, FlakyFileSystem
+
+flaky = flaky_store.flaky
+NAME = "step-4-epoch-1"
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    MemoryFileSystem.store.clear()
+    return ObjectStore("memory://bucket/path" if request.param == "memory" else f"file://{tmp_path}/bucket/path/", "digits")
+
+
+def written(root: Path, step: int = 4) -> Path:
+    """Return a checkpoint of one node on the disk."""
+    tmp = disk.staging(root, step=step, epoch=1)
+    for name in METADATA - {"state.msgpack"}:
+        (tmp / name).write_bytes(name.encode())
+    (tmp / "__0_0.distcp").write_bytes(bytes(range(256)) * 20_000)  # two blocks
+    return disk.commit(tmp, b"state")
+
+
+def uploaded(store: ObjectStore, path: Path) -> None:
+    for file in manifests.read(path).files:
+        store.upload(path.name, file, path / file)
+    store.complete(path.name, (path / MANIFEST).read_bytes())
+
+
+def test_what_is_stored_comes_back_and_goes(store: ObjectStore, tmp_path: Path) -> None:
+    path = written(tmp_path / "disk")
+    assert store.listing() == {}
+    uploaded(store, path)
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    assert store.listing() == {NAME: sizes}
+    assert store.manifest(NAME) == (path / MANIFEST).read_bytes()
+    assert store.read(NAME, "__0_0.distcp", 255, 3) == b"\xff\x00\x01"
+    with pytest.raises(FileNotFoundError):
+        store.read(NAME, "other", 0, 1)
+    store.remove(NAME)
+    store.remove(NAME)
+    assert store.listing() == {}
+
+
+def test_a_store_belongs_to_one_run(store: ObjectStore, tmp_path: Path) -> None:
+    assert store.claim("mine") == "mine" == store.claim("another's") == store.owner()
+
+
+def test_checkpoints_without_an_owner_are_of_another_run(store: ObjectStore, tmp_path: Path) -> None:
+    uploaded(store, written(tmp_path / "disk"))
+    assert store.claim("mine") == "?" and store.owner() == ""
+
+
+def test_a_probe_leaves_nothing(store: ObjectStore, tmp_path: Path) -> None:
+    store.probe()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and not MemoryFileSystem.store
+
+
+@pytest.mark.parametrize("verb", ["write", "read", "remove"])
+def test_a_probe_that_fails_says_why_without_secrets(flaky: type[FlakyFileSystem], verb: str) -> None:
+    flaky.fails = lambda one, path: one == verb
+    with pytest.raises(StoreFailed) as failed:
+        ObjectStore(URL, "digits").probe()
+    assert str(failed.value) == "flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
+
+
+def test_the_manifest_is_removed_first(flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    store = ObjectStore(URL, "digits")
+    uploaded(store, written(tmp_path))
+    flaky.fails = lambda verb, path: verb == "remove" and not path.endswith(MANIFEST)
+    with pytest.raises(StoreFailed):
+        store.remove(NAME)
+    assert survey(store) == ({}, {NAME}), "in part removed, it does not count"
+
+
+def test_a_bucket_that_is_not_there_is_a_failure(store: ObjectStore, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        store.upload(NAME, "file", tmp_path / "none")
+    with pytest.raises(StoreFailed, match=r"IsADirectoryError|FileNotFoundError|PermissionError|NotADirectoryError"):
+        (tmp_path / "file").write_bytes(b"")
+        ObjectStore(f"file://{tmp_path}/file", "digits").probe()
+
+
+def test_a_protocol_without_its_package_names_it() -> None:
+    packages = {protocol: entry["class"].partition(".")[0] for protocol, entry in known_implementations.items()}
+    protocol, package = next((one, package) for one, package in packages.items() if find_spec(package) is None)
+    assert missing_package(f"{protocol}://bucket") == (f"no package {package}", f"install it on every node (pip install {package})")
+    assert missing_package("nonesuch://bucket") == ("the protocol nonesuch, which fsspec does not know", "use another one")
+    assert missing_package("file:///bucket") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"store": "s3"}, "store: want local, shared, or a URL like s3://bucket/path"),
+        ({"store": "s3://"}, "or a URL"),
+        ({"store": "s3://key:5ec7e7@bucket"}, r"store: want a URL without a password.*got 's3://\*\*\*@bucket'"),
+        ({"store": "https://host/x?sig=5ec7e7"}, r"got 'https://host/x\?\*\*\*'"),
+        ({"store": "simplecache::s3://bucket"}, "no chain of protocols"),
+        ({"store": "s3://bucket/../other"}, "or a URL"),
+        ({"store": "file://runs/store"}, "store: want an absolute path behind file://"),
+        ({"store": "s3://bucket", "copies": 3}, "copies: want 2 with a URL as store"),
+    ],
+)
+def test_refused_settings(settings: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error) as refused:
+        CheckpointConfig(**settings)  # type: ignore[arg-type]
+    assert "5ec7e7" not in str(refused.value)
+
+
+def test_accepted_settings() -> None:
+    for url in ("s3://bucket/path", "gs://bucket", "abfs://container@account.dfs.core.windows.net/path", "file:///mnt/store"):
+        assert CheckpointConfig(store=url).url == url and masked(url) == url
+    assert CheckpointConfig().url == "" == CheckpointConfig(store="shared").url
+
+
+def test_only_whole_checkpoints_count(store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside one that is whole: one without a manifest, one with a damaged manifest, one with a truncated file, and foreign objects."""
+    for step in (2, 4, 6, 8):
+        path = written(tmp_path / "disk", step)
+        uploaded(store, path)
+        cut = tmp_path / "cut"
+        cut.write_bytes((path / ("common.pt" if step == 8 else MANIFEST)).read_bytes()[:-1])
+        if step == 4:
+            store.remove(path.name)
+            store.upload(path.name, "common.pt", path / "common.pt")
+        elif step == 6:
+            store.upload(path.name, MANIFEST, cut)
+        elif step == 8:
+            store.upload(path.name, "common.pt", cut)
+    store.upload("step-10-epoch-1.old", MANIFEST, tmp_path / "cut")
+    store.upload("notes", "todo.txt", tmp_path / "cut")
+    found, rest = survey(store)
+    assert {name: one.is_whole for name, one in found.items()} == {"step-2-epoch-1": True, "step-8-epoch-1": False}
+    assert rest == {"step-4-epoch-1", "step-6-epoch-1"}
+    assert f"NOT WHOLE: {store.url}/step-8-epoch-1/common.pt: want 9 bytes, got 8 bytes" in caplog.text
+    assert f"checkpoint in the store is not used: {store.url}/step-6-epoch-1/manifest.json: want" in caplog.text
+
+
+def test_files_come_from_the_store_range_by_range(store: ObjectStore, tmp_path: Path) -> None:
+    uploaded(store, written(tmp_path / "other"))
+    client = PeerClient((), store)
+    here = tmp_path / "here" / NAME
+    digest = manifests.digest_of((tmp_path / "other" / NAME / MANIFEST).read_bytes())
+    assert sorted(fetch.complete(here, client, sha256=digest)) == sorted(METADATA)
+    files = CheckpointFiles(here, manifests.read(here).files, client)
+    with files.open("__0_0.distcp") as stream:
+        stream.seek(5_000_000)
+        assert stream.read(4) == bytes((5_000_000 + offset) % 256 for offset in range(4))
+    assert 0 < files.fetched_bytes < 1_000_000, "the second block alone"
+    with pytest.raises(CheckpointCorrupt, match=r"the store \(.*/digits\) has another one"):
+        fetch.complete(tmp_path / "there" / NAME, client, sha256="0" * 64)
+
+
+def test_a_process_does_not_wait_for_a_store_that_hangs() -> None:
+    hangs, ended = threading.Event(), []
+
+    async def cancelled() -> None:
+        asking = asyncio.create_task(in_daemon(lambda: ended.append(hangs.wait(60))))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    assert not ended
+    hangs.set()
+
+
+def test_a_damaged_block_in_the_store_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    """The same file, damaged on the disk, comes from the store; damaged in both places it is refused with both."""
+    path = written(tmp_path / "disk")
+    uploaded(store, path)
+    whole = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(b"?" + whole[1:])
+    files = CheckpointFiles(path, manifests.read(path).files, PeerClient((), store))
+    assert files.block("__0_0.distcp", 0) == whole[: 1 << 22]
+    store.upload(NAME, "__0_0.distcp", path / "__0_0.distcp")
+    files = CheckpointFiles(path, manifests.read(path).files, PeerClient((), store))
+    with pytest.raises(CheckpointCorrupt, match=r"this node has a damaged block; the store \(.*/digits\) has a damaged block"):
+        files.block("__0_0.distcp", 0)
