@@ -75,7 +75,8 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     completion: object = [{"role": "assistant", "content": request.response}] if conversational else request.response
     others = {name: value for name, value in options.items() if name != "label_column"}
     columns = {**request.metadata, str(options.get("label_column", "label")): request.label}
-    named = {"prompts": request.prompt, "completions": completion, "completion_ids": request.tokens[-request.response_length :].tolist()}
+    ids = request.tokens[len(request.tokens) - request.response_length :].tolist()
+    named = {"prompts": request.prompt, "completions": completion, "completion_ids": ids}
     return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **others}
 
 

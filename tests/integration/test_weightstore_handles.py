@@ -354,6 +354,24 @@ async def test_an_engine_that_says_without_end_that_it_is_at_work_has_no_more_ti
     memory.close()
 
 
+async def test_a_message_behind_the_deadline_ends_no_other_request() -> None:
+    """The waiter of another request may read it, while this one's time limit is being handled."""
+    memory, context = HostMemory(), zmq.asyncio.Context()
+    (bucket,) = staged({"model.norm.weight": torch.zeros(3)}, memory).buckets
+    engine = context.socket(zmq.ROUTER)
+    engine.bind_to_random_port("tcp://127.0.0.1")
+    receiver = HandleReceiver(context, engine.last_endpoint.decode(), epoch=1, deadlines=Deadlines(0.2), memory=memory)
+    receiving = asyncio.create_task(receiver.receive(1, [bucket, bucket], serve=False))
+    await engine.recv_multipart()
+    (waiter,) = receiver._waiters.values()
+    with pytest.raises(ReceiverFailed, match=r"no answer within 0\.2 s"):
+        await receiving
+    waiter.under_way()
+    receiver.close()
+    context.destroy(linger=0)
+    memory.close()
+
+
 async def test_one_flipped_byte_is_caught(directory: Path) -> None:
     memory = HostMemory()
     staging = staged(dict(tiny_model(seed=1).state_dict()), memory)

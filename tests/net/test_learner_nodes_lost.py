@@ -15,10 +15,10 @@ from learner.nodes.node_rows import State
 from tests.net.lab import why_not
 from tests.net.learner_nodes import healing, latest, ranks_held, two_nodes, until, until_node
 from tests.net.site import NODES, Site
-from tests.net.test_run import next_steps, report
+from tests.net.test_run import BESIDE_OTHERS, next_steps, report
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-APART_S = 60.0
+APART_S = 120.0 if BESIDE_OTHERS else 60.0
 
 
 @pytest.fixture(scope="module")

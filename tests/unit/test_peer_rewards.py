@@ -43,6 +43,13 @@ async def test_messages_are_answered_by_a_message() -> None:
     assert await load(f"trl:{HERE}:accuracy", {"label_column": "solution"})(asked) == 1.0
 
 
+async def test_an_empty_response_has_no_ids() -> None:
+    asked = RewardRequest(
+        prompt="a", response="", label="", status=Status.COMPLETED, tokens=np.arange(5, dtype=np.int32), metadata={"level": 0}
+    )
+    assert await load(f"trl:{HERE}:accuracy", {"label_column": "solution"})(asked) == 1.0
+
+
 async def test_in_a_child_of_an_actor() -> None:
     for name, options, reward in (REWARDS[0], REWARDS[2], REWARDS[4]):
         async with opened(name, options, Limits(timeout_s=60.0, workers=1)) as score:

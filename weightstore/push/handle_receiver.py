@@ -177,7 +177,8 @@ class HandleReceiver:
 
                 def under_way() -> None:
                     """Let the deadline begin anew."""
-                    if next(extensions, None) is not None:
+                    # Another request's waiter may read this message, when the deadline of this one is over.
+                    if not limit.expired() and next(extensions, None) is not None:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
 
                 await self._socket.send(msgpack.packb(request))
