@@ -21,6 +21,8 @@ from learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_
 
 OWNER = "owner.json"
 """Object that names the run whose checkpoints are beside it."""
+UNNAMED = ("", "?")
+"""Owners of a store that names no run: it has no such object, or one that cannot be read."""
 PROBE = "probe"
 MOST_BYTES = 1 << 28
 """Largest manifest that is read: a block's digest takes 70 bytes, so this is one of 16 TB."""
@@ -37,6 +39,7 @@ class _FileSystem(Protocol):
     def pipe_file(self, path: str, value: bytes) -> None: ...
     def rm_file(self, path: str) -> None: ...
     def rm(self, path: str, recursive: bool) -> None: ...
+    def info(self, path: str) -> Mapping[str, object]: ...
     def makedirs(self, path: str, exist_ok: bool) -> None: ...
     def invalidate_cache(self) -> None: ...
 
@@ -45,6 +48,7 @@ class ObjectStore:
     """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
 
     def __init__(self, url: str, run: str) -> None:
+        """``url``: a place that is there. Directories are made below it alone: one that is not mounted is not an empty store."""
         self.url = f"{url.rstrip('/')}/{run}"
         self._opened: tuple[_FileSystem, str] | None = None
 
@@ -54,11 +58,7 @@ class ObjectStore:
             files, base = self._files()
             files.invalidate_cache()
             found: dict[str, dict[str, int]] = {}
-            try:
-                listed = files.find(base, detail=True)
-            except FileNotFoundError:
-                return {}
-            for path, entry in listed.items():
+            for path, entry in self._found(files, base).items():
                 name, _, file = path.removeprefix(base).lstrip("/").partition("/")
                 size = entry.get("size")
                 if file:
@@ -104,12 +104,16 @@ class ObjectStore:
         return str(found["run"]) if isinstance(found, dict) and found.get("run") else "?"
 
     def claim(self, identity: str) -> str:
-        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an unknown one."""
-        if not (owner := self.owner()) and self.listing():
+        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an unknown one.
+
+        A name that cannot be read counts as none where there are no checkpoints: a process that was killed has written it in part.
+        """
+        if (owner := self.owner()) not in UNNAMED:
+            return owner
+        if self.listing():
             return "?"
-        if not owner:
-            self._write(OWNER, json.dumps({"run": identity}).encode())
-        return owner or self.owner()
+        self._write(OWNER, json.dumps({"run": identity}).encode())
+        return self.owner()
 
     def probe(self) -> None:
         """Write, read and remove a small object."""
@@ -137,19 +141,39 @@ class ObjectStore:
     def _place(self, path: str) -> tuple[_FileSystem, str]:
         """Return the file system and the place of a file that is to be written."""
         files, base = self._files()
-        if protocol_of(self.url) in _HAS_DIRECTORIES:
+        if self._has_directories:
             files.makedirs(f"{base}/{path}".rpartition("/")[0], exist_ok=True)
         return files, f"{base}/{path}"
 
+    @property
+    def _has_directories(self) -> bool:
+        return protocol_of(self.url) in _HAS_DIRECTORIES
+
+    def _found(self, files: _FileSystem, base: str) -> Mapping[str, Mapping[str, object]]:
+        """Return all files below the run's place. In an object store, one that is not found is a bucket that is not there."""
+        try:
+            return files.find(base, detail=True)
+        except FileNotFoundError:
+            if self._has_directories:
+                return {}
+            raise
+
     def _files(self) -> tuple[_FileSystem, str]:
-        """Return the file system, and the path of the run in it."""
+        """Return the file system, and the path of the run in it. Raises StoreFailed where the directory of the URL is not there."""
         if self._opened is None:
             from fsspec.core import url_to_fs
 
             # Instances and listings that are kept would hide what other nodes have written.
             files, base = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
             self._opened = files, str(base).rstrip("/")
-        return self._opened
+        files, base = self._opened
+        if self._has_directories:
+            root = base.rpartition("/")[0]
+            try:
+                files.info(root)
+            except FileNotFoundError:
+                raise StoreFailed(self.url, f"no such directory: {root}; is it mounted? Make it once, if it is new") from None
+        return files, base
 
     @contextmanager
     def _edge(self, *, may_lack: bool = False) -> Iterator[None]:

@@ -29,7 +29,7 @@ from learner.checkpoints import manifest as manifests
 from learner.checkpoints.disk import Checkpoint
 from learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, kept_names, latest_of
 from learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
-from learner.checkpoints.object_store import ObjectStore
+from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from learner.checkpoints.peers import PeerClient
 from learner.checkpoints.stored import Stored, survey
 from learner.errors import CheckpointCorrupt, StoreFailed
@@ -52,8 +52,10 @@ class Uploaded:
     node: int
     files: Mapping[str, Collection[str]]
     """Files that the node has uploaded, by checkpoint."""
-    whole: Collection[str]
+    whole: Collection[str] = ()
     """Checkpoints that are complete in the store; written by node 0."""
+    store: str = ""
+    """The store's URL; empty = not known."""
     trouble: str = ""
 
 
@@ -61,7 +63,8 @@ async def uploaded(bus: Bus) -> dict[int, Uploaded]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
     found = {}
     for row, _ in (await bus.rows("run").all(ROWS)).values():
-        one = Uploaded(node=row["node"], files=row["files"], whole=row.get("whole", ()), trouble=row.get("trouble", ""))
+        more = {name: row[name] for name in ("whole", "store", "trouble") if name in row}
+        one = Uploaded(node=row["node"], files=row["files"], **more)
         found[one.node] = one
     return found
 
@@ -69,6 +72,23 @@ async def uploaded(bus: Bus) -> dict[int, Uploaded]:
 async def identity_of(bus: Bus) -> str:
     """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have. Raises BusUnavailable."""
     return (await bus.samples.cursor()).created
+
+
+def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) -> None:
+    """Raise StoreFailed for a store without an owner that had checkpoints of this run: it is another one, or is not mounted."""
+    home = rows.get(HOME)
+    if owner in UNNAMED and home is not None and home.whole and home.store in ("", store.url):
+        raise StoreFailed(store.url, f"has lost its {OWNER}: the row {ROWS}.{HOME} names checkpoints in it; is it mounted?")
+
+
+async def claimed(bus: Bus, store: ObjectStore) -> str:
+    """Make a store that of this run, if it has no owner and no checkpoint, and had none. Returns the owner.
+
+    Raises StoreFailed, BusError.
+    """
+    mine, rows = await identity_of(bus), await uploaded(bus)
+    refuse_lost(store, await in_daemon(store.owner), rows)
+    return await in_daemon(partial(store.claim, mine))
 
 
 class Uploads:
@@ -123,7 +143,11 @@ class Uploads:
         """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another run."""
         if self._stored is None:
             mine = await identity_of(self._bus)
-            owner = await in_daemon(partial(self._store.claim, mine) if self._node == HOME else self._store.owner)
+            if self._node == HOME:
+                owner = await claimed(self._bus, self._store)
+            else:
+                owner = await in_daemon(self._store.owner)
+                refuse_lost(self._store, owner, await uploaded(self._bus))
             if owner and owner != mine:
                 raise StoreFailed(self._store.url, f"{foreign(owner)}; nothing is written there")
             if owner:
@@ -219,14 +243,19 @@ class Uploads:
     async def _tell(self) -> None:
         """Write the row, if anything in it has changed."""
         files = {name: sorted(found) for name, found in self._files.items()}
-        row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500]}
+        row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500], "store": self._store.url}
         if self._node == HOME and self._stored is not None:
             row["whole"] = sorted(self._whole())
-        elif "whole" in self._row:
-            row["whole"] = self._row["whole"]
+        elif whole := self._row.get("whole") or await self._whole_before():
+            row["whole"] = whole
         if row != self._row:
             await self._bus.rows("run").put(f"{ROWS}.{self._node}", row)
             self._row = row
+
+    async def _whole_before(self) -> list[str]:
+        """Return the complete checkpoints in the row of this node's process before, which stand until the store has been read."""
+        mine = (await uploaded(self._bus)).get(self._node)
+        return list(mine.whole) if mine is not None and mine.store in ("", self._store.url) else []
 
 
 def foreign(owner: str) -> str:

@@ -7,7 +7,7 @@ deadline: a checkpoint that has too few copies is not the latest, and the log an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from learner.checkpoints import manifest as manifests
 from learner.checkpoints.choice import choose, short_of_copies
 from learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, holders
 from learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from learner.checkpoints.object_store import ObjectStore
+from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from learner.checkpoints.peers import Peer, PeerClient, PeerFailed
 from learner.checkpoints.server import held_below
-from learner.checkpoints.stored import survey
-from learner.checkpoints.uploads import MOST_PAUSE_S, Uploaded, foreign, identity_of, in_daemon, uploaded
+from learner.checkpoints.stored import Stored, survey
+from learner.checkpoints.uploads import MOST_PAUSE_S, Uploaded, claimed, foreign, identity_of, in_daemon, uploaded
 from learner.checkpoints.uploads import ROWS as UPLOADS
 from learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
@@ -76,7 +76,7 @@ class Copies:
             return
         mine = await identity_of(self._bus)
         try:
-            owner = await self._answered(partial(store.claim, mine), deadline=time.monotonic() + (self._ask_s if is_new else 0.0))
+            owner = await self._answered(partial(claimed, self._bus, store), deadline=time.monotonic() + (self._ask_s if is_new else 0.0))
         except StoreFailed as error:
             if is_new:
                 raise
@@ -113,13 +113,13 @@ class Copies:
         assert self._store is not None
         latest, named = Path(row["directory"]).name, digests_in(row)
         try:
-            found, _ = await self._answered(partial(survey, self._store), deadline=time.monotonic())
+            found = await self._answered(self._survey, deadline=time.monotonic())
         except StoreFailed as error:
             here = {name for held in (await asyncio.to_thread(held_below, self._root), *asked.values()) for name in held.get(latest, ())}
             if await asyncio.to_thread(_has_all, self._root / latest, here):
                 log.error("the latest checkpoint is on the nodes, and the store does not answer: %s", error)
                 return {}
-            found, _ = await self._answered(partial(survey, self._store), deadline=deadline)
+            found = await self._answered(self._survey, deadline=deadline)
         for name in sorted(found.keys() - named.keys()):
             log.warning("checkpoint %s/%s is not used: the run's row does not name it", self._store.url, name)
         trusted = {name: one for name, one in found.items() if name in named}
@@ -129,13 +129,23 @@ class Copies:
             log.error("checkpoint in the store is of another run: %s", defect)
         return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
 
-    async def _answered(self, ask: Callable[[], T], *, deadline: float) -> T:
+    async def _survey(self) -> dict[str, Stored]:
+        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this run's."""
+        assert self._store is not None
+        mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner)
+        if owner in UNNAMED:
+            raise StoreFailed(self._store.url, f"has no {OWNER}, or none that can be read; is it mounted?")
+        if owner != mine:
+            raise StoreFailed(self._store.url, foreign(owner))
+        return (await in_daemon(partial(survey, self._store)))[0]
+
+    async def _answered(self, ask: Callable[[], Awaitable[T]], *, deadline: float) -> T:
         """Return the store's answer. Raises StoreFailed behind the deadline, a time of the monotonic clock."""
         pause_s = INTERVAL_S
         try:
             while True:
                 try:
-                    return await in_daemon(ask)
+                    return await ask()
                 except StoreFailed as error:
                     if time.monotonic() >= deadline:
                         raise

@@ -44,6 +44,7 @@ def test_a_node_comes_back_with_an_empty_disk(tmp_path: Path, lost: int) -> None
 
 @pytest.mark.slow
 def test_both_nodes_come_back_with_empty_disks_and_go_on_from_the_store(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
     with parts(tmp_path, *SETTINGS, f"learner.checkpoint.store=file://{tmp_path}/store") as run:
         asyncio.run(_lost(run, [0, 1], partly=True))
         verdict = asyncio.run(judge(run.url, "smoke", run.root / "checkpoints", {}))

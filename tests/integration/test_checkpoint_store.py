@@ -281,6 +281,35 @@ async def test_the_store_of_another_run_is_refused(open_bus: BusOpener, flaky: t
         assert store.owner() == await identity_of(bus)
 
 
+async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """The directory that is there when it is not mounted: no process takes it for an empty one, and it is found again when it is back."""
+    root = tmp_path / "root"
+    async with open_bus() as bus:
+        write([root], 2)
+        write([root], 4)
+        await uploads(bus, root).look()
+        saved, there = row(root), dict(flaky.store)
+        flaky.store.clear()
+        shutil.rmtree(root / NEWEST)
+        with pytest.raises(StoreFailed, match=r"has lost its owner.json: the row stored.0 names checkpoints in it; is it mounted\?"):
+            await copies(bus, root).claim(is_new=True)
+        with pytest.raises(StoreFailed, match=r"has no owner\.json"):
+            await copies(bus, root).whole(saved)
+        for node in (0, 1):
+            for _ in range(2):
+                await uploads(bus, root, node=node).look()
+            assert "has lost its owner.json" in (await uploaded(bus))[node].trouble
+        assert set((await uploaded(bus))[0].whole) == {NEWEST, OLDER} and not flaky.store
+        flaky.store.update(there)
+        assert await copies(bus, root).whole(saved) == root / NEWEST
+        flaky.store.clear()
+        elsewhere = Uploads(bus, root, ObjectStore(f"{URL}/another", RUN), keep=2)
+        await elsewhere.look()
+        assert not (await uploaded(bus))[0].trouble, "a URL that is new is claimed"
+
+
 async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
     open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:

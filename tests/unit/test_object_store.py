@@ -12,7 +12,7 @@ from fsspec.registry import known_implementations
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA
-from learner.checkpoints.object_store import ObjectStore, missing_package
+from learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
 from learner.checkpoints.peers import CheckpointFiles, PeerClient
 from learner.checkpoints.stored import survey
 from learner.checkpoints.uploads import in_daemon
@@ -28,6 +28,7 @@ NAME = "step-4-epoch-1"
 @pytest.fixture(params=["memory", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     MemoryFileSystem.store.clear()
+    (tmp_path / "bucket" / "path").mkdir(parents=True)
     return ObjectStore("memory://bucket/path" if request.param == "memory" else f"file://{tmp_path}/bucket/path/", "digits")
 
 
@@ -63,6 +64,34 @@ def test_what_is_stored_comes_back_and_goes(store: ObjectStore, tmp_path: Path) 
 
 def test_a_store_belongs_to_one_run(store: ObjectStore, tmp_path: Path) -> None:
     assert store.claim("mine") == "mine" == store.claim("another's") == store.owner()
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"run": "mi'])
+def test_an_owner_that_was_written_in_part_is_none(store: ObjectStore, tmp_path: Path, torn: bytes) -> None:
+    """A process was killed meanwhile. Beside checkpoints it is an unknown run's."""
+    store._write(OWNER, torn)
+    assert store.owner() == "?" and store.claim("mine") == "mine" == store.owner()
+    store._write(OWNER, torn)
+    uploaded(store, written(tmp_path / "disk"))
+    assert store.claim("another's") == "?"
+
+
+def test_a_directory_that_is_not_there_is_no_empty_store(tmp_path: Path) -> None:
+    """It may be one that is not mounted: nothing is made in its place."""
+    store = ObjectStore(f"file://{tmp_path}/not-mounted/sub", "digits")
+    for ask in (store.owner, store.listing, store.probe, lambda: store.claim("mine"), lambda: store.complete(NAME, b"")):
+        with pytest.raises(StoreFailed, match=r"no such directory: .*/not-mounted/sub; is it mounted\?"):
+            ask()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bucket_that_is_not_found_is_no_empty_store(flaky: type[FlakyFileSystem], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(FlakyFileSystem, "find", lost)
+    with pytest.raises(StoreFailed, match="bucket does not exist"):
+        ObjectStore(URL, "digits").claim("mine")
 
 
 def test_checkpoints_without_an_owner_are_of_another_run(store: ObjectStore, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ async def latest(bus: Bus) -> int:
 
 def test_a_learner_without_its_disk_comes_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
+    (tmp_path / "store").mkdir()
     settings = (f"learner.checkpoint.store={url}", f"learner.steps={STEPS}", "learner.checkpoint_every=2", "learner.weights_digest=true")
     with up(tmp_path, *settings) as run:
         step = asyncio.run(killed_behind_a_checkpoint(run))
