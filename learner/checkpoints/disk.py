@@ -43,6 +43,14 @@ class Checkpoint:
     epoch: int
     path: Path
 
+    def is_newer(self, latest: "Checkpoint") -> bool:
+        """Return whether it was written after the latest one: a start that fell back to an older checkpoint has a newer epoch."""
+        return self.epoch > latest.epoch or (self.epoch == latest.epoch and self.step > latest.step)
+
+    def is_before(self, latest: "Checkpoint") -> bool:
+        """Return whether it may be one of the checkpoints before the latest."""
+        return (self.step, self.epoch) < (latest.step, latest.epoch) and not self.is_newer(latest)
+
 
 def has_weights(directory: Path) -> bool:
     """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its content."""
@@ -196,14 +204,13 @@ def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] 
 
     ``spared``: names of further ones before it that are not removed; the streams are not kept for them.
     Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never committed to the run and
-    are removed too. Checkpoints that this epoch has written since ``latest`` are kept.
+    are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch, are kept.
     """
-    before = [one for one in listed(root) if (one.step, one.epoch) < (latest.step, latest.epoch)]
+    before = [one for one in listed(root) if one.is_before(latest)]
     kept = [latest, *before[: keep - 1]]
     for one in listed(root):
-        newer = one.step > latest.step and one.epoch >= latest.epoch
         stays = one in before and one.path.name in spared
-        if not newer and not stays and one.path not in {other.path for other in kept}:
+        if not one.is_newer(latest) and not stays and one.path not in {other.path for other in kept}:
             _remove(one.path)
             log.info("checkpoint removed path=%s", one.path)
     for path in root.glob("step-*.tmp"):

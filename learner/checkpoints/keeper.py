@@ -177,7 +177,7 @@ def clean(root: Path) -> None:
 
 
 def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()) -> list[str]:
-    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer ones of its epoch."""
+    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer ones."""
     found = []
     for name in names:
         try:
@@ -187,8 +187,8 @@ def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, 
     found.sort(reverse=True)
     if latest is None:
         return [one.path.name for one in found]
-    newer = [one for one in found if one.step > latest.step and one.epoch >= latest.epoch]
-    before = [one for one in found if (one.step, one.epoch) < (latest.step, latest.epoch)]
+    newer = [one for one in found if one.is_newer(latest)]
+    before = [one for one in found if one.is_before(latest)]
     mine = [one for one in found if (one.step, one.epoch) == (latest.step, latest.epoch)]
     before = [*before[: keep - 1], *(one for one in before[keep - 1 :] if one.path.name in spared)]
     return [one.path.name for one in [*newer, *mine, *before]]

@@ -191,6 +191,18 @@ def test_kept_are_those_that_pruning_keeps(tmp_path: Path) -> None:
     assert wanted == [one.path.name for one in disk.listed(tmp_path)]
 
 
+def test_those_of_a_newer_epoch_are_kept(tmp_path: Path) -> None:
+    """A start found the latest damaged and fell back to step 10: its checkpoints have lower steps, and none is the latest yet."""
+    names = ["step-20-epoch-1", "step-10-epoch-1", "step-12-epoch-2", "step-15-epoch-2", "step-8-epoch-1"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    latest = disk.named(tmp_path / names[0])
+    assert set(kept_names(names, latest, keep=2)) == set(names[:4])
+    kept = disk.prune(tmp_path, keep=2, latest=latest)
+    assert [one.path.name for one in kept] == names[:2]
+    assert {one.path.name for one in disk.listed(tmp_path)} == set(names[:4])
+
+
 def running(opened: list[Keeper]) -> AbstractAsyncContextManager[None]:
     """Let the opened keepers of the nodes copy and remove, as their agents do."""
     return beside(*(keeper.run() for keeper in opened))
