@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +144,20 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 def held(path: Path) -> dict[str, FileEntry]:
     """Return the entries of the manifest with a file here of the right size; the content is not read. Raises CheckpointCorrupt."""
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
+
+
+def manifest_digest(path: Path) -> str:
+    """Return the digest of a checkpoint's manifest, as the row of the latest one has it. Raises OSError."""
+    return manifests.digest_of((path / MANIFEST).read_bytes())
+
+
+def digests_of(root: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the digests of the manifests of checkpoints below ``root``; those without one are left out."""
+    found = {}
+    for name in names:
+        with suppress(OSError):
+            found[name] = manifest_digest(root / name)
+    return found
 
 
 def read_state(path: Path) -> bytes:

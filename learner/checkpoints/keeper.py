@@ -194,6 +194,14 @@ def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, 
     return [one.path.name for one in [*newer, *mine, *before]]
 
 
+def digests_in(row: JsonMapping) -> dict[str, str]:
+    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that are kept."""
+    known: dict[str, str] = {**row.get("manifests", {})}
+    if row.get("manifest"):
+        known[Path(row["directory"]).name] = row["manifest"]
+    return known
+
+
 def latest_of(root: Path, row: JsonMapping) -> Checkpoint | None:
     """Return the checkpoint that the row names, as a directory below ``root``; None for a row without its name."""
     try:

@@ -84,12 +84,17 @@ class ObjectStore:
         """Store the manifest of a checkpoint whose files are there: it counts from now on."""
         self._write(f"{name}/{MANIFEST}", manifest)
 
+    def retract(self, name: str) -> None:
+        """Remove the manifest of a checkpoint: it does not count from now on."""
+        with self._edge(), suppress(FileNotFoundError):
+            files, base = self._files()
+            files.rm_file(f"{base}/{name}/{MANIFEST}")
+
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: one that is removed in part does not count."""
+        self.retract(name)
         with self._edge():
             files, base = self._files()
-            with suppress(FileNotFoundError):
-                files.rm_file(f"{base}/{name}/{MANIFEST}")
             with suppress(FileNotFoundError):
                 files.rm(f"{base}/{name}", recursive=True)
 

@@ -1,6 +1,6 @@
 """Uploads of a node's checkpoints to the store, in the background, by the node's agent or the parent of its ranks.
 
-    row run/stored.<R>   {"node", "host", "files": {checkpoint: [file, ...]}, "whole": [checkpoint, ...], "trouble"}, when it changes
+    row run/stored.<R>   {"node", "host", "files": {checkpoint: [file, ...]}, "whole": {checkpoint: digest}, "trouble"}, when it changes
 
     every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
     node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,7 @@ from bus.streams.bus import Bus
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.disk import Checkpoint
-from learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, kept_names, latest_of
+from learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, digests_in, kept_names, latest_of
 from learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
 from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from learner.checkpoints.peers import PeerClient
@@ -52,8 +52,8 @@ class Uploaded:
     node: int
     files: Mapping[str, Collection[str]]
     """Files that the node has uploaded, by checkpoint."""
-    whole: Collection[str] = ()
-    """Checkpoints that are complete in the store; written by node 0."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoints that are complete in the store, with the digests of their manifests; written by node 0."""
     store: str = ""
     """The store's URL; empty = not known."""
     trouble: str = ""
@@ -104,6 +104,8 @@ class Uploads:
         """Checkpoints in the store that were not completed."""
         self._files: dict[str, set[str]] = {}
         """Files that this process has uploaded, by checkpoint."""
+        self._digests: dict[str, str] = {}
+        """Digests of the manifests on the disk."""
         self._row: dict[str, object] = {}
         self._trouble = ""
 
@@ -158,21 +160,26 @@ class Uploads:
         """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
         latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
-        others = await uploaded(self._bus)
+        others, named = await uploaded(self._bus), {} if row is None else digests_in(row[0])
         here = {one.path.name for one in await asyncio.to_thread(disk.listed, self._root)}
-        whole = self._whole() if self._node == HOME else self._whole() | set(others[HOME].whole if HOME in others else ())
+        kept = {name: digest for name, digest in self._digests.items() if name in here}
+        self._digests = kept | await asyncio.to_thread(disk.digests_of, self._root, here - kept.keys())
+        there = self._whole() if self._node == HOME or HOME not in others else others[HOME].whole
+        # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier ones.
+        whole = {name for name, digest in there.items() if digest in (self._digests.get(name), named.get(name))}
         defects: list[Exception] = []
         for name in _in_order(kept_names(here | whole, latest, keep=self._keep, spared=spared)):
             try:
                 if name not in whole:
                     await self._upload_one(name, others)
-                elif self._node == HOME:  # the state of the oldest kept one is needed here, and the best one is found by its directory
-                    await in_daemon(partial(fetch.complete, self._root / name, self._client))
+                elif self._node == HOME and there[name] == named.get(name):
+                    # The state of the oldest kept one is needed here, and the best one is found by its directory.
+                    await in_daemon(partial(fetch.complete, self._root / name, self._client, sha256=named[name]))
             except (CheckpointCorrupt, OSError) as error:  # of this one: the others are not kept waiting
                 if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
         if self._node == HOME and latest is not None:
-            await self._remove(latest, spared)
+            await self._remove(latest, spared, whole)
         self._files = {name: files for name, files in self._files.items() if name in here}
         if defects:
             raise defects[0]
@@ -183,6 +190,10 @@ class Uploads:
         done, here = self._files.setdefault(name, set()), await asyncio.to_thread(disk.held, self._root / name)
         if not self._own(files) - done <= here.keys():
             return  # only the metadata came back to this disk
+        if self._node == HOME and self._stored and name in self._stored:  # another one of this name
+            await in_daemon(partial(self._store.retract, name))
+            del self._stored[name]
+            self._rest.add(name)
         for file in (missing := sorted(self._own(files) - done)):
             await in_daemon(partial(self._put, name, file, files[file]))
             done.add(file)
@@ -225,37 +236,37 @@ class Uploads:
             got = sizes.get(lacking[0], "no")
             raise StoreFailed(f"{self._store.url}/{name}/{lacking[0]}", f"want {files[lacking[0]].size} bytes, got {got} after the upload")
 
-    async def _remove(self, latest: Checkpoint, spared: Collection[str]) -> None:
+    async def _remove(self, latest: Checkpoint, spared: Collection[str], whole: Collection[str]) -> None:
         """Remove the checkpoints in the store that are not kept, by the rule for those on disks. Raises StoreFailed."""
         assert self._stored is not None
         there = self._stored.keys() | self._rest
         newer = kept_names(there, latest, keep=1)  # and the latest
-        kept = {*kept_names(self._whole() | {latest.path.name}, latest, keep=self._keep, spared=spared), *newer}
+        kept = {*kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared), *newer}
         for name in sorted(there - kept):
             await in_daemon(partial(self._store.remove, name))
             self._stored.pop(name, None)
             self._rest.discard(name)
             log.info("checkpoint removed path=%s/%s", self._store.url, name)
 
-    def _whole(self) -> set[str]:
-        return {name for name, one in (self._stored or {}).items() if one.is_whole}
+    def _whole(self) -> dict[str, str]:
+        return {name: one.digest for name, one in (self._stored or {}).items() if one.is_whole}
 
     async def _tell(self) -> None:
         """Write the row, if anything in it has changed."""
         files = {name: sorted(found) for name, found in self._files.items()}
         row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500], "store": self._store.url}
         if self._node == HOME and self._stored is not None:
-            row["whole"] = sorted(self._whole())
+            row["whole"] = self._whole()
         elif whole := self._row.get("whole") or await self._whole_before():
             row["whole"] = whole
         if row != self._row:
             await self._bus.rows("run").put(f"{ROWS}.{self._node}", row)
             self._row = row
 
-    async def _whole_before(self) -> list[str]:
+    async def _whole_before(self) -> Mapping[str, str]:
         """Return the complete checkpoints in the row of this node's process before, which stand until the store has been read."""
         mine = (await uploaded(self._bus)).get(self._node)
-        return list(mine.whole) if mine is not None and mine.store in ("", self._store.url) else []
+        return mine.whole if mine is not None and mine.store in ("", self._store.url) else {}
 
 
 def foreign(owner: str) -> str:

@@ -12,7 +12,7 @@ from bus.wire.messages import Task, VersionRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
 from learner.checkpoints.object_store import ObjectStore
-from learner.feed.copies import Copies, manifest_digest
+from learner.feed.copies import Copies
 from learner.feed.evaluations import EvalPlan, Evaluations
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.restart import Resumed
@@ -61,7 +61,7 @@ async def peers_of(copies: Copies | None, checkpoint: Path | None) -> JsonObject
     peers = {str(peer.node): peer for peer in await copies.peers()}
     keys = {peer.key for peer in peers.values()}
     return {
-        "manifest": await asyncio.to_thread(manifest_digest, checkpoint),
+        "manifest": await asyncio.to_thread(disk.manifest_digest, checkpoint),
         "peers": {node: peer.url for node, peer in peers.items()},
         "peer_key": keys.pop() if keys else "",
     }

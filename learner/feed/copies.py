@@ -21,7 +21,7 @@ from bus.wire.json_object import JsonMapping
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.choice import choose, short_of_copies
-from learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, holders
+from learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, holders
 from learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
 from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from learner.checkpoints.peers import Peer, PeerClient, PeerFailed
@@ -59,6 +59,8 @@ class Copies:
         """
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
         self._store = store
+        self._manifests: dict[Path, tuple[Mapping[str, FileEntry], str]] = {}
+        """Files and digest of the manifests of the checkpoints that wait for their copies."""
         self.waits_for = ""
         """The copies that a checkpoint waits for; empty = none waits."""
 
@@ -187,23 +189,26 @@ class Copies:
 
     async def wait(self, path: Path) -> None:
         """Wait until every file of a checkpoint has enough holders, or is in the store."""
-        files = await asyncio.to_thread(lambda: manifests.read(path).files)
         changed = Waiter()
         said = time.monotonic()
         async with self._bus.rows("run").on_change(f"{ROWS if self._store is None else UPLOADS}.*", changed.wake):
-            while lacks := await self.lacks(path.name, files):
+            while lacks := await self.lacks(path):
                 self.waits_for = lacks
                 if time.monotonic() - said >= _SAY_S:
                     log.warning("checkpoint is not the latest yet; it waits for %s", lacks)
                     said = time.monotonic()
                 await changed.wait(INTERVAL_S)  # not for ever: a wake-up may be lost
         self.waits_for = ""
+        self._manifests.pop(path, None)
 
-    async def lacks(self, checkpoint: str, files: Mapping[str, FileEntry]) -> str:
+    async def lacks(self, path: Path) -> str:
         """Return, as text, the copies that a checkpoint lacks before it counts as the latest; empty = nothing."""
+        if path not in self._manifests:
+            self._manifests[path] = await asyncio.to_thread(lambda: (manifests.read(path).files, disk.manifest_digest(path)))
+        (files, digest), checkpoint = self._manifests[path], path.name
         try:
             if self._store is not None:
-                return self._not_stored(checkpoint, files, await uploaded(self._bus))
+                return self._not_stored(checkpoint, digest, files, await uploaded(self._bus))
             rows = await holders(self._bus)
         except BusUnavailable as error:
             return f"the bus, for the holders of {checkpoint}: {error}"
@@ -215,31 +220,14 @@ class Copies:
         what = f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {count} of {self._copies} holders"
         return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
 
-    def _not_stored(self, checkpoint: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]) -> str:
-        """Return what a checkpoint lacks in the store; empty = nothing."""
+    def _not_stored(self, checkpoint: str, digest: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]) -> str:
+        """Return the files that a checkpoint, with this digest of its manifest, lacks in the store; empty = none."""
         assert self._store is not None
-        if HOME in rows and checkpoint in rows[HOME].whole:
+        if HOME in rows and rows[HOME].whole.get(checkpoint) == digest:
             return ""
         there = {file for one in rows.values() for file in one.files.get(checkpoint, ())}
         what = f"{checkpoint} to be uploaded to {self._store.url}: {len(there)} of {len(files)} files are there"
         return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
-
-
-def digests_in(row: JsonMapping) -> dict[str, str]:
-    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that are kept."""
-    known: dict[str, str] = {**row.get("manifests", {})}
-    if row.get("manifest"):
-        known[Path(row["directory"]).name] = row["manifest"]
-    return known
-
-
-def digests_of(root: Path, names: Collection[str]) -> dict[str, str]:
-    """Return the digests of the manifests of checkpoints below ``root``; those without one are left out."""
-    found = {}
-    for name in names:
-        with suppress(OSError):
-            found[name] = manifest_digest(root / name)
-    return found
 
 
 def _has_all(directory: Path, files: Collection[str]) -> bool:
@@ -248,11 +236,6 @@ def _has_all(directory: Path, files: Collection[str]) -> bool:
         return set(files) >= manifests.read(directory).files.keys()
     except CheckpointCorrupt:
         return False
-
-
-def manifest_digest(path: Path) -> str:
-    """Return the digest of a checkpoint's manifest, as the row of the latest one has it."""
-    return manifests.digest_of((path / MANIFEST).read_bytes())
 
 
 def _asked(peers: list[Peer]) -> tuple[Asked, list[PeerFailed]]:

@@ -25,7 +25,7 @@ from learner.data.batch import StepBatch
 from learner.data.snapshot import read_state
 from learner.errors import FeedError
 from learner.feed.best_checkpoint import BestCheckpoint
-from learner.feed.copies import Copies, digests_of, manifest_digest
+from learner.feed.copies import Copies
 from learner.feed.episode_age import EpisodeAge
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
@@ -136,7 +136,7 @@ class Outcomes:
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
             raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
-        digest = await asyncio.to_thread(manifest_digest, path)
+        digest = await asyncio.to_thread(disk.manifest_digest, path)
         row = {"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain, "manifest": digest}
         if self._copies is None:
             await self._make_latest(one, state, row)
@@ -178,7 +178,7 @@ class Outcomes:
     def _digests(self, latest: Checkpoint, spared: Collection[str]) -> dict[str, str]:
         """Return the digests of the manifests of the checkpoints that are kept with the latest one."""
         names = [one.path.name for one in disk.listed(self._root)]
-        return digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
+        return disk.digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
 
     def ends_after(self, step: int) -> None:
         """Finish with the checkpoint of an earlier step than the last of the settings."""

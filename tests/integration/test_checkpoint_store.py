@@ -20,7 +20,7 @@ from learner.checkpoints.peers import PeerClient
 from learner.checkpoints.stored import survey
 from learner.checkpoints.uploads import Uploads, identity_of, uploaded
 from learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
-from learner.feed.copies import Copies, digests_of
+from learner.feed.copies import Copies
 from learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
 from tests import flaky_store
 from tests.bus_fixtures import BusOpener
@@ -46,7 +46,7 @@ def copies(bus: Bus, root: Path, *, num_nodes: int = 1) -> Copies:
 def row(root: Path, name: str = NEWEST) -> dict[str, Any]:
     """Return the row of the latest checkpoint, as the feeder writes it."""
     one = disk.named(root / name)
-    digests = digests_of(root, [other.path.name for other in disk.listed(root)])
+    digests = disk.digests_of(root, [other.path.name for other in disk.listed(root)])
     return {"directory": f"/elsewhere/{name}", "step": one.step, "epoch": one.epoch, "manifest": digests[name], "manifests": digests}
 
 
@@ -72,12 +72,12 @@ async def test_the_manifest_comes_last_and_makes_it_the_latest(open_bus: BusOpen
         write([tmp_path], 4)
         waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
         files = manifests.read(tmp_path / NEWEST).files
-        lacks = await copies(bus, tmp_path).lacks(NEWEST, files)
+        lacks = await copies(bus, tmp_path).lacks(tmp_path / NEWEST)
         assert lacks == f"{NEWEST} to be uploaded to {URL}/{RUN}: 0 of {len(files)} files are there"
         await uploads(bus, tmp_path).look()
         assert uploaded_files(flaky) == [*(f"{NEWEST}/{file}" for file in sorted(files)), f"{NEWEST}/{MANIFEST}"]
         await asyncio.wait_for(waiting, 60)
-        assert await copies(bus, tmp_path).lacks(NEWEST, files) == ""
+        assert await copies(bus, tmp_path).lacks(tmp_path / NEWEST) == ""
 
 
 async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener
         await second.look()
         assert not (await uploaded(bus))[1].whole and (await uploaded(bus))[1].files == {NEWEST: ["__1_0.distcp"]}
         await first.look()
-        assert (await uploaded(bus))[0].whole == [NEWEST]
+        assert (await uploaded(bus))[0].whole.keys() == {NEWEST}
         assert uploaded_files(flaky).count(f"{NEWEST}/common.pt") == 1, "node 0 alone uploads the metadata"
         await second.look()
         assert len(uploaded_files(flaky)) == len(manifests.read(roots[0] / NEWEST).files) + 1, "nothing is uploaded twice"
@@ -107,7 +107,7 @@ async def test_what_a_killed_process_has_uploaded_does_not_count(open_bus: BusOp
             await copies(bus, tmp_path / "empty").whole(row(tmp_path))
         fail(flaky)
         await uploads(bus, tmp_path).look()
-        assert (await uploaded(bus))[0].whole == [NEWEST]
+        assert (await uploaded(bus))[0].whole.keys() == {NEWEST}
         assert uploaded_files(flaky).count(f"{NEWEST}/__0_0.distcp") == 2
 
 
@@ -121,7 +121,7 @@ async def test_an_outage_ends_nothing_and_is_reported(
         waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
         async with beside(uploads(bus, tmp_path).run()):
             await until(bus, "stored.0", lambda found: found["trouble"])
-            lacks = await copies(bus, tmp_path).lacks(NEWEST, manifests.read(tmp_path / NEWEST).files)
+            lacks = await copies(bus, tmp_path).lacks(tmp_path / NEWEST)
             assert lacks.endswith(
                 "files are there; node 0: flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
             )
@@ -181,6 +181,31 @@ async def test_each_node_sees_what_the_store_has_of_its_files(open_bus: BusOpene
         assert (await uploaded(bus))[1].files == {NEWEST: ["__1_0.distcp"]}
 
 
+async def test_another_checkpoint_of_the_same_name_is_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """With a bus from a backup epochs are used again: a name alone does not count, and the pickle of one without a row is not fetched."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    async with open_bus() as bus:
+        for step in (2, 4):
+            write([old], step)
+        await uploads(bus, old).look()
+        write([new], 1)
+        (new / "step-1-epoch-1").rename(new / "other")
+        shutil.copytree(old / NEWEST, new / NEWEST)
+        shutil.copy(new / "other" / "__0_0.distcp", new / NEWEST)
+        files = disk.digest(new / NEWEST, list(disk.held(old / NEWEST)))
+        disk.write_manifest(new / NEWEST, manifests.Manifest(files=files, extra={}).encode())
+        waits, uploading = copies(bus, new), uploads(bus, new)
+        assert "to be uploaded" in await waits.lacks(new / NEWEST)
+        flaky.fails = staticmethod(lambda verb, path: verb == "upload" and path.endswith(".metadata"))
+        await uploading.look()
+        assert survey(ObjectStore(URL, RUN))[1] == {NEWEST}, "in part replaced, it does not count"
+        fail(flaky)
+        await uploading.look()
+        assert await waits.lacks(new / NEWEST) == ""
+        assert survey(ObjectStore(URL, RUN))[0][NEWEST].digest == disk.manifest_digest(new / NEWEST)
+        assert not (new / OLDER).exists(), "the row does not name it"
+
+
 async def test_the_store_keeps_what_the_run_keeps(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
     """Also the ones spared for their score; those that were never completed go; a newer one, which is being uploaded, stays."""
     store = ObjectStore(URL, RUN)
@@ -210,6 +235,7 @@ async def test_a_node_without_its_disk_goes_on_from_the_store(open_bus: BusOpene
         assert disk.held(empty / OLDER).keys() == METADATA
         await uploads(bus, empty).look()
         assert not (await uploaded(bus))[0].trouble, "what came back from the store is not uploaded again"
+        await bus.rows("run").put("checkpoint", saved)
         await uploads(bus, tmp_path / "third").look()
         assert disk.held(tmp_path / "third" / OLDER).keys() == METADATA, "the feeder trims the streams by the oldest one's state"
 
@@ -243,7 +269,7 @@ async def test_a_checkpoint_that_the_row_does_not_name_is_not_used(
         for step in (3, 4):
             write([root], step)
         saved = row(root)
-        saved = saved | {"manifest": digests_of(foreign, [NEWEST])[NEWEST][::-1], "manifests": {}}
+        saved = saved | {"manifest": disk.digests_of(foreign, [NEWEST])[NEWEST][::-1], "manifests": {}}
         await uploads(bus, root).look()
         with pytest.raises(NoCheckpoint):
             await copies(bus, tmp_path / "empty").whole(saved)
