@@ -7,7 +7,7 @@ deadline: a checkpoint that has too few copies is not the latest, and the log an
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -187,19 +187,26 @@ class Copies:
         finally:
             client.close()
 
-    async def wait(self, path: Path) -> None:
-        """Wait until every file of a checkpoint has enough holders, or is in the store."""
+    async def wait(self, paths: Callable[[], Sequence[Path]]) -> Path:
+        """Wait until a checkpoint has enough holders of every file, or is in the store. Returns the newest such one.
+
+        ``paths``: returns those that wait, oldest first, at least one. It is called again for each look: one that can never be copied, as
+        a file of it is damaged, holds up no newer one.
+        """
         changed = Waiter()
         said = time.monotonic()
         async with self._bus.rows("run").on_change(f"{ROWS if self._store is None else UPLOADS}.*", changed.wake):
-            while lacks := await self.lacks(path):
-                self.waits_for = lacks
+            while True:
+                for path in reversed(paths()):
+                    if not (lacks := await self.lacks(path)):
+                        self._manifests.clear()
+                        self.waits_for = ""
+                        return path
+                self.waits_for = lacks  # of the oldest one
                 if time.monotonic() - said >= _SAY_S:
                     log.warning("checkpoint is not the latest yet; it waits for %s", lacks)
                     said = time.monotonic()
                 await changed.wait(INTERVAL_S)  # not for ever: a wake-up may be lost
-        self.waits_for = ""
-        self._manifests.pop(path, None)
 
     async def lacks(self, path: Path) -> str:
         """Return, as text, the copies that a checkpoint lacks before it counts as the latest; empty = nothing."""

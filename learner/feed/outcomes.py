@@ -71,10 +71,10 @@ class Outcomes:
         self._keep, self._earlier, self._on_published = kept.number, resumed.done, on_published
         self._done = step
         self._copies, self._best = kept.copies, kept.best
-        self._written: asyncio.Queue[tuple[Checkpoint, JsonMapping, Value]] = asyncio.Queue()
-        """Checkpoints that wait for their copies: checkpoint, state of the data, row."""
-        self.pending = 0
-        """Number of reported checkpoints that wait for their copies, or for their upload."""
+        self._written: list[tuple[Checkpoint, JsonMapping, Value]] = []
+        """Checkpoints that wait for their copies, oldest first: checkpoint, state of the data, row."""
+        self._one_waits, self._none_waits = asyncio.Event(), asyncio.Event()
+        self._none_waits.set()
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
         self.checkpoint_step = step
         """Step of the latest checkpoint."""
@@ -82,6 +82,11 @@ class Outcomes:
         """Share of the stream SAMPLES in use, after the last step."""
         self.finished = asyncio.Event()
         self._note_finished()
+
+    @property
+    def pending(self) -> int:
+        """Number of reported checkpoints that wait for their copies, or for their upload."""
+        return len(self._written)
 
     def planned(self, plan: Plan, facts: dict[str, float]) -> None:
         """Register the plan of a batch; call it before the batch is offered."""
@@ -141,22 +146,31 @@ class Outcomes:
         if self._copies is None:
             await self._make_latest(one, state, row)
         else:  # the reports behind this one do not wait for the copies
-            self.pending += 1
-            self._written.put_nowait((one, state, row))
+            self._written.append((one, state, row))
+            self._one_waits.set()
+            self._none_waits.clear()
 
     async def follow_copies(self) -> None:
-        """Make each checkpoint the latest when it has its copies, until cancelled. Raises Fenced."""
+        """Make the newest checkpoint that has its copies the latest, until cancelled. Raises Fenced."""
         while True:
-            one, state, row = await self._written.get()
+            await self._one_waits.wait()
             assert self._copies is not None
-            await self._copies.wait(one.path)
-            await self._make_latest(one, state, row)
-            self.pending -= 1
-            self._written.task_done()
+            await self._copied(await self._copies.wait(lambda: [one.path for one, _, _ in self._written]))
+
+    async def _copied(self, path: Path) -> None:
+        """Make a checkpoint the latest, and drop those before it. Raises Fenced."""
+        at = next(number for number, (one, _, _) in enumerate(self._written) if one.path == path)
+        for older, _, _ in self._written[:at]:
+            log.warning("checkpoint was overtaken before it had its copies path=%s latest=%s", older.path, path)
+        await self._make_latest(*self._written[at])
+        del self._written[: at + 1]  # those reported meanwhile are behind it
+        if not self._written:
+            self._one_waits.clear()
+            self._none_waits.set()
 
     async def all_copied(self) -> None:
-        """Wait until every reported checkpoint is the latest, or was."""
-        await self._written.join()
+        """Wait until every reported checkpoint is the latest, or was, or a newer one is."""
+        await self._none_waits.wait()
 
     async def _make_latest(self, one: Checkpoint, state: JsonMapping, row: Value) -> None:
         """Write the row of the latest checkpoint, then trim. Raises Fenced."""

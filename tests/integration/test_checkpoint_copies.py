@@ -66,7 +66,7 @@ async def test_a_checkpoint_counts_when_both_nodes_have_it(open_bus: BusOpener, 
     async with open_bus() as bus, keepers(bus, roots) as (first, second):
         write(roots, 4)
         copies = Copies(bus, roots[0], num_nodes=2, copies=2)
-        waiting = asyncio.create_task(copies.wait(roots[0] / NEWEST))
+        waiting = asyncio.create_task(copies.wait(lambda: [roots[0] / NEWEST]))
         await second.look()
         disk.verify(roots[1] / NEWEST)
         assert "files of step-4-epoch-1 to be copied, the first is" in await copies.lacks(roots[0] / NEWEST)
@@ -84,7 +84,7 @@ async def test_one_copy_is_none_at_all(open_bus: BusOpener, roots: list[Path], c
         for keeper in both * 2:
             await keeper.look()
         assert [len(disk.held(root / NEWEST)) for root in roots] == [len(METADATA) + 1] * 2
-        await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=1).wait(roots[0] / NEWEST), 60)
+        await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=1).wait(lambda: [roots[0] / NEWEST]), 60)
         assert "a node lost with its disk loses the run's newest states" in caplog.text
 
 
@@ -104,7 +104,7 @@ async def test_a_replaced_node_becomes_a_holder_again(open_bus: BusOpener, roots
                 await both[lost].look()
                 for step in (2, 4):
                     disk.verify(roots[lost] / f"step-{step}-epoch-1")
-                await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=2).wait(roots[0] / NEWEST), 60)
+                await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=2).wait(lambda: [roots[0] / NEWEST]), 60)
 
 
 async def test_a_damaged_file_is_set_aside_and_copied_again(

@@ -14,7 +14,7 @@ from bus.system.coroutines import beside
 from bus.wire.messages import Done
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, METADATA
+from learner.checkpoints.manifest import MANIFEST, METADATA, STATE
 from learner.checkpoints.object_store import OWNER, ObjectStore
 from learner.checkpoints.peers import PeerClient
 from learner.checkpoints.stored import survey
@@ -70,7 +70,7 @@ async def until(bus: Bus, key: str, found: Any) -> None:
 async def test_the_manifest_comes_last_and_makes_it_the_latest(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
     async with open_bus() as bus:
         write([tmp_path], 4)
-        waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
+        waiting = asyncio.create_task(copies(bus, tmp_path).wait(lambda: [tmp_path / NEWEST]))
         files = manifests.read(tmp_path / NEWEST).files
         lacks = await copies(bus, tmp_path).lacks(tmp_path / NEWEST)
         assert lacks == f"{NEWEST} to be uploaded to {URL}/{RUN}: 0 of {len(files)} files are there"
@@ -118,7 +118,7 @@ async def test_an_outage_ends_nothing_and_is_reported(
     async with open_bus() as bus:
         write([tmp_path], 4)
         fail(flaky, "upload")
-        waiting = asyncio.create_task(copies(bus, tmp_path).wait(tmp_path / NEWEST))
+        waiting = asyncio.create_task(copies(bus, tmp_path).wait(lambda: [tmp_path / NEWEST]))
         async with beside(uploads(bus, tmp_path).run()):
             await until(bus, "stored.0", lambda found: found["trouble"])
             lacks = await copies(bus, tmp_path).lacks(tmp_path / NEWEST)
@@ -358,4 +358,28 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
             await asyncio.wait_for(asyncio.gather(training, feeding), 60)
         row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
         assert row["step"] == steps and set(row["manifests"]) >= {f"step-{steps}-epoch-1"}
-        assert [one.step for one in disk.listed(world.root)] == [steps, written[0]]
+        newest, before = [one.step for one in disk.listed(world.root)]
+        assert newest == steps and written[0] <= before < steps, "one may have been written after they were listed"
+
+
+async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
+    open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of the first of those that wait is damaged on the disk: a newer one becomes the latest, others are written, the run ends."""
+    steps = 6
+    async with open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world, world.actors():
+        uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async with asyncio.timeout(60):
+                async for _, record in world.bus.plans.follow():
+                    if isinstance(record, Done) and record.step == steps:
+                        break
+            (damaged,) = [one.path for one in disk.listed(world.root) if one.step == 1]
+            file = damaged / sorted(disk.held(damaged).keys() - {STATE})[0]
+            file.write_bytes(b"?" + file.read_bytes()[1:])
+            async with beside(uploading.run()):
+                await asyncio.wait_for(asyncio.gather(training, feeding), 30)
+        row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
+        assert row["step"] == steps
+        assert f"checkpoint was overtaken before it had its copies path={damaged}" in caplog.text
