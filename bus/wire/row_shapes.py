@@ -233,7 +233,8 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         subjects.END_KEY: Shape({"step": NATURAL, "reason": TEXT}, {"epoch": NATURAL}),
         "holder.*": Shape({"node": NATURAL, "url": TEXT, "held": keyed(TEXT, TEXTS)}, {"host": TEXT, "trouble": TEXT}),
         "stored.*": Shape(
-            {"node": NATURAL, "files": keyed(TEXT, TEXTS)}, {"whole": keyed(TEXT, TEXT), "store": TEXT, "host": TEXT, "trouble": TEXT}
+            {"node": NATURAL, "files": keyed(TEXT, TEXTS)},
+            {"whole": keyed(TEXT, TEXT), "lacking": keyed(TEXT, TEXTS), "store": TEXT, "host": TEXT, "trouble": TEXT},
         ),
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
         "api_key": _SECRET,

@@ -1,9 +1,11 @@
 """Uploads of a node's checkpoints to the store, in the background, by the node's agent or the parent of its ranks.
 
-    row run/stored.<R>   {"node", "host", "files": {checkpoint: [file, ...]}, "whole": {checkpoint: digest}, "trouble"}, when it changes
+    row run/stored.<R>   {"node", "host", "files": {checkpoint: [file, ...]}, "whole": {checkpoint: digest},
+                         "lacking": {checkpoint: [file, ...]}, "trouble"}, when it changes
 
     every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
     node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
+                 files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
 Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for nothing but its interval: a store that
 fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the row and in the log. A process that ends does
@@ -54,6 +56,8 @@ class Uploaded:
     """Files that the node has uploaded, by checkpoint."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """Checkpoints that are complete in the store, with the digests of their manifests; written by node 0."""
+    lacking: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Files that are not in the store, though their nodes have uploaded them, by checkpoint; written by node 0."""
     store: str = ""
     """The store's URL; empty = not known."""
     trouble: str = ""
@@ -63,7 +67,7 @@ async def uploaded(bus: Bus) -> dict[int, Uploaded]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
     found = {}
     for row, _ in (await bus.rows("run").all(ROWS)).values():
-        more = {name: row[name] for name in ("whole", "store", "trouble") if name in row}
+        more = {name: row[name] for name in ("whole", "lacking", "store", "trouble") if name in row}
         one = Uploaded(node=row["node"], files=row["files"], **more)
         found[one.node] = one
     return found
@@ -104,6 +108,8 @@ class Uploads:
         """Checkpoints in the store that were not completed."""
         self._files: dict[str, set[str]] = {}
         """Files that this process has uploaded, by checkpoint."""
+        self._lacking: dict[str, list[str]] = {}
+        """Files that node 0 has not found in the store, though they were uploaded, by checkpoint."""
         self._digests: dict[str, str] = {}
         """Digests of the manifests on the disk."""
         self._row: dict[str, object] = {}
@@ -168,7 +174,8 @@ class Uploads:
         # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier ones.
         whole = {name for name, digest in there.items() if digest in (self._digests.get(name), named.get(name))}
         defects: list[Exception] = []
-        for name in _in_order(kept_names(here | whole, latest, keep=self._keep, spared=spared)):
+        names = kept_names(here | whole, latest, keep=self._keep, spared=spared)
+        for name in _in_order(names):
             try:
                 if name not in whole:
                     await self._upload_one(name, others)
@@ -179,9 +186,11 @@ class Uploads:
                 if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
         if self._node == HOME and latest is not None:
-            await self._remove(latest, spared, whole)
+            await self._remove(latest, {*names, *kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared)})
         self._files = {name: files for name, files in self._files.items() if name in here}
+        self._lacking = {name: files for name, files in self._lacking.items() if files and name in here}
         if defects:
+            await self._tell()  # with the others, which are complete
             raise defects[0]
 
     async def _upload_one(self, name: str, others: Mapping[int, Uploaded]) -> None:
@@ -190,6 +199,8 @@ class Uploads:
         done, here = self._files.setdefault(name, set()), await asyncio.to_thread(disk.held, self._root / name)
         if not self._own(files) - done <= here.keys():
             return  # only the metadata came back to this disk
+        if HOME in others and (suspect := done & set(others[HOME].lacking.get(name, ()))):
+            await in_daemon(partial(self._absent, name, {file: files[file] for file in suspect}))
         if self._node == HOME and self._stored and name in self._stored:  # another one of this name
             await in_daemon(partial(self._store.retract, name))
             del self._stored[name]
@@ -198,8 +209,8 @@ class Uploads:
             await in_daemon(partial(self._put, name, file, files[file]))
             done.add(file)
             await self._tell()
-        if missing:
-            await in_daemon(partial(self._refuse_other_sizes, name, {file: files[file] for file in missing}))
+        if missing and (absent := await in_daemon(partial(self._absent, name, {file: files[file] for file in missing}))):
+            raise absent[0]
         there = done.union(*(one.files.get(name, ()) for one in others.values()))
         if self._node == HOME and there >= files.keys():
             await in_daemon(partial(self._complete, name, files))
@@ -218,31 +229,33 @@ class Uploads:
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, OSError."""
-        self._refuse_other_sizes(name, files)
+        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        absent = self._absent(name, files)
+        self._lacking[name] = [one.file for one in absent]
+        if absent:
+            raise absent[0]
         data = (self._root / name / MANIFEST).read_bytes()
         self._store.complete(name, data)
         if self._store.manifest(name) != data:
-            raise StoreFailed(f"{self._store.url}/{name}/{MANIFEST}", "want the manifest that was written, got another one")
+            raise CheckpointCorrupt(f"{self._store.url}/{name}", MANIFEST, "the manifest that was written", "another one")
         assert self._stored is not None
         self._stored[name] = Stored(digest=manifests.digest_of(data), files=files, held=tuple(files))
         self._rest.discard(name)
 
-    def _refuse_other_sizes(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Raise StoreFailed for a file that the store lists with another size, or not at all, and forget that it was uploaded."""
+    def _absent(self, name: str, files: Mapping[str, FileEntry]) -> list[CheckpointCorrupt]:
+        """Return the files that the store lists with another size, or not at all, and forget their uploads. Raises StoreFailed."""
         sizes = self._store.listing().get(name, {})
-        if lacking := sorted(file for file, entry in files.items() if sizes.get(file) != entry.size):
-            self._files[name] -= set(lacking)
-            got = sizes.get(lacking[0], "no")
-            raise StoreFailed(f"{self._store.url}/{name}/{lacking[0]}", f"want {files[lacking[0]].size} bytes, got {got} after the upload")
+        absent = sorted(file for file, entry in files.items() if sizes.get(file) != entry.size)
+        self._files[name] -= set(absent)
+        where = f"{self._store.url}/{name}"
+        return [CheckpointCorrupt(where, file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} after the upload") for file in absent]
 
-    async def _remove(self, latest: Checkpoint, spared: Collection[str], whole: Collection[str]) -> None:
-        """Remove the checkpoints in the store that are not kept, by the rule for those on disks. Raises StoreFailed."""
+    async def _remove(self, latest: Checkpoint, kept: Collection[str]) -> None:
+        """Remove the checkpoints in the store that are before the latest and not kept. Raises StoreFailed."""
         assert self._stored is not None
         there = self._stored.keys() | self._rest
         newer = kept_names(there, latest, keep=1)  # and the latest
-        kept = {*kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared), *newer}
-        for name in sorted(there - kept):
+        for name in sorted(there - {*kept, *newer}):
             await in_daemon(partial(self._store.remove, name))
             self._stored.pop(name, None)
             self._rest.discard(name)
@@ -259,6 +272,8 @@ class Uploads:
             row["whole"] = self._whole()
         elif whole := self._row.get("whole") or await self._whole_before():
             row["whole"] = whole
+        if self._lacking:
+            row["lacking"] = self._lacking
         if row != self._row:
             await self._bus.rows("run").put(f"{ROWS}.{self._node}", row)
             self._row = row

@@ -181,6 +181,54 @@ async def test_each_node_sees_what_the_store_has_of_its_files(open_bus: BusOpene
         assert (await uploaded(bus))[1].files == {NEWEST: ["__1_0.distcp"]}
 
 
+async def test_a_file_of_another_node_that_the_store_loses_is_uploaded_again(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """Node 1 believes that it is there; node 0 does not find it, says so in its row, and completes another checkpoint meanwhile."""
+    roots = [tmp_path / "node-0", tmp_path / "node-1"]
+    async with open_bus() as bus:
+        for step in (2, 4):
+            write(roots, step)
+        first, second = (uploads(bus, root, node=node) for node, root in enumerate(roots))
+        await first.look()
+        await second.look()
+        del flaky.store[f"/bucket/path/{RUN}/{OLDER}/__1_0.distcp"]
+        await first.look()
+        found = (await uploaded(bus))[0]
+        assert found.lacking == {OLDER: ["__1_0.distcp"]} and found.whole.keys() == {NEWEST}
+        assert found.trouble.endswith(f"{OLDER}/__1_0.distcp: want 11000 bytes, got no after the upload")
+        await second.look()
+        await first.look()
+        found = (await uploaded(bus))[0]
+        assert found.whole.keys() == {OLDER, NEWEST} and not found.lacking and not found.trouble
+        await second.look()
+        assert [uploaded_files(flaky).count(f"{name}/__1_0.distcp") for name in (OLDER, NEWEST)] == [2, 1]
+
+
+async def test_an_upload_that_waits_for_another_node_is_not_removed(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """It is before the latest one, and node 1 cannot upload its part."""
+    roots = [tmp_path / "node-0", tmp_path / "node-1"]
+    async with open_bus() as bus:
+        for step in (2, 4):
+            write(roots, step)
+        (roots[1] / OLDER / "__1_0.distcp").write_bytes(b"rot")
+        first, second = (uploads(bus, root, node=node) for node, root in enumerate(roots))
+        await first.look()
+        await second.look()
+        await bus.rows("run").put("checkpoint", row(roots[0]))
+        write(roots, 6)
+        fail(flaky, "upload")
+        await first.look()  # and the store is read again
+        fail(flaky)
+        for _ in range(2):
+            await first.look()
+        assert (await uploaded(bus))[0].whole.keys() == {NEWEST}
+        assert not [path for verb, path in flaky.done if verb == "remove"]
+        assert uploaded_files(flaky).count(f"{OLDER}/common.pt") == 1
+
+
 async def test_another_checkpoint_of_the_same_name_is_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
     """With a bus from a backup epochs are used again: a name alone does not count, and the pickle of one without a row is not fetched."""
     old, new = tmp_path / "old", tmp_path / "new"
