@@ -7,16 +7,18 @@
     node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
                  files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
-Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for nothing but its interval: a store that
-fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the row and in the log. A process that ends does
-not wait for an upload; one that is cut short leaves files without a manifest, which do not count and are stored again.
+Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for the store. A store
+that fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the row and in the log. A request without an
+answer has no deadline (an upload may take hours); row and log have its age from ``SILENCE_S`` on. A process that ends does not wait for an
+upload; one that is cut short leaves files without a manifest, which do not count and are stored again.
 """
 
 import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +46,19 @@ HOME = 0
 """Node that completes checkpoints in the store, and removes them."""
 MOST_PAUSE_S = 60.0
 """Longest pause before a store that has failed is asked again."""
+SILENCE_S = 60.0
+"""Time without an answer of the store that is reported, again and again."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """The report of a request to the store that has no answer yet."""
+
+    note: Callable[[float], Awaitable[None]]
+    """Called with the seconds so far. Its error ends the wait."""
+    after_s: float = SILENCE_S
+    """Time between two calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +99,24 @@ def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) ->
         raise StoreFailed(store.url, f"has lost its {OWNER}: the row {ROWS}.{HOME} names checkpoints in it; is it mounted?")
 
 
-async def claimed(bus: Bus, store: ObjectStore) -> str:
+async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
     """Make a store that of this run, if it has no owner and no checkpoint, and had none. Returns the owner.
 
     Raises StoreFailed, BusError.
     """
     mine, rows = await identity_of(bus), await uploaded(bus)
-    refuse_lost(store, await in_daemon(store.owner), rows)
-    return await in_daemon(partial(store.claim, mine))
+    refuse_lost(store, await in_daemon(store.owner, silence), rows)
+    return await in_daemon(partial(store.claim, mine), silence)
 
 
 class Uploads:
     """The uploads of one node. Damaged files on its disk have been set aside before (``keeper.clean``)."""
 
-    def __init__(self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int) -> None:
-        """``keep``: as ``learner.keep_checkpoints``."""
+    def __init__(self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int, silence_s: float = SILENCE_S) -> None:
+        """``keep``: as ``learner.keep_checkpoints``. ``silence_s``: time without an answer of the store that is reported."""
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
         self._client = PeerClient((), store)
+        self._silence_s = silence_s
         self._stored: dict[str, Stored] | None = None
         """Checkpoints with a manifest in the store; None = not known yet."""
         self._rest: set[str] = set()
@@ -152,15 +167,30 @@ class Uploads:
         if self._stored is None:
             mine = await identity_of(self._bus)
             if self._node == HOME:
-                owner = await claimed(self._bus, self._store)
+                owner = await claimed(self._bus, self._store, Silence(note=self._note_silence, after_s=self._silence_s))
             else:
-                owner = await in_daemon(self._store.owner)
+                owner = await self._asked(self._store.owner)
                 refuse_lost(self._store, owner, await uploaded(self._bus))
             if owner and owner != mine:
                 raise StoreFailed(self._store.url, f"{foreign(owner)}; nothing is written there")
             if owner:
-                self._stored, self._rest = await in_daemon(partial(survey, self._store))
+                self._stored, self._rest = await self._asked(partial(survey, self._store))
         return self._stored is not None
+
+    async def _asked(self, work: Callable[[], T], what: str = "") -> T:
+        """Return the store's answer, however long it takes: row and log have the time so far. ``what``: names the request there."""
+
+        async def note(seconds: float) -> None:
+            """Report the time so far."""
+            await self._note_silence(seconds, what)
+
+        return await in_daemon(work, Silence(note=note, after_s=self._silence_s))
+
+    async def _note_silence(self, seconds: float, what: str = "") -> None:
+        self._trouble = f"{self._store.url}: no answer for {seconds:.0f} s{what}"
+        log.warning("checkpoints wait for the store: %s", self._trouble)
+        with suppress(BusError):  # the next note, or the answer, has it
+            await self._tell()
 
     async def _upload(self) -> None:
         """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
@@ -181,7 +211,7 @@ class Uploads:
                     await self._upload_one(name, others)
                 elif self._node == HOME and there[name] == named.get(name):
                     # The state of the oldest kept one is needed here, and the best one is found by its directory.
-                    await in_daemon(partial(fetch.complete, self._root / name, self._client, sha256=named[name]))
+                    await self._asked(partial(fetch.complete, self._root / name, self._client, sha256=named[name]))
             except (CheckpointCorrupt, OSError) as error:  # of this one: the others are not kept waiting
                 if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
@@ -200,20 +230,20 @@ class Uploads:
         if not self._own(files) - done <= here.keys():
             return  # only the metadata came back to this disk
         if HOME in others and (suspect := done & set(others[HOME].lacking.get(name, ()))):
-            await in_daemon(partial(self._absent, name, {file: files[file] for file in suspect}))
+            await self._asked(partial(self._absent, name, {file: files[file] for file in suspect}))
         if self._node == HOME and self._stored and name in self._stored:  # another one of this name
-            await in_daemon(partial(self._store.retract, name))
+            await self._asked(partial(self._store.retract, name))
             del self._stored[name]
             self._rest.add(name)
         for file in (missing := sorted(self._own(files) - done)):
-            await in_daemon(partial(self._put, name, file, files[file]))
+            await self._asked(partial(self._put, name, file, files[file]), f" to the upload of {name}/{file}, {files[file].size} bytes")
             done.add(file)
             await self._tell()
-        if missing and (absent := await in_daemon(partial(self._absent, name, {file: files[file] for file in missing}))):
+        if missing and (absent := await self._asked(partial(self._absent, name, {file: files[file] for file in missing}))):
             raise absent[0]
         there = done.union(*(one.files.get(name, ()) for one in others.values()))
         if self._node == HOME and there >= files.keys():
-            await in_daemon(partial(self._complete, name, files))
+            await self._asked(partial(self._complete, name, files))
             log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, sum(entry.size for entry in files.values()))
 
     def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
@@ -256,7 +286,7 @@ class Uploads:
         there = self._stored.keys() | self._rest
         newer = kept_names(there, latest, keep=1)  # and the latest
         for name in sorted(there - {*kept, *newer}):
-            await in_daemon(partial(self._store.remove, name))
+            await self._asked(partial(self._store.remove, name))
             self._stored.pop(name, None)
             self._rest.discard(name)
             log.info("checkpoint removed path=%s/%s", self._store.url, name)
@@ -296,9 +326,12 @@ def _in_order(names: Collection[str]) -> list[str]:
     return [one.path.name for one in sorted(known, key=lambda one: (-one.epoch, one.step))]
 
 
-async def in_daemon(work: Callable[[], T]) -> T:
-    """Return the result of blocking work in a thread of its own, for which a process that ends does not wait."""
-    loop = asyncio.get_running_loop()
+async def in_daemon(work: Callable[[], T], silence: Silence) -> T:
+    """Return the result of blocking work in a thread of its own, for which a process that ends does not wait.
+
+    The work has no deadline: a file system that hangs keeps its thread. The errors of ``silence`` end the wait.
+    """
+    loop, began = asyncio.get_running_loop(), time.monotonic()
     future: asyncio.Future[T] = loop.create_future()
 
     def report(result: T | None, error: BaseException | None) -> None:
@@ -321,4 +354,9 @@ async def in_daemon(work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(report, result, failed)
 
     threading.Thread(target=run, name="store", daemon=True).start()
-    return await future
+    try:
+        while not (await asyncio.wait({future}, timeout=silence.after_s))[0]:
+            await silence.note(time.monotonic() - began)
+        return future.result()
+    finally:
+        future.cancel()  # the result of a wait that has ended is dropped

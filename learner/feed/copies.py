@@ -6,6 +6,7 @@ deadline: a checkpoint that has too few copies is not the latest, and the log an
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from learner.checkpoints.peers import Peer, PeerClient, PeerFailed
 from learner.checkpoints.server import held_below
 from learner.checkpoints.stored import Stored, survey
-from learner.checkpoints.uploads import MOST_PAUSE_S, Uploaded, claimed, foreign, identity_of, in_daemon, uploaded
+from learner.checkpoints.uploads import MOST_PAUSE_S, SILENCE_S, Silence, Uploaded, claimed, foreign, identity_of, in_daemon, uploaded
 from learner.checkpoints.uploads import ROWS as UPLOADS
 from learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
@@ -50,19 +51,28 @@ class Copies:
     """The checkpoints below ``root``, of which each node has its part."""
 
     def __init__(
-        self, bus: Bus, root: Path, *, num_nodes: int, copies: int = 0, store: ObjectStore | None = None, ask_s: float = ASK_S
+        self,
+        bus: Bus,
+        root: Path,
+        *,
+        num_nodes: int,
+        copies: int = 0,
+        store: ObjectStore | None = None,
+        ask_s: float = ASK_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """``copies``: on nodes; not used with a store, which has every file of the latest checkpoint.
 
         ``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost. It is also
-        the time for a store that does not answer, which is not lost: its error is raised then.
+        the time for a store that does not answer, which is not lost: its error is raised then. ``silence_s``: time after which a request
+        to the store without an answer is reported, and behind the deadline counts as failed.
         """
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
-        self._store = store
+        self._store, self._silence_s = store, silence_s
         self._manifests: dict[Path, tuple[Mapping[str, FileEntry], str]] = {}
         """Files and digest of the manifests of the checkpoints that wait for their copies."""
         self.waits_for = ""
-        """The copies that a checkpoint waits for; empty = none waits."""
+        """The copies that a checkpoint waits for, or the answer that the start waits for; empty = none."""
 
     async def peers(self) -> list[Peer]:
         """Return all nodes that serve checkpoints, this one too. Raises BusUnavailable."""
@@ -72,13 +82,16 @@ class Copies:
     async def claim(self, *, is_new: bool) -> None:
         """Make the store that of this run, if there is one. Raises ConfigRefused for that of another run, StoreFailed for a new run's.
 
-        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to begin.
+        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to begin; one that
+        hangs is waited for for ``silence_s``.
         """
         if (store := self._store) is None:
             return
         mine = await identity_of(self._bus)
         try:
-            owner = await self._answered(partial(claimed, self._bus, store), deadline=time.monotonic() + (self._ask_s if is_new else 0.0))
+            owner = await self._answered(
+                lambda silence: claimed(self._bus, store, silence), deadline=time.monotonic() + (self._ask_s if is_new else 0.0)
+            )
         except StoreFailed as error:
             if is_new:
                 raise
@@ -108,7 +121,11 @@ class Copies:
             log.error("checkpoints of a node are lost until it is back: %s", failure)
         if self._store is not None:
             held[STORE] = await self._in_store(row, held, deadline)
-        return await asyncio.to_thread(self._whole, row, rows, held, peers)
+        try:  # not in the loop's own threads, for which the end of the process waits
+            silence = Silence(note=partial(self._note_silence, math.inf), after_s=self._silence_s)
+            return await in_daemon(partial(self._whole, row, rows, held, peers), silence)
+        finally:
+            self.waits_for = ""
 
     async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
         """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes have the latest."""
@@ -131,23 +148,27 @@ class Copies:
             log.error("checkpoint in the store is of another run: %s", defect)
         return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
 
-    async def _survey(self) -> dict[str, Stored]:
+    async def _survey(self, silence: Silence) -> dict[str, Stored]:
         """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this run's."""
         assert self._store is not None
-        mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner)
+        mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner, silence)
         if owner in UNNAMED:
             raise StoreFailed(self._store.url, f"has no {OWNER}, or none that can be read; is it mounted?")
         if owner != mine:
             raise StoreFailed(self._store.url, foreign(owner))
-        return (await in_daemon(partial(survey, self._store)))[0]
+        return (await in_daemon(partial(survey, self._store), silence))[0]
 
-    async def _answered(self, ask: Callable[[], Awaitable[T]], *, deadline: float) -> T:
-        """Return the store's answer. Raises StoreFailed behind the deadline, a time of the monotonic clock."""
+    async def _answered(self, ask: Callable[[Silence], Awaitable[T]], *, deadline: float) -> T:
+        """Return the store's answer. Raises StoreFailed behind the deadline, a time of the monotonic clock.
+
+        A store that hangs is asked once, and noticed behind the deadline at the next multiple of ``silence_s``.
+        """
         pause_s = INTERVAL_S
+        self.waits_for = "the store of checkpoints"
         try:
             while True:
                 try:
-                    return await ask()
+                    return await ask(Silence(note=partial(self._note_silence, deadline), after_s=self._silence_s))
                 except StoreFailed as error:
                     if time.monotonic() >= deadline:
                         raise
@@ -157,6 +178,14 @@ class Copies:
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
         finally:
             self.waits_for = ""
+
+    async def _note_silence(self, deadline: float, seconds: float) -> None:
+        """Report a store without an answer. Raises StoreFailed behind the deadline."""
+        url = "other nodes" if self._store is None else self._store.url
+        if time.monotonic() >= deadline:
+            raise StoreFailed(url, f"no answer for {seconds:.0f} s")
+        self.waits_for = f"the store of checkpoints: {url}: no answer for {seconds:.0f} s"
+        log.error("waiting for %s", self.waits_for)
 
     def _whole(self, row: JsonMapping, rows: dict[int, Holder], asked: Asked, peers: list[Peer]) -> Path:
         client = PeerClient([peer for peer in peers if peer.node in asked], self._store)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,30 @@ async def test_a_store_that_does_not_answer_is_not_lost(open_bus: BusOpener, fla
             await copies(bus, tmp_path / "empty").whole(row(root))
         with pytest.raises(StoreFailed, match="503"):
             await copies(bus, root).claim(is_new=True)
+
+
+async def test_a_store_that_hangs_is_reported(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """As a directory of NFS whose server is away: uploads wait with a row, a start goes on with the disk, or fails behind its deadline."""
+    hangs = threading.Event()
+    async with open_bus() as bus:
+        write([tmp_path], 4)
+        await uploads(bus, tmp_path).look()
+        flaky.fails = staticmethod(lambda verb, path: hangs.wait(60))
+        waits = Copies(bus, tmp_path, num_nodes=1, store=ObjectStore(URL, RUN), ask_s=0.0, silence_s=0.01)
+        try:
+            async with asyncio.timeout(30):
+                await waits.claim(is_new=False)
+                assert await waits.whole(row(tmp_path)) == tmp_path / NEWEST and waits.waits_for == ""
+                with pytest.raises(StoreFailed, match="no answer for 0 s"):
+                    await waits.claim(is_new=True)
+            hanging = Uploads(bus, tmp_path, ObjectStore(URL, RUN), keep=2, silence_s=0.01)
+            async with beside(hanging.run()):
+                await until(bus, "stored.0", lambda found: "digits: no answer for " in found["trouble"])
+                hangs.set()
+                fail(flaky)
+                await until(bus, "stored.0", lambda found: not found["trouble"])
+        finally:
+            hangs.set()
 
 
 async def test_the_store_of_another_run_is_refused(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The store of checkpoints as an object: what it stores, lists, refuses and removes; its URL; and files that are read from it."""
 
-import asyncio
+import subprocess
+import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from learner.checkpoints.manifest import MANIFEST, METADATA
 from learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
 from learner.checkpoints.peers import CheckpointFiles, PeerClient
 from learner.checkpoints.stored import survey
-from learner.checkpoints.uploads import in_daemon
+from learner.checkpoints.uploads import Silence, in_daemon
 from learner.errors import CheckpointCorrupt, StoreFailed
 from learner.settings.checkpoint_store import CheckpointConfig, masked
 from tests import flaky_store
@@ -201,17 +202,33 @@ def test_files_come_from_the_store_range_by_range(store: ObjectStore, tmp_path: 
 
 
 def test_a_process_does_not_wait_for_a_store_that_hangs() -> None:
-    hangs, ended = threading.Event(), []
+    """The interpreter joins all threads but daemons, and those of asyncio's executor, when it ends."""
+    program = """
+import asyncio, threading
+from learner.checkpoints.uploads import Silence, in_daemon
 
-    async def cancelled() -> None:
-        asking = asyncio.create_task(in_daemon(lambda: ended.append(hangs.wait(60))))
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+async def note(seconds):
+    raise TimeoutError(f"silent for {seconds:.2f} s")
 
-    asyncio.run(cancelled())
-    assert not ended
-    hangs.set()
+try:
+    asyncio.run(in_daemon(threading.Event().wait, Silence(note=note, after_s=0.01)))
+except TimeoutError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("silent for 0.0") and not ended.stderr
+
+
+async def test_silence_is_noted_until_there_is_an_answer() -> None:
+    hangs, noted = threading.Event(), []
+
+    async def note(seconds: float) -> None:
+        noted.append(seconds)
+        if len(noted) == 3:
+            hangs.set()
+
+    assert await in_daemon(lambda: hangs.wait(60), Silence(note=note, after_s=0.01)) is True
+    assert noted == sorted(noted) and len(noted) >= 3 and noted[0] > 0
 
 
 def test_a_damaged_block_in_the_store_is_refused(store: ObjectStore, tmp_path: Path) -> None:
