@@ -424,13 +424,15 @@ class Feeder:
         every = self._rules.checkpoint_every
         if step == self._data_rules.steps:
             return True
+        wanted = bool(every) and step % every == 0
+        wanted = wanted or self._best.wants(
+            step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every
+        )
         if self._outcomes.pending >= MOST_PENDING:  # they are on the disk, which has an end
-            if every and step % every == 0:
+            if wanted:
                 log.warning("no checkpoint of step %d, because %d wait: %s", step, self._outcomes.pending, self._row.copies_waited_for)
             return False
-        if every and step % every == 0:
-            return True
-        if self._best.wants(step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every):
+        if wanted:
             return True
         early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
         return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)

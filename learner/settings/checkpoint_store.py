@@ -2,15 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")
 """Protocols whose path is one of this machine's."""
 MOST_PENDING = 2
 """Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is written."""
-_FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#]+")
-_USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#*\[\]]+")
+_USER = re.compile(r"(?<=://)[^\s]*:[^\s]*@")
+"""A user with a password, which may have any character: up to the last @ of the word."""
+_SECRET = re.compile(r"(?i)((?:AccountKey|Signature|Token)=)[^\s;&'\"]+")
 _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 
 
@@ -49,14 +50,17 @@ def protocol_of(url: str) -> str:
 def refuse_url(store: str) -> None:
     """Raise ValueError for a text that is no URL of a store, and for one with a password: settings are in files, rows and logs."""
     shown = masked(store)
-    if "@" in store and urlsplit(store).password is not None:
+    if _USER.search(store):
         raise ValueError(f"store: want a URL without a password, which the environment of each process gives its package, got {shown!r}")
     if not _FORM.fullmatch(store) or "::" in store or ".." in store.split("/"):
-        raise ValueError(f"store: want local, shared, or a URL like s3://bucket/path (no query, no chain of protocols), got {shown!r}")
-    if protocol_of(store) in OF_THIS_MACHINE and not store.partition("://")[2].startswith("/"):
-        raise ValueError(f"store: want an absolute path behind {protocol_of(store)}://, got {shown!r}")
+        raise ValueError(
+            f"store: want local, shared, or a URL like s3://bucket/path (no query, no pattern, no chain of protocols), got {shown!r}"
+        )
+    path = store.partition("://")[2]
+    if protocol_of(store) in OF_THIS_MACHINE and (not path.startswith("/") or not path.strip("/")):
+        raise ValueError(f"store: want an absolute path of a directory behind {protocol_of(store)}://, got {shown!r}")
 
 
 def masked(text: str) -> str:
-    """Return a text in which no URL has a user with a password, or a query, which may be a signature."""
-    return _QUERY.sub(r"\1?***", _USER.sub("***@", text))
+    """Return a text in which no URL has a user with a password, or a query, which may be a signature, and no key of an account is shown."""
+    return _SECRET.sub(r"\1***", _QUERY.sub(r"\1?***", _USER.sub("***@", text)))

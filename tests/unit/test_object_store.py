@@ -147,7 +147,12 @@ def test_a_protocol_without_its_package_names_it() -> None:
         ({"store": "https://host/x?sig=5ec7e7"}, r"got 'https://host/x\?\*\*\*'"),
         ({"store": "simplecache::s3://bucket"}, "no chain of protocols"),
         ({"store": "s3://bucket/../other"}, "or a URL"),
-        ({"store": "file://runs/store"}, "store: want an absolute path behind file://"),
+        ({"store": "file://runs/store"}, "store: want an absolute path of a directory behind file://"),
+        ({"store": "file:///"}, "store: want an absolute path of a directory behind file://"),
+        ({"store": "s3://key:a/5ec7e7@bucket"}, r"store: want a URL without a password.*got 's3://\*\*\*@bucket'"),
+        ({"store": "s3://key:a@5ec7e7@bucket/path"}, r"store: want a URL without a password.*got 's3://\*\*\*@bucket/path'"),
+        ({"store": "s3://bucket/run-*"}, "no pattern"),
+        ({"store": "s3://bucket/[ab]"}, "no pattern"),
         ({"store": "s3://bucket", "copies": 3}, "copies: want 2 with a URL as store"),
     ],
 )
@@ -161,6 +166,15 @@ def test_accepted_settings() -> None:
     for url in ("s3://bucket/path", "gs://bucket", "abfs://container@account.dfs.core.windows.net/path", "file:///mnt/store"):
         assert CheckpointConfig(store=url).url == url and masked(url) == url
     assert CheckpointConfig().url == "" == CheckpointConfig(store="shared").url
+
+
+def test_keys_in_an_error_are_masked() -> None:
+    text = (
+        "DefaultEndpoints=https;AccountKey=5ec7e7==;X=1 X-Amz-Signature=5ec7e7&a=b x-amz-security-token=5ec7e7 of sftp://a:5ec/7e7@host/x"
+    )
+    assert masked(text) == (
+        "DefaultEndpoints=https;AccountKey=***;X=1 X-Amz-Signature=***&a=b x-amz-security-token=*** of sftp://***@host/x"
+    )
 
 
 def test_only_whole_checkpoints_count(store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,23 @@
+"""The steps that get a checkpoint, while others wait for their copies."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from learner.feed.feeder_loops import Feeder
+from learner.settings.checkpoint_store import MOST_PENDING
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(4, False), (0, True)])
+def test_a_checkpoint_that_is_left_out_is_logged(every: int, evaluated: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that is wanted for its evaluation alone."""
+    parts = SimpleNamespace(
+        _rules=SimpleNamespace(checkpoint_every=every),
+        _data_rules=SimpleNamespace(steps=100, push_every=1),
+        _outcomes=SimpleNamespace(pending=MOST_PENDING),
+        _row=SimpleNamespace(copies_waited_for="an upload"),
+        _best=SimpleNamespace(wants=lambda step, **_: evaluated),
+        _source=SimpleNamespace(versions={}, head=None),
+    )
+    assert not Feeder._wants_checkpoint(parts, 8, False)  # type: ignore[arg-type]  # the parts that it reads
+    assert caplog.messages == ["no checkpoint of step 8, because 2 wait: an upload"]
