@@ -97,8 +97,8 @@ async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener
         assert len(uploaded_files(flaky)) == len(manifests.read(roots[0] / NEWEST).files) + 1, "nothing is uploaded twice"
 
 
-async def test_what_a_killed_process_has_uploaded_does_not_count(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """It was killed before the manifest; the next process stores the files again, and completes the checkpoint."""
+async def test_files_without_their_manifest_do_not_count(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    """The upload has stopped before the manifest; the next process stores the files again, and completes the checkpoint."""
     async with open_bus() as bus:
         write([tmp_path], 4)
         flaky.fails = staticmethod(lambda verb, path: verb == "write" and path.endswith(MANIFEST))
