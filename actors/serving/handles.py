@@ -149,7 +149,7 @@ class HandleListener:
                 try:
                     offered = self._offered(self._joined(envelope), told)
                     await self._updates.read_bucket(buckets[_packed(told)], offered, version=version, timeout_s=timeout_s)
-                except Exception as error:  # of CUDA, too: an engine that cannot open the memory gets broadcasts
+                except (EngineError, WeightstoreError, RuntimeError) as error:  # of CUDA, too: who cannot open memory gets broadcasts
                     raise _BucketFailed(number, error) from error
                 if number < len(sent):
                     await self._send(envelope, {"id": body.get("id"), "status": 102})

@@ -1,7 +1,6 @@
 """An engine on the learner's host, over ZMQ: it gets handles of the staged buckets instead of their bytes.
 
-A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP. A
-push is two requests (``push``, ``end``), or one for each of its steps.
+A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP.
 """
 
 import asyncio
