@@ -165,6 +165,13 @@ def read_state(path: Path) -> bytes:
     return (path / STATE).read_bytes()
 
 
+def verified_state(path: Path) -> bytes:
+    """Return the DataSource's snapshot, compared with the manifest. Raises CheckpointCorrupt."""
+    if (error := _difference(path, STATE, manifests.read(path).files[STATE])) is not None:
+        raise error
+    return read_state(path)
+
+
 def listed(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints under ``root``, newest (step, then epoch) first, without verifying them."""
     found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]

@@ -23,7 +23,7 @@ from learner.checkpoints.disk import Checkpoint
 from learner.checkpoints.keeper import kept_names
 from learner.data.batch import StepBatch
 from learner.data.snapshot import read_state
-from learner.errors import FeedError
+from learner.errors import CheckpointCorrupt, FeedError
 from learner.feed.best_checkpoint import BestCheckpoint
 from learner.feed.copies import Copies
 from learner.feed.episode_age import EpisodeAge
@@ -222,7 +222,11 @@ class Outcomes:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
         kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest, spared=spared)
-        oldest = read_state(await asyncio.to_thread(disk.read_state, kept[-1].path))
+        try:
+            oldest = read_state(await asyncio.to_thread(disk.verified_state, kept[-1].path))
+        except CheckpointCorrupt as error:  # of one that was overtaken, for example; it goes with the checkpoints behind it
+            log.error("streams not trimmed, the oldest checkpoint that is kept is damaged: %s", error)
+            return
         history = self._bus.config.history_samples
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)

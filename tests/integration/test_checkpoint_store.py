@@ -435,8 +435,9 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
         assert newest == steps and written[0] <= before < steps, "one may have been written after they were listed"
 
 
+@pytest.mark.parametrize("name", [STATE, "another"])
 async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
-    open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
+    name: str, open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of the first of those that wait is damaged on the disk: a newer one becomes the latest, others are written, the run ends."""
     steps = 6
@@ -449,7 +450,7 @@ async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
                     if isinstance(record, Done) and record.step == steps:
                         break
             (damaged,) = [one.path for one in disk.listed(world.root) if one.step == 1]
-            file = damaged / sorted(disk.held(damaged).keys() - {STATE})[0]
+            file = damaged / (name if name == STATE else sorted(disk.held(damaged).keys() - {STATE})[0])
             file.write_bytes(b"?" + file.read_bytes()[1:])
             async with beside(uploading.run()):
                 await asyncio.wait_for(asyncio.gather(training, feeding), 30)
