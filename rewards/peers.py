@@ -5,17 +5,14 @@
 Their modules may also be written with a dot (``verl:my_rewards.compute_score``), as those systems name them. An async function is awaited.
 """
 
-import asyncio
 import enum
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bus.system.foreign import described, errors_as
 from bus.wire.messages import Status
-from rewards.errors import RewardFailed, RewardNotImported, UnknownReward
+from rewards.errors import RewardFailed
 from rewards.port import Parts, RewardRequest
 
 Call = tuple[tuple[object, ...], dict[str, object]]
@@ -81,7 +78,7 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
 
 
 SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {"slime": _slime, "verl": _verl, "trl": _trl}
-"""Systems by the first word of a name, and the arguments of their functions."""
+"""Systems by the first word of a name, each with the function that returns the arguments."""
 SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("args", "sample"): "slime",
     ("args", "samples"): "slime",
@@ -95,25 +92,21 @@ SIGNATURES: Mapping[tuple[str, ...], str] = {
 class PeerReward:
     """One function of another system, with its options."""
 
-    def __init__(self, name: str, options: Mapping[str, object]) -> None:
-        """``name``: SYSTEM:MODULE:NAME. Raises UnknownReward, RewardNotImported."""
-        self._name, self._options = name, options
-        system, _, path = name.partition(":")
-        self._arguments, self._function = SYSTEMS[system], _found(name, path)
-        self._in_list = system == "trl"
+    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
+        """``name``: SYSTEM:MODULE:NAME."""
+        self._name, self._function, self._options = name, function, options
+        self._system = name.partition(":")[0]
 
     def __call__(self, request: RewardRequest) -> Parts:
         """Call the function. Raises RewardFailed for a result that is no reward."""
-        positional, named = self._arguments(request, self._options)
-        return self._reward(self._function(*positional, **named))
+        return self._reward(self._called(request))
 
-    @property
-    def is_async(self) -> bool:
-        """True if the function is a coroutine function, or its instances are called as one."""
-        return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
+    def _called(self, request: RewardRequest) -> Any:
+        positional, named = SYSTEMS[self._system](request, self._options)
+        return self._function(*positional, **named)
 
     def _reward(self, result: object) -> Parts:
-        if self._in_list:
+        if self._system == "trl":
             if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
                 raise RewardFailed(self._name, f"want a list with one reward, got {result!r}"[:300])
             result = result[0]
@@ -130,24 +123,19 @@ class AsyncPeerReward(PeerReward):
 
     async def __call__(self, request: RewardRequest) -> Parts:  # type: ignore[override]
         """Await the function. Raises RewardFailed for a result that is no reward."""
-        positional, named = self._arguments(request, self._options)
-        return self._reward(await asyncio.ensure_future(self._function(*positional, **named)))
+        return self._reward(await self._called(request))
 
 
-def is_peers(name: str) -> bool:
-    """Return whether a name is that of a function of another system."""
+def path_in(name: str) -> str:
+    """Return the import path MODULE:NAME in the name of another system's function; empty for any other name."""
     system, _, path = name.partition(":")
-    return system in SYSTEMS and (":" in path or "." in path)
-
-
-def peer_reward(name: str, options: Mapping[str, object]) -> PeerReward:
-    """Return the reward of such a name. Raises UnknownReward, RewardNotImported."""
-    made = PeerReward(name, options)
-    return AsyncPeerReward(name, options) if made.is_async else made
+    if system not in SYSTEMS or not (":" in path or "." in path):
+        return ""
+    return path if ":" in path else ":".join(path.rsplit(".", 1))
 
 
 def system_of(function: Callable[..., object]) -> str:
-    """Return the system whose rewards have this signature; empty for any other."""
+    """Return the system that calls rewards with such parameters; empty for any other function."""
     try:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of some functions in C
@@ -163,19 +151,3 @@ def _number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         return None
-
-
-def _found(name: str, path: str) -> Callable[..., Any]:
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        module_name, _, attribute = path.rpartition(".")
-    try:
-        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {described(error)}", "reward"), but=(ImportError,)):
-            module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownReward(name, f"cannot import {module_name}: {error}") from error
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        raise UnknownReward(name, f"{module_name} has no function {attribute!r}")
-    found: Callable[..., Any] = function
-    return found

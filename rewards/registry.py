@@ -18,7 +18,7 @@ from bus.system.foreign import described, errors_as, repr_of
 from bus.wire.invariants import check_reward
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from rewards.peers import is_peers, peer_reward, system_of
+from rewards.peers import AsyncPeerReward, PeerReward, path_in, system_of
 from rewards.port import Parts, RewardRequest, Scorer
 from rewards.request_json import from_request, to_request
 
@@ -144,8 +144,9 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     if contract is REWARD and name in SANDBOXED and (reason := _obstacle(name)):
         raise UnknownReward(name, reason)
     own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
-    if contract is REWARD and is_peers(name):
-        return Bound(name, peer_reward(name, own), {}, contract)
+    if contract is REWARD and (path := path_in(name)):
+        found = _find(path, contract)
+        return Bound(name, (AsyncPeerReward if _is_async(found) else PeerReward)(name, found, own), {}, contract)
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
         raise UnknownReward(name, f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so")

@@ -145,11 +145,11 @@ class HandleListener:
         async def read_all() -> None:
             """Do all of it in one operation, which no other one comes between."""
             await self._updates.begin(version)
-            for number, told in enumerate(sent, 1):
+            for number, entry in enumerate(sent, 1):
                 try:
-                    offered = self._offered(self._joined(envelope), told)
-                    await self._updates.read_bucket(buckets[_packed(told)], offered, version=version, timeout_s=timeout_s)
-                except (EngineError, WeightstoreError, RuntimeError) as error:  # of CUDA, too: who cannot open memory gets broadcasts
+                    offered = self._offered(self._joined(envelope), entry)
+                    await self._updates.read_bucket(buckets[_packed(entry)], offered, version=version, timeout_s=timeout_s)
+                except (EngineError, WeightstoreError, RuntimeError) as error:  # CUDA's are RuntimeErrors
                     raise _BucketFailed(number, error) from error
                 if number < len(sent):
                     await self._send(envelope, {"id": body.get("id"), "status": 102})
@@ -167,9 +167,9 @@ class HandleListener:
         await self._updates.run_shielded(self._updates.read_bucket(bucket, offered, version=version, timeout_s=timeout_s))
         return {}
 
-    def _offered(self, learner: _Learner, told: JsonMapping) -> Offered:
+    def _offered(self, learner: _Learner, entry: JsonMapping) -> Offered:
         """Return the bucket of a handle. Raises BadRequest when this engine does not see its GPU."""
-        offered = Offered(learner.mapped, need(told, "handle", dict))
+        offered = Offered(learner.mapped, need(entry, "handle", dict))
         self._authority.require_visible(offered.handle)
         return offered
 
@@ -264,8 +264,8 @@ def _map_of(request: bytes) -> JsonMapping:
     return body
 
 
-def _packed(told: object) -> bytes:
+def _packed(entry: object) -> bytes:
     """Return the packed tensors of a bucket. Raises BadRequest."""
-    if not isinstance(told, Mapping):
-        raise BadRequest(f"buckets: want a map for each, got {told!r:.100}")
-    return need(told, "specs", bytes)
+    if not isinstance(entry, Mapping):
+        raise BadRequest(f"buckets: want a map for each, got {entry!r:.100}")
+    return need(entry, "specs", bytes)

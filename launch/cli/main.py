@@ -1,15 +1,15 @@
 """The command line. ``--help`` and errors take a fraction of a second: heavy modules are imported by the command that needs them."""
 
 import argparse
-import difflib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.cli import debug_arguments as debug
+from launch.cli.parser import CommandParser, PrintVersion
 from launch.samples import arguments as samples
 from launch.settings.extras import explain
 
@@ -59,36 +59,9 @@ def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Name
         raise explained from error
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parses a command, and refuses an unknown option with the usage of that command."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the values and no other words. Exits with status 2 where there are some."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            names = [word for word in rest if word.startswith("-")]
-            nearest = difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
-            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f" (nearest: {nearest[0]})" if nearest else ""))
-        return found, rest
-
-
-class _Version(argparse.Action):
-    """Prints the installed version."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *values: object, **more: object) -> None:
-        """Print, and end with status 0."""
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"tidemill {version('tidemill')}")
-        except PackageNotFoundError:
-            parser.exit(1, "tidemill is not installed as a package: its version is in pyproject.toml\n")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(prog="tidemill", description=DESCRIPTION)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
+    parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
+    parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_runs, _add_data, _add_eval, _add_models, _add_processes, _add_router, _add_reward_server, _add_teacher):
         add(commands)

@@ -20,7 +20,7 @@ from learner.errors import StoreFailed
 from learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
 
 OWNER = "owner.json"
-"""Object that names the run whose checkpoints are beside it."""
+"""Object with the identity of the run that the checkpoints beside it belong to."""
 UNNAMED = ("", "?")
 """Owners of a store that names no run: it has no such object, or one that cannot be read."""
 PROBE = "probe"

@@ -160,7 +160,7 @@ class Uploads:
         if self._trouble and not trouble:
             log.info("checkpoints are uploaded again to %s", self._store.url)
         self._trouble = trouble
-        await self._tell()
+        await self._write_row()
 
     async def _is_ours(self) -> bool:
         """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another run."""
@@ -190,7 +190,7 @@ class Uploads:
         self._trouble = f"{self._store.url}: no answer for {seconds:.0f} s{what}"
         log.warning("checkpoints wait for the store: %s", self._trouble)
         with suppress(BusError):  # the next note, or the answer, has it
-            await self._tell()
+            await self._write_row()
 
     async def _upload(self) -> None:
         """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
@@ -220,7 +220,7 @@ class Uploads:
         self._files = {name: files for name, files in self._files.items() if name in here}
         self._lacking = {name: files for name, files in self._lacking.items() if files and name in here}
         if defects:
-            await self._tell()  # with the others, which are complete
+            await self._write_row()  # with the others, which are complete
             raise defects[0]
 
     async def _upload_one(self, name: str, others: Mapping[int, Uploaded]) -> None:
@@ -238,7 +238,7 @@ class Uploads:
         for file in (missing := sorted(self._own(files) - done)):
             await self._asked(partial(self._put, name, file, files[file]), f" to the upload of {name}/{file}, {files[file].size} bytes")
             done.add(file)
-            await self._tell()
+            await self._write_row()
         if missing and (absent := await self._asked(partial(self._absent, name, {file: files[file] for file in missing}))):
             raise absent[0]
         there = done.union(*(one.files.get(name, ()) for one in others.values()))
@@ -294,7 +294,7 @@ class Uploads:
     def _whole(self) -> dict[str, str]:
         return {name: one.digest for name, one in (self._stored or {}).items() if one.is_whole}
 
-    async def _tell(self) -> None:
+    async def _write_row(self) -> None:
         """Write the row, if anything in it has changed."""
         files = {name: sorted(found) for name, found in self._files.items()}
         row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500], "store": self._store.url}

@@ -314,7 +314,7 @@ class _Gradients:
                 self.weight_VH = weight_VH.main_grad if self.in_main_grad else torch.empty_like(weight_VH)  # type: ignore[attr-defined]
 
     def of_weight(self, *, placeholder: bool) -> Tensor | None:
-        """Return the gradient of the weight for autograd, as ``log_probs_and_entropy`` says."""
+        """Return the gradient of the weight for autograd: none or a placeholder where it was added to ``main_grad``."""
         if placeholder and not self._frozen:  # each time: another micro-batch may have left the mark
             self._weight_VH.grad_added_to_main_grad = self.in_main_grad  # type: ignore[attr-defined]
         if self.in_main_grad:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")
-"""Protocols whose path is one of this machine's."""
+"""Protocols for directories of the machine itself."""
 MOST_PENDING = 2
 """Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is written."""
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#*\[\]]+")

@@ -384,10 +384,10 @@ def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse
 # -- all of it --------------------------------------------------------------------------------------------------------------
 
 
-# -- the whole loop ---------------------------------------------------------------------------------------------------------
+# -- a whole run ------------------------------------------------------------------------------------------------------------
 
 
-def measure_loop(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds, waits, pushes and tokens/s of the steps of `tidemill up`, after the first two, with the engine on the same device."""
     run = directory.parent / "loop"
     prompts = directory.parent / "prompts.jsonl"
@@ -467,7 +467,7 @@ def main() -> None:
             "steps": lambda: measure_steps(directory, shape, args),
             "pushes": lambda: measure_pushes(directory, args),
             "responses": lambda: asyncio.run(measure_engine(directory, shape["vocab"], args)),
-            "whole-run": lambda: measure_loop(directory, args),
+            "whole-run": lambda: measure_run(directory, args),
         }
         for part in args.parts:
             found[part] = parts[part]()

@@ -431,8 +431,9 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
             await asyncio.wait_for(asyncio.gather(training, feeding), 60)
         row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
         assert row["step"] == steps and set(row["manifests"]) >= {f"step-{steps}-epoch-1"}
-        newest, before = [one.step for one in disk.listed(world.root)]
-        assert newest == steps and written[0] <= before < steps, "one may have been written after they were listed"
+        # One may have been written after they were listed; the metadata of one that is in the store may have come back behind its removal.
+        newest, *before = [one.step for one in disk.listed(world.root)]
+        assert newest == steps and 1 <= len(before) <= 2 and written[0] <= before[0] < steps
 
 
 @pytest.mark.parametrize("name", [STATE, "another"])

@@ -64,7 +64,7 @@ def test_the_same_bits_in_rare_ways(tmp_path: Path) -> None:
 
 
 def same_bits(rank: dict[str, Any], dtype: str, way: str) -> None:
-    chunks = ", chunks" if "chunks" in way else ""  # whose sums are in another order
+    chunks = ", chunks" if "chunks" in way else ""  # sums over chunks are in another order
     plain, ours = rank[f"{dtype} plain{chunks}"], rank[f"{dtype} {way}"]
     assert ours["digests"] == plain["digests"] and len(set(plain["digests"])) == len(STEPS)
     for step, wanted in zip(ours["metrics"], plain["metrics"], strict=True):

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from bus.streams.bus import Bus
 from learner.checkpoints.keeper import CHECKPOINT_KEY, holders
 from learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, State, attempt_of, node_of
@@ -74,3 +76,15 @@ async def ranks_held(run: Site, bus: Bus, checkpoint: str) -> list[set[int]]:
         assert found[node].url.startswith(f"http://{run.lab[name].in_url}:"), found
     files = [[file for file in found[node].held.get(checkpoint, ()) if file.endswith(".distcp")] for node in range(len(NODES))]
     return [{int(file.split("_")[2]) for file in of_one} for of_one in files]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as made:
+        yield made
+
+
+@pytest.fixture
+def healed(run: Site) -> Iterator[Site]:
+    with healing(run):
+        yield run

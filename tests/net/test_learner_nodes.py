@@ -2,29 +2,17 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from learner.nodes.node_rows import State
 from tests.net.lab import why_not
-from tests.net.learner_nodes import RESTART_S, healing, latest, ranks_held, two_nodes, until
+from tests.net.learner_nodes import RESTART_S, healed, latest, ranks_held, run, until
 from tests.net.site import NODES, Site
 from tests.net.test_run import CUT_S, LONG_CUT_S, next_steps, report
 
+__all__ = ["healed", "run"]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as made:
-        yield made
-
-
-@pytest.fixture
-def healed(run: Site) -> Iterator[Site]:
-    with healing(run):
-        yield run
 
 
 async def test_two_machines_are_one_learner(run: Site) -> None:

@@ -6,31 +6,19 @@ Printed (-s): the times to the next step.
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from bus.streams.bus import Bus
 from learner.nodes.node_rows import State
 from tests.net.lab import why_not
-from tests.net.learner_nodes import healing, latest, ranks_held, two_nodes, until, until_node
+from tests.net.learner_nodes import healed, latest, ranks_held, run, until, until_node
 from tests.net.site import NODES, Site
 from tests.net.test_run import BESIDE_OTHERS, next_steps, report
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+__all__ = ["healed", "run"]
 APART_S = 120.0 if BESIDE_OTHERS else 60.0
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as made:
-        yield made
-
-
-@pytest.fixture
-def healed(run: Site) -> Iterator[Site]:
-    with healing(run):
-        yield run
 
 
 @pytest.mark.parametrize("name", ["node", pytest.param("node1", marks=pytest.mark.slow)])

@@ -73,8 +73,8 @@ async def test_a_result_or_call_that_is_wrong_fails_the_sample(name: str, reason
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (f"slime:{HERE}:nothing", f"{HERE} has no function 'nothing'"),
-        (f"verl:{HERE}:not_callable", f"{HERE} has no function 'not_callable'"),
+        (f"slime:{HERE}:nothing", f"{HERE} has no 'nothing'"),
+        (f"verl:{HERE}:not_callable", "want a callable, not_callable is int"),
         ("trl:no_such_module:f", "cannot import no_such_module"),
         (f"{HERE}:slime_rm", f"those of a reward of slime; want slime:{HERE}:slime_rm"),
         (f"{HERE}:compute_score", f"those of a reward of verl; want verl:{HERE}:compute_score"),
