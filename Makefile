@@ -95,7 +95,13 @@ test-late: setup
 test-frozen: setup
 	$(BIN)/python tests/late/freezer.py $(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(QUICK_CHAOS) -n 7 --dist loadfile --no-loadscope-reorder
 
-# Runs on several machines, made of network namespaces (root, iproute2, nftables); skipped with the reason where there can be none.
+# Programs of the system that tests want (tests/programs.py), by apt-get as root. Without one its tests are skipped, which is an error under
+# CI, and fails a target in which nothing else ran.
+.PHONY: programs
+programs:
+	@$(PYTHON) -m tests.programs --install
+
+# Runs on several machines, made of network namespaces (root, iproute2, nftables: `make programs`).
 # Beside each other, as they wait most of the time; the rest of tests/net is in `make test`. The second one runs one after the other, with
 # every machine in every trouble, and prints the times to the next step (docs/machines.md has a table of what runs where).
 test-net: setup

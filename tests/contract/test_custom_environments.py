@@ -28,6 +28,7 @@ from bus.wire.messages import Status
 from tests.contract.played_environment import awaited, made, played
 from tests.contract.test_multi_turn import listening
 from tests.episode_kit import stage, task
+from tests.skips import inapplicable
 from tests.tiny_models import write_tiny_model
 
 PROGRAM = "actors.episodes.programs.multi_turn:MultiTurn"
@@ -106,7 +107,7 @@ async def test_it_answers_whatever_the_model_writes(case: Case) -> None:
 
 async def test_its_actions_end_an_episode(case: Case) -> None:
     if not case.actions:
-        pytest.skip("--environment-actions: want the answers after which the episode of --environment-row is over")
+        inapplicable("--environment-actions: want the answers after which the episode of --environment-row is over")
     found = await played(case.use, case.options, case.row, case.actions)
     assert [one[2] for one in found[1:]] == [False] * (len(case.actions) - 1) + [True]
 
@@ -114,7 +115,7 @@ async def test_its_actions_end_an_episode(case: Case) -> None:
 async def test_the_same_actions_give_the_same_episode_again(case: Case) -> None:
     """In this process and in another one, as the next actor needs it that replays the episode."""
     if not case.replays:
-        pytest.skip("--environment-again: not replay")
+        inapplicable("--environment-again: not replay")
     actions = [*case.actions] or list(TEXTS)
     first = await played(case.use, case.options, case.row, actions)
     assert await played(case.use, case.options, case.row, actions) == first
@@ -129,7 +130,7 @@ async def test_a_game_goes_on_behind_every_state(case: Case) -> None:
     """States are JSON values; another instance that has restored one gives what the first game gives."""
     game, _ = await case.begun()
     if not (hasattr(game, "state") and hasattr(game, "restore")):
-        pytest.skip("it has no state and restore: again: resume is refused for it")
+        inapplicable("it has no state and restore: again: resume is refused for it")
     actions = [*case.actions] or list(TEXTS)
     states, found = [], []
     for action in actions:

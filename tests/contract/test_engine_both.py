@@ -19,6 +19,7 @@ from tests.engine_push import joined
 from tests.engine_serving import LIMIT_S, Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
+from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
@@ -261,7 +262,7 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
     other[bent].flatten()[-1] = 5.0
     async with kind.serving(directories[0]) as served:
         if (release := getattr(served.engine, "release", None)) is not None and not release.cpu_checksums:
-            pytest.skip("its checksums need CUDA (SGLang before 0.5.23)")
+            inapplicable("its checksums need CUDA (SGLang before 0.5.23)")
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, tensors, good in ((1, other, False), (2, sent, True)):
             check = StagedModel(staged(tensors), (), check_s=60).differences

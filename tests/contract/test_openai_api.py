@@ -13,6 +13,7 @@ from actors.openai import openai_api
 from actors.text.chat_template import ChatTemplate
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served
+from tests.skips import inapplicable
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
@@ -285,7 +286,7 @@ async def test_refusals_have_openais_shape_and_name_the_parameter(
     kind: Kind, model_dir: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
     if kind.name == "sglang" and change in SGLANG_CAN:
-        pytest.skip("SGLang can")
+        inapplicable("SGLang can")
     async with kind.serving(model_dir) as served:
         body = {"messages": CHAT} if "chat" in path else {"prompt": "a"}
         status, answer = await served.post(f"/v1/{path}", {**body, **change})

@@ -18,6 +18,7 @@ from learner.layout.parallel import Parallel
 from learner.megatron.layers.kernels import CUDNN_CAPABILITY
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
+from tests.skips import inapplicable
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -76,7 +77,7 @@ def on_gpu(device: torch.device) -> bool:
 def cuda(device: torch.device) -> torch.device:
     """Device for tests of CUDA's own behaviour, which skip on the CPU."""
     if device.type != "cuda":
-        pytest.skip("of CUDA only")
+        inapplicable("of CUDA only")
     return device
 
 
@@ -84,7 +85,7 @@ def cuda(device: torch.device) -> torch.device:
 def hopper(cuda: torch.device) -> torch.device:
     """Device for tests of kernels that are chosen on Hopper alone."""
     if torch.cuda.get_device_capability() != CUDNN_CAPABILITY:
-        pytest.skip(f"of compute capability {CUDNN_CAPABILITY[0]}.{CUDNN_CAPABILITY[1]} only")
+        inapplicable(f"of compute capability {CUDNN_CAPABILITY[0]}.{CUDNN_CAPABILITY[1]} only")
     return cuda
 
 

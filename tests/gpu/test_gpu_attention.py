@@ -14,6 +14,7 @@ from learner.layout.parallel import Parallel
 from learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
 from learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
 from learner.megatron.model import build_policy
+from tests.skips import inapplicable
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +59,7 @@ def reference(inputs: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("groups", [2, 4])
 def test_values_and_gradients(device: torch.device, kernel: str, dtype: torch.dtype, tolerance: float, groups: int) -> None:
     if kernel == VARLEN and device.type != "cuda":
-        pytest.skip("flash attention needs CUDA; tests/unit/test_kernels.py compares its arguments with SDPA")
+        inapplicable("flash attention needs CUDA; tests/unit/test_kernels.py compares its arguments with SDPA")
     ours = made_inputs(sum(LENGTHS), 4, groups, 16, dtype, device)
     exact = [each.detach().cpu().double().requires_grad_() for each in ours]
     out = attention(kernel)(*ours, None, packed_seq_params=row_of(LENGTHS, device))

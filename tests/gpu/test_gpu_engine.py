@@ -14,6 +14,7 @@ import zmq.asyncio
 from tests.engine_push import joined
 from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, serving, told_log_probs
 from tests.receiver_app import staged
+from tests.skips import inapplicable
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
 from weightstore.config import Deadlines
 from weightstore.format.checksums import ChecksumReport
@@ -97,7 +98,7 @@ async def test_a_push_by_handles_has_the_checksums_of_what_was_sent(
     memory: Memory, directory: Path, models: list[Any], device: torch.device
 ) -> None:
     if isinstance(memory, CudaMemory):
-        pytest.skip("a process cannot open a handle of its own GPU memory: test_gpu_up does it with an engine process")
+        inapplicable("a process cannot open a handle of its own GPU memory: test_gpu_up does it with an engine process")
     (prompt,) = prompts(1)
     async with serving(directory, device=device.type) as served, pushing(served, memory) as receiver:
         for version, model in enumerate(models[1:], start=1):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests import heads_by_formula
+from tests.skips import inapplicable
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ Values = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 def kernels(on_gpu: bool) -> None:
     """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a CPU."""
     if not on_gpu and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("kernels of Triton")
+        inapplicable("kernels of Triton")
 
 
 def with_gradients(values: Values, exact: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learner.megatron import logprobs
 from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
+from tests.skips import inapplicable
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +50,7 @@ def test_values_and_memory(device: torch.device, on_gpu: bool, peak: Callable[[]
 def kernels(on_gpu: bool) -> None:
     """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a CPU."""
     if not on_gpu and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("kernels of Triton")
+        inapplicable("kernels of Triton")
 
 
 @pytest.mark.usefixtures("kernels")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Child
+from tests.skips import inapplicable
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +68,7 @@ def test_two_processes_on_one_gpu_are_refused_by_name(cuda: torch.device, child:
 def shared_gpu(device: torch.device) -> dict[str, str]:
     """Variables with which two processes may be ranks on one GPU. Skips where NCCL does not allow it."""
     if device.type == "cuda" and torch.cuda.nccl.version() < (2, 30):  # type: ignore[no-untyped-call]
-        pytest.skip(f"two ranks on one GPU need NCCL 2.30, this is {torch.cuda.nccl.version()}")  # type: ignore[no-untyped-call]
+        inapplicable(f"two ranks on one GPU need NCCL 2.30, this is {torch.cuda.nccl.version()}")  # type: ignore[no-untyped-call]
     return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if device.type == "cuda" else {}
 
 

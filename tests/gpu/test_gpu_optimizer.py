@@ -15,6 +15,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
+from tests.skips import inapplicable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -69,7 +70,7 @@ def test_shares_train_and_are_loaded_by_the_plain_optimizer(way: str, dtype: str
 def test_offload_frees_the_device(rank: Parallel, on_gpu: bool, model_dir: Path) -> None:
     """Between steps the device has neither moments nor main weights."""
     if not on_gpu:
-        pytest.skip("counts the memory of a CUDA device")
+        inapplicable("counts the memory of a CUDA device")
     taken: dict[str, Any] = {}
     for way in ("plain", "offload"):
         torch.cuda.synchronize()

@@ -12,7 +12,6 @@ and the network of this machine sees neither bridge nor addresses.
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+from tests.programs import missing
+
+PROGRAMS = ("ip", "tc", "nft", "unshare", "nsenter", "setpriv")
 INIT = "while :; do sleep 3600 & wait; done"
 """The first process of a machine: it reaps, as it becomes the parent of processes that have lost theirs."""
 MADE_S = 120.0
@@ -51,8 +52,8 @@ def why_not() -> str:
     """Return why there can be no lab here; empty if there can: one with two machines is made and removed."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces: want root on Linux"
-    if missing := sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None}):
-        return f"network namespaces: want {', '.join(missing)}"
+    if packages := missing(PROGRAMS):
+        return f"network namespaces: want {', '.join(packages)}"
     try:
         with tempfile.TemporaryDirectory() as directory, Lab(Path(directory), "a", "b") as lab:
             lab["a"].lose(1)

@@ -22,6 +22,7 @@ from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of
 from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
+from tests.skips import inapplicable
 from weightstore.config import Deadlines, WeightsConfig
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
@@ -221,7 +222,7 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
     other[kept].view(-1).view(torch.uint8)[-1] ^= 1
     staging, flipped = staged(sent), staged(other)
     if not (await release_at(server)).cpu_checksums:
-        pytest.skip("this server computes no checksums on CPU")
+        inapplicable("this server computes no checksums on CPU")
     async with serving(python, server, directories[0]) as served:
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for copy, good in ((flipped, False), (staging, True)):
