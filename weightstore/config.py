@@ -7,16 +7,6 @@ SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_0
 that a phase has. Memory of a GPU that engines read takes no memory by the bucket, and an H100 copies 4 GB of it in 3 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Bounds of a learner's requests to engines, in seconds."""
-
-    phase_s: float
-    """For a phase of a push."""
-    load_s: float = 600.0
-    """For loading weights from a disk."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     """When and how versions reach the engines."""
@@ -39,9 +29,11 @@ class WeightsConfig:
     """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000 where a learner on
     a GPU sends over NCCL, else 64,000,000."""
     phase_deadline_s: float = 30.0
-    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
+    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with work on all weights
+    have more: at first a second for each 20 MB, then four times the longest time measured, up to ``load_deadline_s``."""
     load_deadline_s: float = 600.0
-    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run."""
+    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run. No
+    phase of a push has more, unless ``phase_deadline_s`` is more."""
     min_engines: int = 0
     """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
@@ -79,11 +71,6 @@ class WeightsConfig:
             raise ValueError(f"group: want pairs, all or a number > 0, got {self.group!r}")
         if self.verify not in ("first", "always", "never"):
             raise ValueError(f"verify: want first, always or never, got {self.verify!r}")
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """Bounds of requests to engines."""
-        return Deadlines(self.phase_deadline_s, self.load_deadline_s)
 
     @property
     def engines_together(self) -> int:

@@ -90,7 +90,8 @@ def _score(args: argparse.Namespace) -> int:
         from learner.debug.module_file import write_modules
 
         write_modules(args.out, outputs, prompts=prompts, dtype=dtype, source=source)
-        print(f"{len(outputs)} outputs of {len(prompts)} prompts into {args.out}", file=sys.stderr)
+        megabytes = args.out.stat().st_size / 1e6
+        print(f"{len(outputs)} outputs of {len(prompts)} prompts into {args.out} ({megabytes:.1f} MB)", file=sys.stderr)
     _print_scores(outputs, prompts, as_json=args.json)
     return 0
 

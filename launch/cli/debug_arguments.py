@@ -19,7 +19,7 @@ def add(commands: "Commands") -> None:
     compare.add_argument("--tolerance", type=float, default=None, metavar="X", help="modules: relative error; else: absolute difference")
     compare.add_argument("--json", action="store_true", help="print one JSON object")
 
-    score = words.add_parser("score", help="log-probs of the tokens of fixed prompts, and the outputs of every module")
+    score = words.add_parser("score", help="log-probs of the tokens of fixed prompts, and the outputs of modules")
     where = score.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", type=Path, metavar="DIR", help="directory of a Hugging Face model, loaded here")
     where.add_argument("--engine", default="", metavar="URL", help="a running engine, SGLang or built-in: log-probs only")
@@ -30,7 +30,8 @@ def add(commands: "Commands") -> None:
     score.add_argument("--by", choices=("engine", "learner", "sglang"), default="engine", help=implementation)
     config = "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of the server"
     score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
-    score.add_argument("--names", default="*", metavar="PATTERN", help="modules to write, such as 'layers.0.*' (default: all)")
+    names = "with --model: outputs to write, such as 'layers.0.*' or '*' for all modules (default: log_probs alone)"
+    score.add_argument("--names", default="log_probs", metavar="PATTERN", help=names)
     dtype = "with --model: dtype to compute in (default float32; --by sglang: that of the configuration); "
     dtype += "with --engine: that of an engine that reports none (default bfloat16)"
     score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)

@@ -105,7 +105,10 @@ def compare_modules(ours: ModuleDump, theirs: ModuleDump, tolerance: float | Non
         raise ValueError(f"modules: want some in both dumps, got {', '.join(modules[:4])} and {', '.join(sorted(there)[:4])}")
     differences = [found for name in common if (found := _of_module(name, ours, theirs)).relative > tolerance or not found.relative >= 0]
     alone = [name for name in (*modules, *sorted(there)) if name not in common]
-    return Comparison(compared=common, differences=differences, notes=[f"in one dump only: {', '.join(alone)}"] if alone else [])
+    notes = [f"in one dump only: {', '.join(alone)}"] if alone else []
+    if differences and common == ["log_probs"]:
+        notes.append("both dumps have log-probs alone; for the first module that differs: tidemill debug score --names '*'")
+    return Comparison(compared=common, differences=differences, notes=notes)
 
 
 def _of_module(name: str, ours: ModuleDump, theirs: ModuleDump) -> Difference:

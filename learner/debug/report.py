@@ -13,7 +13,7 @@ OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
-"""Mean log-prob (nats, negated) of sampled tokens above which they are unlikely under the model that sampled them."""
+"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are unlikely."""
 UNIFORM_SHARE = 0.7
 """Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
 FINISHED_SHARE = 0.5
@@ -68,15 +68,16 @@ def report(step: int, metrics: Mapping[str, float], facts: Facts) -> list[Line]:
 
 def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     lines = []
+    entropy = metrics.get("train/entropy", 0.0)
     if facts.log_prob_mean is not None:
         look = (
             "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat template: text that does "
             "not fit it is unlikely to the model"
         )
-        found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}"
-        lines.append(Line(subject="rollout", found=found, good=-facts.log_prob_mean <= UNLIKELY, look_at=look))
+        found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
+        lines.append(Line(subject="rollout", found=found, good=-facts.log_prob_mean <= entropy + UNLIKELY, look_at=look))
     if facts.excerpt is not None:
-        lines.append(_text(facts.excerpt))
+        lines.append(_text(facts.excerpt, entropy))
     if "train/entropy" in metrics:
         uniform = math.log(facts.vocab_size)
         found = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
@@ -89,7 +90,7 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     return lines
 
 
-def _text(one: Excerpt) -> Line:
+def _text(one: Excerpt, entropy: float) -> Line:
     """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a verdict."""
     shown = f"...{one.prompt!r} -> {one.response!r}..."
     if one.missing:
@@ -99,7 +100,7 @@ def _text(one: Excerpt) -> Line:
         "that was not tuned on such text"
     )
     found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
-    return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= UNLIKELY, look_at=look)
+    return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= entropy + UNLIKELY, look_at=look)
 
 
 def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:

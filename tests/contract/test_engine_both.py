@@ -21,11 +21,11 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.push.staged_model import StagedModel
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.http_receiver import HttpReceiver
 
 CONTEXT = 4096
@@ -265,7 +265,7 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
             inapplicable("its checksums need CUDA (SGLang before 0.5.23)")
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, tensors, good in ((1, other, False), (2, sent, True)):
-            check = StagedModel(staged(tensors), (), check_s=60).differences
+            check = StagedModel(staged(tensors), (), Deadlines(60.0)).differences
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [Member(row, receiver, deadlines=Deadlines(60.0))])
             try:

@@ -14,8 +14,8 @@ from actors.serving.sglang.api import Api
 from bus.server.ports import KeptPort
 from bus.wire.messages import Sampling
 from tests.router_kit import Faulty, faulty
-from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.http_receiver import HttpReceiver
 
 DEADLINE_S = 2.0

@@ -255,7 +255,7 @@ def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path,
     results = {}
     for model in (sound, other):
         out = tmp_path / f"{model.name}.safetensors"
-        assert main(["debug", "score", "--model", str(model), "--prompts", str(prompts), "--out", str(out), "--json"]) == 0
+        assert main(["debug", "score", "--model", str(model), "--prompts", str(prompts), "--names", "*", "--out", str(out), "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [len(line["log_probs"]) for line in lines] == [6, 2]
         results[model.name] = lines[0]["log_probs"]
@@ -271,7 +271,7 @@ def test_both_implementations_score_a_directory_from_the_command_line(tmp_path: 
     model, prompts = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
     outs = {by: tmp_path / f"{by}.safetensors" for by in ("learner", "engine")}
-    words = ["debug", "score", "--model", str(model), "--prompts", str(prompts)]
+    words = ["debug", "score", "--model", str(model), "--prompts", str(prompts), "--names", "*"]
     command = [sys.executable, "-m", "launch", *words, "--by", "learner", "--out", str(outs["learner"])]
     done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -302,7 +302,9 @@ async def test_a_running_engine_scores_prompts_as_its_directory(
     assert await asyncio.to_thread(main, [*words, "--model", str(other), "--out", str(by_other)]) == 0
     capsys.readouterr()
     assert await asyncio.to_thread(main, ["debug", "compare", str(by_other), str(by_http)]) == 1
-    assert "DIFFERS first in log_probs" in capsys.readouterr().out
+    compared = capsys.readouterr().out
+    assert "DIFFERS first in log_probs" in compared and "--names '*'" in compared
+    assert {name for _, name in (output.split(".", 1) for output in read_modules(by_other).outputs)} == {"log_probs"}
 
 
 @asynccontextmanager

@@ -23,12 +23,12 @@ from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
-from weightstore.config import Deadlines
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, Outcome, PushGroup
 from weightstore.transport import sender_process, senders
 from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import HostMemory
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.sender_process import SenderProcess

@@ -30,10 +30,10 @@ from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.config import Deadlines
 from weightstore.errors import BadManifest, ReceiverFailed
 from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.push.handle_receiver import HandleReceiver
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import HostMemory, Mapped, Offered
 from weightstore.transport.staging import Staging
 

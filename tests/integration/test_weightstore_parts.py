@@ -28,6 +28,7 @@ from weightstore.format.checksums import ChecksumReport, Part, report_checksums
 from weightstore.format.manifest import Manifest, joined
 from weightstore.push.publisher import Publisher, PushReport
 from weightstore.push.staged_model import StagedModel
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.part_server import PartServer
 from weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, leave, release, staged
 
@@ -393,7 +394,7 @@ async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: t
     remote = RemotePart(place, 1)
     own = {"model.other.weight": torch.ones(3)}
     try:
-        whole = StagedModel(staged_here(own), (remote,), check_s=60)
+        whole = StagedModel(staged_here(own), (remote,), Deadlines(60.0))
         report = report_checksums(own | tiny_tensors(4))
         assert await whole.differences(report) == []
         changed = await whole.differences(report_checksums(own | tiny_tensors(5)))

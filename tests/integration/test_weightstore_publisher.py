@@ -23,7 +23,7 @@ from bus.wire.messages import LiveRow
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.catchup.catch_up import Joiner, keep_up
 from weightstore.catchup.catch_up import catch_up as catch_up_to_head
-from weightstore.config import Deadlines, WeightsConfig
+from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from weightstore.format.manifest import Manifest
 from weightstore.push.member import Member
@@ -31,6 +31,7 @@ from weightstore.push.publisher import Publisher
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot import ASIDE
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.port import Rendezvous, WeightReceiver
 
 DEADLINE_S = 60.0

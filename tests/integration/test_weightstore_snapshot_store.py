@@ -13,6 +13,7 @@ from weightstore.push.staged_model import StagedModel
 from weightstore.store import snapshot
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.staging import StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
@@ -22,7 +23,7 @@ def staged(tensors: Mapping[str, torch.Tensor], *, version: int, step: int) -> S
     staging = StagingPool(Manifest.of(tensors.items()), 1 << 20).take(1)
     staging.fill(tensors.items())
     staging.version, staging.step = version, step
-    return StagedModel(staging, (), check_s=1)
+    return StagedModel(staging, (), Deadlines(1.0))
 
 
 def write(directory: Path, version: int, step: int) -> None:

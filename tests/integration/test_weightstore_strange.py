@@ -18,10 +18,10 @@ from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
-from weightstore.config import Deadlines
 from weightstore.errors import PartLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member, Updated
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.port import WeightReceiver
 

@@ -23,13 +23,14 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
-from weightstore.config import Deadlines, WeightsConfig
+from weightstore.config import WeightsConfig
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
 from weightstore.push.member import Member, Updated
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.push.staged_model import StagedModel
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.part_server import PartServer
 from weightstore.transport.parts import RemotePart
@@ -230,7 +231,7 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
             member = Member(row, receiver, deadlines=Deadlines(60.0))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [member])
             try:
-                compare = StagedModel(copy, (), check_s=60).differences
+                compare = StagedModel(copy, (), Deadlines(60.0)).differences
                 how = (await group.update(2 if good else 1, staging.buckets, lambda _, compare=compare: compare))[member]
                 if good:
                     assert isinstance(how, Updated) and how.verify_s is not None
@@ -270,7 +271,7 @@ async def test_two_ranks_of_a_learner_send_their_parts_to_one_server(
                 for version in (1, 2):
                     own, theirs = split(version)
                     rank.stage(0, theirs.items())
-                    whole = StagedModel(staged(own), (part,), check_s=60)
+                    whole = StagedModel(staged(own), (part,), Deadlines(60.0))
                     assert len({bucket.part for bucket, _ in whole.buckets}) == 2
                     how = (await group.update(version, whole.buckets, lambda _, check=whole.differences if checked else None: check))[
                         member

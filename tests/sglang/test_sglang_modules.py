@@ -24,7 +24,8 @@ class Scene:
 
     def score(self, by: str, *words: str) -> Ended:
         prompts, dump = self.root / "prompts.jsonl", self.root / by
-        return run_tidemill("debug", "score", "--model", str(self.model), "--prompts", str(prompts), "--by", by, "--out", str(dump), *words)
+        score = ["debug", "score", "--model", str(self.model), "--prompts", str(prompts), "--by", by, "--out", str(dump), "--names", "*"]
+        return run_tidemill(*score, *words)
 
     def compare(self) -> Ended:
         return run_tidemill("debug", "compare", str(self.root / "learner"), str(self.root / "sglang"))

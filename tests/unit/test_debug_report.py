@@ -58,6 +58,17 @@ def test_each_fault_has_its_line_with_a_cure(metrics: dict[str, float], facts: d
     assert str(line).startswith("LOOK ") and "; look at: " in str(line)
 
 
+@pytest.mark.parametrize(
+    ("entropy", "log_prob", "likely"), [(2.84, -2.9, True), (2.84, -3.8, True), (2.84, -4.5, False), (0.1, -1.2, False)]
+)
+def test_sampled_tokens_are_as_likely_as_the_entropy_has_it(entropy: float, log_prob: float, likely: bool) -> None:
+    """The expected log-prob of a sampled token is the negated entropy: a model that is undecided samples unlikely tokens rightly."""
+    text = Excerpt(prompt="", response="", log_prob_mean=log_prob)
+    lines = report(1, GOOD | {"train/entropy": entropy}, replace(FACTS, log_prob_mean=log_prob, excerpt=text))
+    assert wrong(lines) == ([] if likely else ["rollout", "sampled text"])
+    assert f"{-entropy:.4f} expected" in str(lines[0])
+
+
 def test_what_need_not_be_equal_is_not_judged() -> None:
     moved = GOOD | {"train/kl_reference": 0.3, "train/ppo_kl": 0.2, "offpolicy/fresh_logprob_diff_abs": 4e-2}
     assert wrong(report(1, moved, replace(FACTS, minibatches=4, dtype="bfloat16"))) == []  # earlier minibatches moved the policy

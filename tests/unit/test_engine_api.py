@@ -10,8 +10,8 @@ from actors.engines import engine_client
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.serving.sglang import api
 from bus.errors import Fenced
-from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.engine_api import CallFailed, Failure, refusal
 from weightstore.transport.http_receiver import HttpReceiver, _NotSupported
 

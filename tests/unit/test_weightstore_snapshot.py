@@ -52,6 +52,41 @@ def test_transformers_loads_it_as_a_model_directory(tmp_path: Path, shard_bytes:
     snapshot.verify(tmp_path / "export")
 
 
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize(
+    ("named", "saved"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
+)
+def test_the_configuration_names_the_dtype_of_the_tensors(tmp_path: Path, field: str, named: str, saved: str) -> None:
+    """A loader with dtype="auto" casts to the dtype named there: exported weights would lose bits that the run had."""
+    source = write_tiny_model(tmp_path / "source", seed=1)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype", None), config.pop("torch_dtype", None)
+    text = json.dumps(config | {field: named, "vision_config": {field: named, "name": "é"}})
+    (source / "config.json").write_text(text)
+    dtype = getattr(torch, saved)
+    tensors = {"weight": torch.randn(64, 64).to(dtype), "router": torch.randn(3), "bias": torch.zeros(2, dtype=torch.int64)}
+    snapshot.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source)
+    written = (tmp_path / "export" / "config.json").read_text()
+    assert json.loads(written) == config | {field: saved, "vision_config": {field: saved, "name": "é"}}
+    assert (written == text) == (named == saved), "an equal file stays as it is, byte for byte"
+    snapshot.verify(tmp_path / "export")
+
+
+def test_a_configuration_without_a_dtype_stays_as_it_is(tmp_path: Path, model: Path) -> None:
+    (model / "config.json").write_text('{"a":  1}')
+    snapshot.write(tmp_path / "export", tiny_tensors(1), version=1, step=1, model_dir=model)
+    assert (tmp_path / "export" / "config.json").read_text() == '{"a":  1}'
+
+
+NAMED = '{"format": 1, "version": 1, "step": 1, "digest": "", "files": {"a\\u0000": {"bytes": 1, "sha256": ""}}}'
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, NAMED])
+def test_a_manifest_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SnapshotBroken):
+        snapshot.SnapshotInfo.parse("there", text)
+
+
 def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
     tensors = tiny_tensors(1)
     info = snapshot.write(tmp_path / "v1", tensors, version=1, step=1, shard_bytes=10_000)

@@ -17,12 +17,12 @@ from torch import Tensor
 from bus.errors import Fenced
 from bus.system.coroutines import first_of
 from bus.wire.messages import LiveRow
-from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.push.eviction import Opener
 from weightstore.push.member import identity
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.transport.nccl import no_cuda_handles
@@ -97,7 +97,7 @@ class HandleReceiver:
         """
         self._version = version
         sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
-        await self._answered("push", {"version": version, "buckets": sent}, self._deadlines.phase_s, messages=len(sent))
+        await self._answered("push", {"version": version, "buckets": sent}, self._deadlines.of("bucket"), messages=len(sent))
         return None
 
     async def _handle(self, payload: Payload) -> Mapping[str, object]:
@@ -125,7 +125,7 @@ class HandleReceiver:
 
     async def load_snapshot(self, directory: str, version: int) -> float:
         """Send the path, because engine and learner are on one host. Returns the seconds in the answer."""
-        answer = await self._answered("load", {"directory": directory, "version": version}, self._deadlines.load_s)
+        answer = await self._answered("load", {"directory": directory, "version": version}, self._deadlines.of("load"))
         return stall_of(self.url, "load", answer)
 
     async def release(self) -> None:
@@ -161,7 +161,7 @@ class HandleReceiver:
 
     async def _request(self, verb: str, **fields: object) -> dict[str, object]:
         """Send a request of a phase and return the answer."""
-        return await self._answered(verb, fields, self._deadlines.phase_s)
+        return await self._answered(verb, fields, self._deadlines.of("verify" if verb == "checksums" else verb))
 
     async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0) -> dict[str, object]:
         """Send a request and return the answer. All foreign errors are translated here.

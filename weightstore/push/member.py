@@ -4,14 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from bus.errors import Fenced
 from bus.wire.messages import LiveRow
-from weightstore.config import Deadlines
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.parts import Buckets
 from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 
@@ -99,7 +99,7 @@ class Member:
     async def load(self, directory: str, version: int) -> None:
         """Have the engine load its weights from a directory on its machine."""
         await self._resume("weights")
-        async with self.phase("load", within_s=self.deadlines.load_s):
+        async with self.phase("load"):
             await self.receiver.load_snapshot(directory, version)
         await self._resume("kv_cache")
 
@@ -148,15 +148,13 @@ class Member:
         self.receiver.close()
 
     @asynccontextmanager
-    async def phase(self, name: str, *, bounded: bool = True, within_s: float | None = None) -> AsyncIterator[None]:
-        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced and PartLost stay.
-
-        ``within_s`` None = the deadline of a phase.
-        """
-        deadline_s = within_s or self.deadlines.phase_s
+    async def phase(self, name: str, *, bounded: bool = True) -> AsyncIterator[None]:
+        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced and PartLost stay."""
+        deadline_s = self.deadlines.of(name)
         try:
             async with asyncio.timeout(deadline_s if bounded else None):
-                yield
+                with self.deadlines.measure(name) if bounded else nullcontext():
+                    yield
         except TimeoutError:
             raise ReceiverFailed(self.receiver.url, name, f"not done within {deadline_s:g} s") from None
         except ReceiverFailed as error:

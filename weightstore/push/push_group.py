@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from bus.client.reach import Reach
 from bus.wire.messages import LiveRow
-from weightstore.config import Deadlines
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.push.channels import Channel, GroupChannel, HandleChannel
 from weightstore.push.member import Check, Member, Updated
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import Memory
 from weightstore.transport.nccl import DeviceEnd, no_nccl, share
 from weightstore.transport.parts import Buckets, Payload, RemotePart
@@ -76,7 +76,7 @@ class GroupRules:
         return await GroupChannel.open(
             members,
             at=self.at,
-            deadline_s=self.deadlines.phase_s,
+            deadline_s=self.deadlines.of("bucket"),
             memory=self.memory,
             gpu=self.own.uuid,
             apart=self.apart,
@@ -178,7 +178,7 @@ class PushGroup:
         assert channel is not None
         if all(member.single_request for member in members):
             async with _PushRound() as round:
-                return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadlines.phase_s)
+                return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadlines.of("bucket"))
         async with _PushRound() as round:
             # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by itself.
             await round.each("begin", [(member, member.begin(version)) for member in members])
@@ -196,7 +196,7 @@ class PushGroup:
             self._joined = list(members)
             # One group after the other: an engine that is blocked while it joins one answers no request to join another.
             for group in range(channel.groups):
-                round.start("join", None, channel.meet(group), self._rules.deadlines.phase_s)
+                round.start("join", None, channel.meet(group), self._rules.deadlines.of("join"))
                 for member in members:
                     round.start("join", member, channel.join(member, group))
                 await round.until(round.under_way)

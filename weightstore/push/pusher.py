@@ -33,6 +33,7 @@ from weightstore.push.staged_model import StagedModel
 from weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
 from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import Memory
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.nccl import DeviceEnd
@@ -108,6 +109,7 @@ class Pusher:
         """``at``: the address at which engines reach this process."""
         self._parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(source.others, 1))
         self._own, self._memory = source.end, source.memory
+        self._deadlines = Deadlines(config.phase_deadline_s, config.load_deadline_s)
         self._bus, self._config, self._epoch, self._at = bus, config, epoch, at
         self._view = LiveView(bus)
         self._registry, self._lease = VersionRegistry(bus), AcceleratorLease(bus)
@@ -133,12 +135,12 @@ class Pusher:
 
         def over_http(row: LiveRow) -> WeightReceiver:
             """Make the HTTP receiver of a live engine."""
-            return HttpReceiver(session, row.address, epoch=self._epoch, deadlines=config.deadlines)
+            return HttpReceiver(session, row.address, epoch=self._epoch, deadlines=self._deadlines)
 
         self._groups = PushGroups(
             self._view,
             over_http if config.transport != "handles" else self._by_handles(stack, over_http),
-            GroupRules(config.engines_together, self._at, config.backend, config.deadlines, self._own, self._memory, parts=self._parts),
+            GroupRules(config.engines_together, self._at, config.backend, self._deadlines, self._own, self._memory, parts=self._parts),
         )
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
@@ -153,8 +155,7 @@ class Pusher:
 
         memory, gpu = self._memory, self._own.uuid if self._config.staging == "cuda" else ""
         assert memory is not None, "weights.transport: handles is staged in memory that engines can read"
-        deadlines = self._config.deadlines
-        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=deadlines, gpu=gpu, parts=self._parts)
+        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadlines=self._deadlines, gpu=gpu, parts=self._parts)
         stack.callback(receivers.close)
         return receivers.open
 
@@ -169,7 +170,8 @@ class Pusher:
         Other ranks have filled theirs of the same number.
         """
         since, row = time.perf_counter(), None
-        staging = StagedModel(copy, self._parts, check_s=self._config.phase_deadline_s)
+        staging = StagedModel(copy, self._parts, self._deadlines)
+        self._deadlines.num_bytes = staging.manifest.num_bytes
         evicted: dict[str, str] = {}
         try:
             # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is there before any engine

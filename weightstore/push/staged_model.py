@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, Manifest, joined
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.parts import PartTensors, Payload, RemotePart, staged
 from weightstore.transport.staging import Staging
 
@@ -15,9 +16,9 @@ from weightstore.transport.staging import Staging
 class StagedModel:
     """The view of a push, and of a snapshot. Held and released as the copy of this process is, by which the other ranks go."""
 
-    def __init__(self, own: Staging, parts: Sequence[RemotePart], *, check_s: float) -> None:
-        """``check_s``: deadline for the comparison of checksums in another rank."""
-        self._own, self._parts, self._check_s = own, tuple(parts), check_s
+    def __init__(self, own: Staging, parts: Sequence[RemotePart], deadlines: Deadlines) -> None:
+        """``deadlines``: that of ``verify`` also bounds the comparison of checksums in another rank."""
+        self._own, self._parts, self._deadlines = own, tuple(parts), deadlines
         self.manifest: Manifest = joined([own.manifest, *(part.manifest for part in self._parts)]) if parts else own.manifest
 
     @property
@@ -47,12 +48,12 @@ class StagedModel:
     @property
     def differences(self) -> Callable[[ChecksumReport], Awaitable[list[str]]]:
         """A function as ``Staging.differences``, of all parts. Get it while the copy is held; it raises PeerLost."""
-        own, number = self._own.differences, self._own.number
+        own, number, deadline_s = self._own.differences, self._own.number, self._deadlines.of("verify")
 
         async def compare(report: ChecksumReport) -> list[str]:
             """Return the lines of all parts, each compared where it is."""
             found = await asyncio.gather(
-                asyncio.to_thread(own, report), *(part.differences(number, report, self._check_s) for part in self._parts)
+                asyncio.to_thread(own, report), *(part.differences(number, report, deadline_s) for part in self._parts)
             )
             return [line for lines in found for line in lines] + self._not_compared(report)
 

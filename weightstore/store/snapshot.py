@@ -74,11 +74,11 @@ class SnapshotInfo:
                 raise SnapshotBroken(where, f"format {FORMAT}", row["format"])
             files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in row["files"].items()}
             info = cls(version=int(row["version"]), step=int(row["step"]), digest=str(row["digest"]), files=files)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotBroken(where, "a snapshot's manifest", repr(error)) from None
         for name in files:
             # The manifest may come from another machine, and a file is written under each name: it must not lead out of the directory.
-            if Path(name).name != name or name in (".", ".."):
+            if Path(name).name != name or name in (".", "..") or "\0" in name:
                 raise SnapshotBroken(where, "plain file names", repr(name))
         return info
 
@@ -97,8 +97,9 @@ def write(
     """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
 
     Each tensor is taken from ``tensors`` once, and not kept. ``manifest``: theirs; None = it is made from them first.
-    Configuration and tokenizer are copied from ``model_dir``. With ``durable`` all is synced to the disk and survives a loss of power;
-    without, such a loss may leave a directory that ``verify`` refuses. Returns the contents of the manifest.
+    Configuration and tokenizer are copied from ``model_dir``; the dtype that its config.json names becomes that of the tensors. With
+    ``durable`` all is synced to the disk and survives a loss of power; without, such a loss may leave a directory that ``verify`` refuses.
+    Returns the contents of the manifest.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -106,6 +107,7 @@ def write(
     manifest = manifest or Manifest.of(tensors.items())
     if model_dir is not None:
         copy_companions(model_dir, aside)
+        _set_dtype(aside / "config.json", manifest)
     files = _write_shards(aside, tensors, manifest, shard_bytes)
     for path in sorted(aside.iterdir()):
         if path.name not in files:
@@ -135,6 +137,25 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
     rename_into_place(aside, directory, durable=False)
     return info
+
+
+def _set_dtype(file: Path, manifest: Manifest) -> None:
+    """Write the dtype of most bytes of the tensors into a config.json that names another one; a loader casts to the dtype named there."""
+    sizes: dict[str, int] = {}
+    for spec in manifest.specs:
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+    if not sizes or not file.is_file():
+        return
+    dtype = max(sizes, key=sizes.__getitem__)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    # A configuration of a model with several parts has one of its own for each; transformers 5 calls the field dtype.
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    named = [(part, field) for part in parts for field in ("torch_dtype", "dtype") if part.get(field)]
+    if all(part[field] == dtype for part, field in named):
+        return
+    for part, field in named:
+        part[field] = dtype
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:

@@ -9,10 +9,10 @@ from contextlib import suppress
 import aiohttp
 
 from bus.errors import Fenced
-from weightstore.config import Deadlines
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
+from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
 from weightstore.transport.parts import Buckets, Payload, RemoteBucket
 from weightstore.transport.port import Rendezvous
@@ -57,13 +57,13 @@ class HttpReceiver:
     async def begin(self, version: int) -> None:
         """POST /begin_weight_update; the later requests of the push repeat the version."""
         self._version = version
-        await self._post("begin_weight_update", {"weight_version": str(version)})
+        await self._post("begin_weight_update", {"weight_version": str(version)}, phase="begin")
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
         """POST /update_weights_from_distributed with the specs. The bytes come over the process group of the rank that has them."""
         group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
         body = {"group_name": group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
-        await self._post("update_weights_from_distributed", body | _specs(specs))
+        await self._post("update_weights_from_distributed", body | _specs(specs), phase="bucket")
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
         """POST /receive_push, which is no path of SGLang, with the specs of all buckets. Returns seconds with ``serve``, else None.
@@ -73,13 +73,13 @@ class HttpReceiver:
         self._version = version
         sent = [_specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {}) for bucket, _ in buckets]
         body = {"group_name": next(iter(self._groups), ""), "weight_version": str(version), "buckets": sent, "serve": serve}
-        answer = await self._post("receive_push", body, bounded=False)
+        answer = await self._post("receive_push", body, phase="bucket", bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
     async def checksums(self) -> ChecksumReport | None:
         """POST /weights_checksums. Returns None for a status of ``NOT_SUPPORTED``."""
         try:
-            answer = await self._post("weights_checksums", {"of": "update"})
+            answer = await self._post("weights_checksums", {"of": "update"}, phase="verify")
             return ChecksumReport.parse(answer)
         except _NotSupported:
             return None
@@ -88,7 +88,8 @@ class HttpReceiver:
 
     async def end(self) -> float:
         """POST /end_weight_update, and return the seconds in its answer."""
-        return stall_of(self.url, "end_weight_update", await self._post("end_weight_update", {"weight_version": str(self._version)}))
+        answer = await self._post("end_weight_update", {"weight_version": str(self._version)}, phase="end")
+        return stall_of(self.url, "end_weight_update", answer)
 
     async def leave(self) -> None:
         """POST /destroy_weights_update_group for every group, also after an error; the first one is raised."""
@@ -107,7 +108,7 @@ class HttpReceiver:
 
     async def resume(self, what: str) -> None:
         """POST /resume_memory_occupation."""
-        await self._post("resume_memory_occupation", {"tags": [what]})
+        await self._post("resume_memory_occupation", {"tags": [what]}, phase="resume")
 
     def close(self) -> None:
         """Nothing to do: the session belongs to the caller."""
@@ -115,17 +116,12 @@ class HttpReceiver:
     async def load_snapshot(self, directory: str, version: int) -> float:
         """POST /update_weights_from_disk, and return the seconds in its answer."""
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
-        answer = await self._post("update_weights_from_disk", body, within_s=self._deadlines.load_s)
+        answer = await self._post("update_weights_from_disk", body, phase="load")
         return stall_of(self.url, "update_weights_from_disk", answer)
 
-    async def _post(
-        self, path: str, body: Mapping[str, object], *, bounded: bool = True, within_s: float | None = None
-    ) -> dict[str, object]:
-        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline.
-
-        ``within_s`` None = the deadline of a phase.
-        """
-        deadline_s = within_s or self._deadlines.phase_s
+    async def _post(self, path: str, body: Mapping[str, object], *, phase: str = "", bounded: bool = True) -> dict[str, object]:
+        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without the phase's deadline."""
+        deadline_s = self._deadlines.of(phase)
         body = {**body, "epoch": self._epoch, "timeout_s": deadline_s}
         answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=deadline_s if bounded else None))
         if answer.get("success") is False:
