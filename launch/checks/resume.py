@@ -5,12 +5,11 @@ import json
 import logging
 from pathlib import Path
 
-import yaml
-
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from bus.wire.json_object import JsonMapping
 from launch.checks.findings import Report
+from launch.settings import yaml_file
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints import disk, torch_dist
@@ -111,8 +110,8 @@ def _sizes(values: JsonMapping, where: str) -> str:
 def began_with(file: Path) -> RunConfig | None:
     """Return the configuration with which the run was last started; None if the file cannot be read."""
     try:
-        return from_map(yaml.safe_load(file.read_text()), str(file))
-    except (OSError, yaml.YAMLError, SettingsError, AttributeError) as error:
+        return from_map(yaml_file.read(file)[0], str(file))
+    except (SettingsError, AttributeError) as error:
         log.warning("not compared with the start of the run file=%s error=%s", file, error)
         return None
 

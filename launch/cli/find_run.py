@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from bus.client import discovery
 from bus.errors import BusError
 from bus.streams.bus import Bus, connect
@@ -18,6 +16,7 @@ from launch.run.access import VIEWER, viewer_line
 from launch.run.ended import EndedBus, started
 from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
+from launch.settings import yaml_file
 
 CONNECT_S = 3.0
 _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
@@ -29,7 +28,7 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
             raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")
-        config = yaml.safe_load((root / CONFIG_FILE).read_text())
+        config = yaml_file.read(root / CONFIG_FILE)[0]
         address = root / BUS_URL_FILE
         url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
         if not url:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.settings.config_loader import Loaded, load, render
+from launch.settings import yaml_file
+from launch.settings.config_loader import Loaded, SettingsError, load, render
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -73,17 +74,15 @@ def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
 
 def given_options(words: list[str]) -> dict[str, object]:
     """Return the options in ``KEY=VALUE`` words, values as YAML. Raises ValueError."""
-    import yaml
-
     found: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ValueError(f"--option: want KEY=VALUE, got {word!r}")
         try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--option {key}: want YAML, got {value!r}: {error}") from None
+            found[key] = yaml_file.value(value, f"--option {key}")[0]
+        except SettingsError as error:  # ends as the other wrong arguments do
+            raise ValueError(str(error)) from None
     return found
 
 

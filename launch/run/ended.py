@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from bus.client.address import parse
 from bus.config import BusConfig
 from bus.errors import ServerFailed
@@ -25,6 +23,7 @@ from bus.server.cluster import EmbeddedBus
 from bus.server.nats_server import in_use
 from launch.run.access import AUTH_DIR, viewer_line
 from launch.run.roles import BUS_URL_FILE
+from launch.settings import yaml_file
 from launch.settings.config_loader import from_map
 
 CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
@@ -52,7 +51,7 @@ class EndedBus:
     def of(cls, root: Path) -> "EndedBus | None":
         """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its streams are missing."""
         file = root / CONFIG_FILE
-        config = from_map(yaml.safe_load(file.read_text()), str(file))
+        config = from_map(yaml_file.read(file)[0], str(file))
         bus, directory = config.bus, root / BUS_DIR
         if bus.url or ((root / BUS_URL_FILE).exists() and _running(directory)):
             return None

@@ -12,8 +12,6 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import yaml
-
 from bus.client.retries import cancellable
 from bus.liveness.epoch import raise_epoch
 from bus.streams.bus import Bus, connect
@@ -22,6 +20,7 @@ from bus.system.files import write_whole
 from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from launch.run import evaluated, learner_roles, roles
 from launch.run.supervisor import GaveUp, Supervisor
+from launch.settings import yaml_file
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.feed.evaluations import EvalPlan, Evaluations
@@ -39,7 +38,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that cannot work,
     PromptError, BusError.
     """
-    write_whole(config.root / CONFIG_FILE, yaml.safe_dump(to_map(config), sort_keys=False))
+    write_whole(config.root / CONFIG_FILE, yaml_file.dump(to_map(config)))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
     plan = await asyncio.to_thread(_plan, config)
     try:

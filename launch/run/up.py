@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import yaml
 from rich.console import Console
 
 from bus import exit_codes
@@ -40,7 +39,7 @@ from launch.run.engine_devices import EngineDevices
 from launch.run.host import Host
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.run.watch import RunWatch
-from launch.settings import extras
+from launch.settings import extras, yaml_file
 from launch.settings.config_loader import Loaded, to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.feed.restart import CHECKPOINT_KEY
@@ -223,7 +222,7 @@ class Up:
         self._console.print(text, markup=False)
 
     def _write_config(self) -> None:
-        write_whole(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
+        write_whole(self._root / CONFIG_FILE, yaml_file.dump(to_map(self._config)))
 
     def _leader(self) -> list[str]:
         """Return the arguments of the learner's leader: this machine's part of a learner on several."""

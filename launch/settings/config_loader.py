@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from actors.rollout_settings import DATASET
 from bus.wire.json_object import JsonObject
 from launch.settings import yaml_file
 from launch.settings.run_config import RunConfig
-from launch.settings.yaml_file import SettingsError, shown
+from launch.settings.yaml_file import SettingsError, Written, shown
 from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
@@ -50,6 +48,8 @@ class Setting:
 
     value: Any
     origin: str
+    written: Mapping[str, Written] = dataclasses.field(default_factory=dict)
+    """How its parts are written in their text, by the dotted path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +106,26 @@ def to_map(config: Any) -> JsonObject:
 
 def read_yaml(file: Path) -> list[tuple[str, Setting]]:
     """Return every leaf of a YAML file with its line. Raises SettingsError."""
-    values, lines = yaml_file.read(file)
-    return [] if values is None else list(_flatten(RunConfig, values, "", lambda path: f"{file}:{lines.get(path, 1)}"))
+    values, written = yaml_file.read(file)
+    found = [] if values is None else _flatten(RunConfig, values, "", lambda path: f"{file}:{written[path].line if path in written else 1}")
+    return [(path, dataclasses.replace(setting, written=written)) for path, setting in found]
 
 
-def _override(text: str) -> tuple[str, Setting]:
-    path, equals, value = text.partition("=")
+def _override(setting: str) -> tuple[str, Setting]:
+    path, equals, text = setting.partition("=")
     if not equals or not path:
-        raise SettingsError(f"--set {text}: want path.to.key=value")
-    return path.strip(), Setting(yaml_file.value(value, f"--set {path}"), "--set")
+        raise SettingsError(f"--set {setting}: want path.to.key=value")
+    value, written = yaml_file.value(text, f"--set {path}", path.strip())
+    return path.strip(), Setting(value, "--set", written)
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
-    for name, value in sorted(environment.items()):
+    for name, text in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _refuse_single_underscores(name, path)
-            yield path, Setting(yaml_file.value(value, name), f"environment {name}")
+            value, written = yaml_file.value(text, name, path)
+            yield path, Setting(value, f"environment {name}", written)
 
 
 def _refuse_single_underscores(name: str, path: str) -> None:
@@ -205,11 +208,12 @@ def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Settin
         kind, value = _kind_of(path, setting.origin), setting.value
         is_map = _section(kind) is not None and isinstance(value, Mapping)
         if is_map and value:
-            _take(settings, list(_flatten(kind, value, path, lambda _, origin=setting.origin: origin)))  # type: ignore[misc]
+            below = _flatten(kind, value, path, lambda _, origin=setting.origin: origin)  # type: ignore[misc]
+            _take(settings, [(child, dataclasses.replace(one, written=setting.written)) for child, one in below])
             continue
         if not is_map:
-            for below in [known for known in settings if known.startswith(f"{path}.")]:
-                del settings[below]
+            for known in [known for known in settings if known.startswith(f"{path}.")]:
+                del settings[known]
         settings[path] = setting
 
 
@@ -311,16 +315,18 @@ def _coerce(kind: object, setting: Setting, path: str) -> Any:
     value, bare = setting.value, _bare(kind)
     if value is None and _NONE in typing.get_args(kind):
         return None
-    if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)  # YAML reads 1e-3 as text
+    if bare is float and isinstance(value, int) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; remove the setting to use its default")
     if bare is tuple and isinstance(value, list):
         item = typing.get_args(_without_none(kind))[0]
-        return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
+        items = (dataclasses.replace(setting, value=one) for one in value)
+        return tuple(_coerce(item, one, f"{path}[{place}]") for place, one in enumerate(items))
     if bare is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        written = setting.written.get(path)
+        return str(value) if written is None or written.scalar is None else written.scalar
     if bare is Any or (isinstance(value, bare) and not (isinstance(value, bool) and bare is not bool)):
         return value
     raise SettingsError(f"{setting.origin}: {path}: want {KINDS.get(bare, str(bare))}, got {shown(value)}")
@@ -374,7 +380,6 @@ def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) ->
             yield f"{indent}{f.name}:"
             yield from _lines(value, f"{path}.", depth + 1, origins)
             continue
-        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000)
-        text = text.removesuffix("\n").removesuffix("\n...").strip()
+        text = yaml_file.dump(list(value) if isinstance(value, tuple) else value, flow=True)
         came = dict.fromkeys(origin for known, origin in origins.items() if known == path or known.startswith(f"{path}."))
         yield f"{indent + f.name + ': ' + text:<48} # {', '.join(came) or 'default'}"

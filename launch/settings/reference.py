@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-import yaml
-
 from bus.wire.json_object import JsonObject
+from launch.settings import yaml_file
 from launch.settings.run_config import RunConfig
 from launch.settings.wiring import ENGINES
 from learner.algorithms.config import unset_names
@@ -134,8 +133,7 @@ def _default_cell(entry: Entry) -> str:
     if entry.default is None:
         return "preset" if entry.path.removeprefix("learner.algorithm.") in unset_names() else "`null`"
     value = list(entry.default) if isinstance(entry.default, tuple) else entry.default
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
-    return f"`{text}`"
+    return f"`{yaml_file.dump(value, flow=True)}`"
 
 
 def _cell(text: str) -> str:

@@ -1,8 +1,9 @@
-"""YAML as plain values with the line of each. Every defect of a text is one SettingsError of one line, whichever error the parser has."""
+"""YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one SettingsError of one line."""
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ MOST_NODES = 100_000
 SHOWN_CHARACTERS = 120
 """Most characters of a value in a message."""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
-PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": r"(~|null|Null|NULL|)\Z",
+    "bool": r"(true|True|TRUE|false|False|FALSE)\Z",
+    "int": r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z",
+    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
+    "merge": r"<<\Z",
+}
+"""Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own schema is that of YAML
+1.1, in which 010 is 8, 12:30 is 750, and no is false."""
 
 
 class SettingsError(ValueError):
@@ -24,19 +34,45 @@ class SettingsError(ValueError):
     exit_code = exit_codes.CONFIG
 
 
-class _Loader(yaml.SafeLoader):
+def _integer(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
+
+
+def _number(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    return float(re.sub(r"\.(?=[inIN])", "", node.value))  # .inf and .nan
+
+
+class _Schema(yaml.resolver.BaseResolver):
+    """The schema, for the loader and the writer alike: a text that looks like another value is written in quotes."""
+
+    yaml_implicit_resolvers = {None: [(f"{_TAG}{kind}", re.compile(pattern)) for kind, pattern in _SCALARS.items()]}  # noqa: RUF012
+
+
+class _Loader(_Schema, yaml.SafeLoader):
     """Loads only values that JSON has, too: a date stays text, and other tags are refused."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as yaml declares it
-        first: [(tag, pattern) for tag, pattern in each if tag in PLAIN] for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors = {  # noqa: RUF012
-        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in PLAIN
-    }
+    yaml_constructors = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag in {f"{_TAG}{kind}" for kind in (*_SCALARS, "str", "seq", "map")}
+    } | {f"{_TAG}int": _integer, f"{_TAG}float": _number}
 
 
-def read(file: Path) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML file, and the line of every key by its dotted path. Raises SettingsError with the line."""
+class _Dumper(_Schema, yaml.SafeDumper):
+    """Writes values as the loader reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value as it stands in its text."""
+
+    line: int
+    scalar: str | None = None
+    """Its characters, which for a number are lost in the value (007, 1.50); None for a list or a map."""
+
+
+def read(file: Path) -> tuple[Any, dict[str, Written]]:
+    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with the line."""
     try:
         data = file.read_bytes()
     except (OSError, ValueError) as error:
@@ -49,14 +85,20 @@ def read(file: Path) -> tuple[Any, dict[str, int]]:
     return _parse(text, lambda line: f"{file}:{line}")
 
 
-def value(text: str, where: str) -> Any:
-    """Return the value of a YAML text. An IPv6 address in brackets is text, where YAML would read a list.
+def value(text: str, where: str, path: str = "") -> tuple[Any, dict[str, Written]]:
+    """Return the value of a YAML text, and how each part is written, below ``path``.
 
-    Raises SettingsError that begins with ``where``.
+    An IPv6 address in brackets is text, where YAML would read a list. Raises SettingsError that begins with ``where``.
     """
     if _BRACKETED.fullmatch(text.strip()):
-        return text.strip()
-    return _parse(text, lambda _: where)[0]
+        return text.strip(), {}
+    return _parse(text, lambda _: where, path)
+
+
+def dump(values: object, *, flow: bool = False) -> str:
+    """Return plain values as YAML text, in the order of their keys; ``flow``: in one line, without one of its own at the end."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, width=100_000 if flow else None)
+    return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
 def shown(value: object) -> str:
@@ -68,16 +110,16 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
-def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
-    lines: dict[str, int] = {}
+def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, dict[str, Written]]:
+    written: dict[str, Written] = {}
     try:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
             if node is None:
-                return None, lines
-            _LineRecorder(lines, at).note(node, "", ())
-            return loader.construct_document(node), lines
+                return None, written
+            _Recorder(written, at).note(node, path, ())
+            return loader.construct_document(node), written
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -90,7 +132,7 @@ def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
         raise SettingsError(f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it") from None
     except RecursionError:
         raise SettingsError(f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter") from None
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         if isinstance(error, SettingsError):
             raise
         raise SettingsError(f"{at(1)}: not YAML: {error}; put the value in quotes") from None
@@ -102,17 +144,18 @@ def _hint(text: str, mark: yaml.Mark | None) -> str:
     return f"look at {shown(line)}, and at brackets, quotes and blanks before it"
 
 
-class _LineRecorder:
-    """Records the line of every key, and refuses YAML that the parser accepts but settings cannot use."""
+class _Recorder:
+    """Records how each value is written, and refuses YAML that the parser accepts but settings cannot use."""
 
-    def __init__(self, lines: dict[str, int], at: Callable[[int], str]) -> None:
-        self._lines, self._at, self._nodes = lines, at, 0
+    def __init__(self, written: dict[str, Written], at: Callable[[int], str]) -> None:
+        self._written, self._at, self._nodes = written, at, 0
 
     def note(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """Record the lines of a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside itself."""
+        """Record a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside itself."""
         self._nodes += 1
         line = node.start_mark.line + 1
-        self._lines.setdefault(path, line)
+        key_line = self._written.get(path, Written(line)).line
+        self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
         if any(node is one for one in above):
             raise SettingsError(f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out")
         if self._nodes > MOST_NODES:
@@ -132,5 +175,6 @@ class _LineRecorder:
             child = f"{path}.{key.value}" if path else str(key.value)
             if key.value in seen:
                 raise SettingsError(f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them")
-            seen[key.value] = self._lines[child] = line
+            seen[key.value] = line
+            self._written[child] = Written(line)
             self.note(item, child, above)

@@ -269,7 +269,7 @@ def events(data: bytes) -> list[Event]:
         ("jsonl", ["path"], "--option: want KEY=VALUE, got 'path'"),
         ("jsonl", ["path=/no/such/directory/m"], "No such file"),
         ("no_such_module:f", [], "cannot import no_such_module"),
-        ("jsonl", ["path=[1"], "--option path: want YAML, got"),
+        ("jsonl", ["path=[1"], "--option path: not YAML: "),
     ],
 )
 def test_a_sink_that_cannot_be_made_is_refused_before_the_bus_is_asked(

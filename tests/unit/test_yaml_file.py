@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.cli.inputs import given_options
 from launch.settings import yaml_file
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
@@ -103,6 +104,101 @@ def test_anchors_and_merges_are_supported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("learner: &x {steps: 3}\nactor: {reward_options: {<<: *x, more: 1}}\n")
     assert load(file).config.actor.reward_options == {"steps": 3, "more": 1}
+
+
+NUMBERS = {
+    "010": 10,
+    "-017": -17,
+    "+7": 7,
+    "007": 7,
+    "0o10": 8,
+    "0x1F": 31,
+    "1e3": 1000.0,
+    "1.": 1.0,
+    ".5": 0.5,
+    "-.5e-1": -0.05,
+    "true": True,
+    "FALSE": False,
+    "null": None,
+    "~": None,
+    "12:30": "12:30",
+    "1:30:00": "1:30:00",
+    "12:30.5": "12:30.5",
+    "1_000": "1_000",
+    "1_000.5": "1_000.5",
+    "0b11": "0b11",
+    "0o8": "0o8",
+    "-0x1F": "-0x1F",
+    "yes": "yes",
+    "No": "No",
+    "on": "on",
+    "OFF": "OFF",
+    "y": "y",
+    "2020-01-01": "2020-01-01",
+    "2020-01-01 12:30:00": "2020-01-01 12:30:00",
+    "=": "=",
+    "nUll": "nUll",
+    "1e": "1e",
+    "'010'": "010",
+}
+"""Scalars and their values in the core schema of YAML 1.2."""
+
+
+@pytest.mark.parametrize(("text", "want"), NUMBERS.items(), ids=NUMBERS.keys())
+def test_scalars_are_those_of_yaml_1_2_in_files_and_arguments_alike(tmp_path: Path, text: str, want: object) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: x\nactor: {{reward_options: {{a: {text}, b: [0, {text}]}}}}\n")
+    (tmp_path / "empty.yaml").write_text("run: x\n")
+    given = [
+        load(file).config,
+        load(tmp_path / "empty.yaml", [f"actor.reward_options.a={text}", f"actor.reward_options.b=[0, {text}]"]).config,
+        load(tmp_path / "empty.yaml", [f"actor.reward_options={{a: {text}, b: [0, {text}]}}"]).config,
+        load(tmp_path / "empty.yaml", [], {"TIDEMILL_ACTOR__REWARD_OPTIONS": f"{{a: {text}, b: [0, {text}]}}"}).config,
+    ]
+    for config in given:
+        assert repr(config.actor.reward_options) == repr({"a": want, "b": [0, want]})
+    assert repr(given_options([f"a={text}"])) == repr({"a": want})
+
+
+@pytest.mark.parametrize("text", ["12:30", "1_000", "yes", "0b11", "2020-01-01", "1e3"])
+def test_what_is_no_whole_number_in_yaml_1_2_is_refused_for_one(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"learner: {{steps: {text}}}\n")
+    with pytest.raises(SettingsError, match=re.escape("run.yaml:1: learner.steps: want a whole number, such as 3, got ")):
+        load(file)
+    file.write_text("")
+    with pytest.raises(SettingsError, match=re.escape("--set: learner.steps: want a whole number, such as 3, got ")):
+        load(file, [f"learner.steps={text}"])
+    if text != "1e3":
+        with pytest.raises(SettingsError, match=re.escape("--set: learner.optimizer.lr: want a number")):
+            load(file, [f"learner.optimizer.lr={text}"])
+
+
+@pytest.mark.parametrize("text", ["no", "yes", "on", "off", "1", "'true'"])
+def test_a_switch_is_true_or_false(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"data: {{shuffle: {text}}}\n")
+    with pytest.raises(SettingsError, match=re.escape("data.shuffle: want true or false, got ")):
+        load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("text", ["007", "0x10", "1.50", "1e3", "12:30", "1_000", "no", "2020-01-01", "+7"])
+def test_a_number_for_a_text_keeps_its_characters(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {{label_key: {text}}}\nsampling: {{stop: [a, {text}]}}\n")
+    config = load(file).config
+    assert (config.data.label_key, config.sampling.stop) == (text, ("a", text))
+    file.write_text("")
+    config = load(file, [f"data={{label_key: {text}}}", f"sampling.stop=[a, {text}]"]).config
+    assert (config.data.label_key, config.sampling.stop) == (text, ("a", text))
+    assert load(file, [], {"TIDEMILL_DATA__LABEL_KEY": text}).config.data.label_key == text
+
+
+@pytest.mark.parametrize("value", [*NUMBERS.keys(), *NUMBERS.values(), "", " a", "a: b", "é\n", ["010", 1e-5, None], {"010": "yes"}])
+def test_a_written_value_is_read_as_it_was(tmp_path: Path, value: object) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml_file.dump({"a": value}), encoding="utf-8")
+    assert yaml_file.read(file)[0] == {"a": value}
+    assert yaml_file.value(yaml_file.dump(value, flow=True), "here")[0] == value
 
 
 def refuses_or_loads(file: Path) -> None:
