@@ -26,6 +26,7 @@ from typing import Any, Self
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
+from bus.system.proxies import without_proxy
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonMapping
 from rewards.children import frames
@@ -111,16 +112,17 @@ class Children:
         python: str = "",
         bounds: ChildBounds = BOUNDS,
         resumes: bool = False,
+        gateway_host: str = "",
         note_hung: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
 
-        ``resumes``: the program must have a method ``resume``.
+        ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as loopback is.
 
         ``note_hung``: called with the description of each call of a tool that hangs.
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
-        self._bounds, self._note_hung = bounds, note_hung
+        self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
         self._repeated = Repeated(logger)
         self.counters = ChildCounters()
         self._children: list[_Child] = []
@@ -228,7 +230,7 @@ class Children:
             process = await asyncio.create_subprocess_exec(
                 *(python, str(PROGRAM), str(theirs.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=environment(os.environ),
+                env=without_proxy(environment(os.environ), [self._gateway_host]),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from actors.config import GatewayConfig
 from actors.engines.responses import Responses
@@ -51,7 +52,7 @@ async def opened_rollouts(
         stack.push_async_callback(gateway.close)
         found = {}
         for name, rollout in programs.programs.items():
-            children = await stack.enter_async_context(_children(name, rollout, programs.model, note_hung))
+            children = await stack.enter_async_context(_children(name, rollout, programs.model, gateway.url, note_hung))
             try:
                 await children.load()
             except ProgramFailed as error:
@@ -68,7 +69,7 @@ async def opened_rollouts(
         yield found
 
 
-def _children(name: str, config: RolloutConfig, model: str, note_hung: Callable[[str], None]) -> Children:
+def _children(name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]) -> Children:
     bounds = ChildBounds(
         processes=config.processes,
         episodes_per_child=config.episodes_per_child,
@@ -83,6 +84,7 @@ def _children(name: str, config: RolloutConfig, model: str, note_hung: Callable[
         python=config.python,
         bounds=bounds,
         resumes=config.again == RESUME,
+        gateway_host=urlsplit(gateway_url).hostname or "",
         note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
     )
 

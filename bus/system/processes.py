@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bus import exit_codes
+from bus.system.proxies import without_proxy
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Child:
         """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork the process instead.)"""
         return await asyncio.create_subprocess_exec(
             *self.command,
-            env={**os.environ, **self.environment},
+            env=without_proxy({**os.environ, **self.environment}),
             stdin=asyncio.subprocess.PIPE if self._keeper else asyncio.subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -1,13 +1,12 @@
 """Checks of the teachers before a run: the directory or the server of each has the vocabulary of the trained model."""
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from bus.system.proxies import direct_opener
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
@@ -103,7 +102,7 @@ def _check_server(
 
 def _get(url: str) -> dict[str, object]:
     """Return the JSON map at an address. Raises OSError, ValueError."""
-    with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+    with direct_opener().open(url, timeout=ANSWER_S) as answer:
         found = json.loads(answer.read(1 << 20))
     if not isinstance(found, dict):
         raise ValueError("no map")

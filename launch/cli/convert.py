@@ -91,4 +91,6 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
         raise ValueError(
             f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no {file}); give --model DIR"
         )
+    if model is None and not Path(own).is_dir():
+        raise ValueError(f"--model: want the model directory of {checkpoint}, got none at {own!r} (model.path of {file}); give --model DIR")
     return model or Path(own), "" if run is None else run.learner.bridge

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bus.system.proxies import direct_opener
 from rewards.http.remote import bearer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Engine:
         """``key_env``: variable with the key; empty = none. Raises ValueError for a variable that is not set."""
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}
-        self._opener = urllib.request.build_opener(_NotFollowed)
+        self._opener = direct_opener(_NotFollowed())
 
     def log_probs(self, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
         """Return the log-probs of the prompts' own tokens but the first: ``<prompt>.log_probs`` -> [T - 1, 1], float32.

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from bus import exit_codes
+from launch.settings.run_paths import set_base
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
@@ -72,7 +73,10 @@ class Written:
 
 
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
-    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with the line."""
+    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with the line.
+
+    Relative paths in the configuration of a run are those of the run's working directory (``launch.settings.run_paths``).
+    """
     try:
         data = file.read_bytes()
     except (OSError, ValueError) as error:
@@ -82,7 +86,10 @@ def read(file: Path) -> tuple[Any, dict[str, Written]]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise SettingsError(f"{file}:{line}: want text in UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8") from None
-    return _parse(text, lambda line: f"{file}:{line}")
+    values, written = _parse(text, lambda line: f"{file}:{line}")
+    if isinstance(values, dict):
+        set_base(values, file)
+    return values, written
 
 
 def value(text: str, where: str, path: str = "") -> tuple[Any, dict[str, Written]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from bus.system.proxies import without_proxy
 from bus.wire.json_object import JsonMapping, JsonObject
 from rewards.children import frames
 from rewards.children.keeper import command, settings_file
@@ -35,10 +36,11 @@ SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a reward's processes: without the credentials of the bus, and with one thread for numerical libraries."""
+    """Return the environment of a reward's processes: without the credentials of the bus, with one thread for numerical libraries, and
+    without a proxy to this machine."""
     kept = {name: value for name, value in own.items() if not name.startswith(SECRET_PREFIXES)}
     # A keeper with threads cannot fork, and OpenBLAS starts some when numpy is imported.
-    return {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **kept}
+    return without_proxy({"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **kept})
 
 
 class Worker:

@@ -220,6 +220,26 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def test_a_checkpoint_of_a_run_is_converted_from_another_working_directory(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's configuration has the paths as they were given, relative to the directory in which it was started."""
+    project, elsewhere = tmp_path / "a project", tmp_path / "elsewhere"
+    run = project / "runs/mine"
+    elsewhere.mkdir()
+    shutil.copytree(model_dir, run / "prepared/model")
+    assert main(["convert", str(model_dir), str(run / "checkpoints/step-0-epoch-1")]) == 0
+    (run / "config.yaml").write_text("run: mine\ndirectory: runs/mine\nmodel: {path: runs/mine/prepared/model}\n")
+    for cwd, name in ((project, "here"), (elsewhere, "there")):
+        monkeypatch.chdir(cwd)
+        assert main(["convert", str(run / "checkpoints/step-0-epoch-1"), name]) == 0, capsys.readouterr().err
+        assert_equal(weights(cwd / name), weights(model_dir))
+    (run / "config.yaml").write_text(f"run: mine\ndirectory: {run}\nmodel: {{path: prepared/model}}\n")
+    capsys.readouterr()
+    assert main(["convert", str(run / "checkpoints/step-0-epoch-1"), "again"]) == 2
+    assert "got none at 'prepared/model'" in capsys.readouterr().err
+
+
 def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: str, want: str) -> None:
         assert main(["convert", *words]) == 2

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bus.liveness.keys import Keys
+from bus.system.proxies import direct_opener
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import PartLost, PeerLost
 from weightstore.format.checksums import ChecksumReport
@@ -275,8 +276,7 @@ def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
 def _asked(place: PartPlace, method: str, path: str, timeout_s: float = FETCH_S) -> bytes:
     request = urllib.request.Request(place.url + path, method=method, headers=Keys.of(place.key).headers)
     try:
-        # Without the proxies of the environment: they would get the key, and do not know the ranks.
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+        with direct_opener().open(request, timeout=timeout_s) as answer:
             found: bytes = answer.read()
             return found
     except urllib.error.HTTPError as error:

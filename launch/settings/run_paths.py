@@ -1,0 +1,54 @@
+"""Relative paths in the configuration of a run (``config.yaml`` in its directory), read from another working directory than the run's own.
+
+The run's working directory follows from the file: ``/home/me/runs/digits/config.yaml`` with ``directory: runs/digits`` has ``/home/me``.
+It is not recorded, so that a project can be moved. With an absolute ``directory`` it is not known, and paths stay as they are.
+"""
+
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from bus.wire.json_object import JsonObject
+
+PATHS = (
+    *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),
+    *(
+        "learner.from_checkpoint",
+        "learner.critic.path",
+        "learner.lora.adapter",
+        "learner.algorithm.kl.reference",
+        "learner.checkpoint.store",
+    ),
+    *("bus.auth_dir", "bus.tls_cert", "bus.tls_key", "bus.tls_ca", "actor.teachers.*.model", "engine.sglang.log", "engine.sglang.python"),
+    *("debug.save_rollout", "debug.load_rollout", "debug.save_train", "debug.dump_modules.path", "debug.dump_modules.prompts"),
+)
+"""Settings that may be paths; a value that is none (``python:module:function``, a URL) does not exist as a file, and stays as it is."""
+
+
+def set_base(values: JsonObject, file: Path) -> None:
+    """Make the relative paths in the map of a run's configuration absolute, unless this is the run's working directory.
+
+    ``file``: the file that it was read from.
+    """
+    directory, there = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
+    parts = directory.parts
+    if not parts or directory.is_absolute() or there.parts[-len(parts) :] != parts:
+        return
+    base = Path(*there.parts[: -len(parts)])
+    if base == Path.cwd():
+        return
+    for holder, name, setting in list(_texts(values, "")):
+        path = Path(str(holder[name]))
+        if any(fnmatchcase(setting, pattern) for pattern in PATHS) and not path.is_absolute() and (base / path).exists():
+            holder[name] = str(base / path)
+
+
+def _texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
+    """Yield the map that holds each text, its name there, and the path of the setting."""
+    for name, value in values.items():
+        setting = f"{above}.{name}" if above else str(name)
+        if isinstance(value, dict):
+            yield from _texts(value, setting)
+        elif isinstance(value, str) and value:
+            yield values, name, setting

@@ -1,0 +1,141 @@
+"""Under the proxy variables of a company's machine: traffic inside a run goes past the proxy, downloads go through it."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+
+from actors.episodes.children import Children
+from bus.system.processes import Child
+from bus.system.proxies import direct_opener, without_proxy
+from rewards.children.keeper_process import environment
+
+VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+ASYNC_HTTPX = """
+import asyncio, httpx
+async def ask():
+    async with httpx.AsyncClient(timeout=60) as client:
+        print((await client.get(URL)).text)
+asyncio.run(ask())
+"""
+AIOHTTP = """
+import asyncio, aiohttp
+async def ask():
+    async with aiohttp.ClientSession(trust_env=True) as session, session.get(URL) as answer:
+        print(await answer.text())
+asyncio.run(ask())
+"""
+CLIENTS = {
+    "httpx": "import httpx; print(httpx.get(URL, timeout=60).text)",
+    "httpx_async": ASYNC_HTTPX,
+    "requests": "import requests; print(requests.get(URL, timeout=60).text)",
+    "urllib": "import urllib.request; print(urllib.request.urlopen(URL, timeout=60).read().decode())",
+    "aiohttp": AIOHTTP,
+}
+
+
+@contextmanager
+def answering(text: str, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve one text at every path, as a server or as a proxy; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A proxy that answers everything itself, in all variables; no exception is set."""
+    with answering("by proxy") as url:
+        for name in VARIABLES:
+            monkeypatch.setenv(name, url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield url
+
+
+def asked(client: str, url: str, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENTS[client].replace("URL", repr(url))], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_reaches_this_machine_directly_and_others_by_the_proxy(proxy: str, client: str) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(answering("directly", host)) for host in ("127.0.0.1", "::1")[: 1 if client == "urllib" else 2]]
+        inside = [*servers, servers[0].replace("127.0.0.1", "localhost")]
+        for url in inside:
+            assert asked(client, url, dict(os.environ)) == "by proxy", "else this test shows nothing"
+            assert asked(client, url, environment(os.environ)) == "directly", url
+        assert asked(client, "http://hub.invalid/file", environment(os.environ)) == "by proxy", "downloads go through it"
+
+
+def test_exceptions_that_were_set_stay_in_both_variables_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"no_proxy": "a.example, 127.0.0.1", "NO_PROXY": "b.example", "OTHER": "x"}
+    with_hosts = without_proxy(there, ["10.0.0.5", ""])
+    assert with_hosts["no_proxy"] == with_hosts["NO_PROXY"] == "a.example,127.0.0.1,b.example,localhost,::1,10.0.0.5"
+    assert with_hosts["OTHER"] == "x" and without_proxy(with_hosts) == with_hosts
+
+
+@pytest.mark.parametrize("module", ["launch.checks.teachers", "launch.cli.debug_engine", "weightstore.transport.parts"])
+def test_requests_of_commands_and_ranks_go_past_the_proxy(proxy: str, module: str) -> None:
+    """All of urllib's requests in this project go by ``direct_opener``."""
+    with answering("directly") as url:
+        assert direct_opener().open(url, timeout=60).read() == b"directly"
+    source = Path(sys.modules["bus"].__path__[0]).parent.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    assert "direct_opener" in source and "urlopen" not in source
+
+
+async def test_a_supervised_child_has_this_machine_among_the_exceptions(proxy: str, tmp_path: Path) -> None:
+    with answering("directly") as url:
+        words = CLIENTS["httpx"].replace("URL", repr(url))
+        child = Child("asks", (sys.executable, "-c", words), tmp_path / "log")
+        await child.start()
+        assert await child.wait() == 0
+    assert (tmp_path / "log").read_text().strip() == "directly"
+
+
+async def test_an_agent_reaches_a_gateway_on_another_address_without_a_proxy(proxy: str, tmp_path: Path) -> None:
+    """``http_client`` and a client of the agent's own, made when its module is imported."""
+    (tmp_path / "agent_under_proxy.py").write_text(
+        "import httpx\nown = httpx.AsyncClient(timeout=60)\n"
+        "async def run(data, base_url, api_key, http_client, **options):\n"
+        "    texts = [(await client.get(base_url)).text for client in (own, http_client)]\n"
+        "    return {'score': float(texts == ['directly'] * 2)}\n"
+    )
+    with answering("directly", "127.0.0.2") as url:
+        host = urlsplit(url).hostname or ""
+        async with Children(f"{tmp_path / 'agent_under_proxy.py'}:run", options={}, gateway_host=host) as children:
+            result = await children.run("1.0.a", base_url=url, api_key="k", task={"prompt": "", "label": "", "metadata": {}})
+    assert result.value == {"score": 1.0}
