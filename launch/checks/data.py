@@ -12,7 +12,6 @@ from launch.checks.model import CheckedModel
 from launch.checks.rows import refuse_unfit
 from launch.checks.tokens import CannotRender
 from launch.settings.datasets import prompts
-from launch.settings.end_ids import end_ids
 from launch.settings.run_config import RunConfig
 from learner.data.config import DataConfig
 from learner.data.mixing import Share
@@ -20,6 +19,7 @@ from learner.data.prompts import Row, Tokenize, read_rows, recorded_row, refuse_
 from learner.data.responses import Recordings
 from learner.data.source import Source
 from learner.errors import PromptError
+from rewards.end_tokens import EndTokens
 from rewards.part_settings import fits
 
 SETTING = "data.path"
@@ -196,7 +196,7 @@ def recordings_of(config: RunConfig, model: CheckedModel, tokenize: Tokenize) ->
     return Recordings(
         tokenize,
         rollouts=config.recorded_rollouts,
-        end_ids=end_ids(model.directory),
+        end_ids=EndTokens.read(model.directory).ids,
         max_tokens=model.context,
         chat=config.data.apply_chat_template,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from launch.checks.data import check_data, check_evaluation
 from launch.checks.debug import check_debug
 from launch.checks.devices import check_devices
+from launch.checks.end_tokens import check_end_tokens
 from launch.checks.findings import Report
 from launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
 from launch.checks.machine import check_bus, check_engine, check_memory, check_places
@@ -44,6 +45,8 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
+    if model is not None and model.directory is not None:
+        check_end_tokens(report, model.directory)
     reads_prompts = purpose.trains and not config.debug.trains_only
     data = check_data(report, config, model, tokenize, made=made.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)

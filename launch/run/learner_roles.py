@@ -16,6 +16,7 @@ from launch.run.access import auth_dir
 from launch.run.roles import LONG_WAIT_S, importing
 from launch.settings.config_loader import SettingsError
 from launch.settings.run_config import RunConfig
+from rewards.end_tokens import EndTokens
 
 if TYPE_CHECKING:
     from bus.streams.bus import Bus
@@ -243,7 +244,6 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from launch.checks.rows import refuse_unfit
-    from launch.settings.end_ids import end_ids
     from learner.data.prompts import PromptFile, model_tokenizer
     from learner.data.responses import Recordings
 
@@ -258,7 +258,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         recordings=Recordings(
             tokenize,
             rollouts=recorded_in(parse_rollouts(config.rollouts)),
-            end_ids=end_ids(Path(config.model.path)),
+            end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,
             chat=data.apply_chat_template,
         ),
@@ -321,7 +321,5 @@ def routed_of(model: Path) -> "RoutedShape | None":
 
 
 def eos_ids(model: Path) -> frozenset[int]:
-    """Return the tokens that end a response, from the model's configuration and generation settings; empty if they name none."""
-    from launch.settings.end_ids import end_ids
-
-    return frozenset(end_ids(model))
+    """Return the tokens that end a response; empty if the files of the model name none."""
+    return frozenset(EndTokens.read(model).ids)

@@ -102,7 +102,7 @@ class LocalEngine:
         shape = ModelShape.read(model_dir)
         text = Text.read(model_dir)
         assert text is not None
-        self.text, self.eos_ids = text, frozenset(shape.eos_ids) | frozenset(text.eos_ids)
+        self.text, self.eos_ids = text, frozenset(shape.eos_ids)
         weights = self._empty(shape)
         load_from_directory(weights, model_dir)
         self._standby, self._context = self._empty(shape), 64

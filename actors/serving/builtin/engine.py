@@ -76,7 +76,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         self._history: deque[tuple[float, float]] = deque()
         self._updates = WeightUpdates(weights, self.scheduler, on_update=self._updated)
         self.peer_snapshots = PeerSnapshotServer(self._updates.served, self.model_dir)
-        self.eos_ids = frozenset(shape.eos_ids) | frozenset(text.eos_ids if text else ())
+        self.eos_ids = frozenset(shape.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
         log.info(

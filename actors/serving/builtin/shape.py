@@ -9,6 +9,7 @@ from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.model_values import as_older
 from bus.wire.routed_experts import RoutedShape
+from rewards.end_tokens import EndTokens
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""
@@ -89,14 +90,14 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> "ModelShape":
-        """Return the shape in config.json (and generation_config.json, where it has end-of-sequence ids).
+        """Return the shape in config.json, with the end tokens of all files of the directory.
 
         Raises UnsupportedModel with the setting that the decoder does not support.
         """
         path = model_dir / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-            eos_ids = eos_ids_of(config, model_dir)
+            eos_ids = EndTokens.read(model_dir).ids
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
         return cls.of(config, eos_ids=eos_ids, where=str(path))
@@ -239,14 +240,3 @@ def _rope(config: JsonMapping, where: str) -> Rope:
 def _partial(rope: Rope, config: JsonMapping) -> Rope:
     """Return the rotary embedding of neighbours in a share of each head."""
     return replace(rope, share=float(config.get("partial_rotary_factor", 0.5)), pairs=NEIGHBOURS)
-
-
-def eos_ids_of(config: JsonMapping, model_dir: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of both configuration files; the engine adds the tokenizer's own (``Text``)."""
-    found: set[int] = set()
-    generation = model_dir / "generation_config.json"
-    sources = [config, json.loads(generation.read_text(encoding="utf-8"))] if generation.exists() else [config]
-    for source in sources:
-        ids = source.get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return tuple(sorted(found))

@@ -19,6 +19,7 @@ from actors.serving.sglang.api import Api
 from bus.server.ports import KeptPort
 from bus.system.files import write_whole
 from bus.system.processes import Child
+from rewards.end_tokens import EndTokens
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
 
     ``secret`` removes the file of the key, which the server reads at its start.
     """
-    settings, arguments = config.sglang, server_arguments(config)
+    settings, arguments = config.sglang, server_arguments(config) | end_of_turn(model_dir)
     port = stack.enter_context(KeptPort())  # it takes a minute until the server listens
     key = str(arguments.get("api_key") or "")
     if not key and "config" not in arguments:  # SGLang reads only one such file
@@ -163,6 +164,14 @@ def server_arguments(config: EngineConfig) -> dict[str, object]:
     if config.routed_experts:
         arguments.setdefault(RETURNS_EXPERTS, True)
     return arguments
+
+
+def end_of_turn(model_dir: Path) -> dict[str, object]:
+    """Return the argument with the chat template's end of turn, if no file names it, by which SGLang would find it. Raises ValueError."""
+    tokens = EndTokens.read(model_dir)
+    if tokens.turn is None or tokens.turn in tokens.named:
+        return {}
+    return {"json_model_override_args": {"eos_token_id": [*tokens.configured, tokens.turn]}}
 
 
 def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, object]) -> list[str]:
