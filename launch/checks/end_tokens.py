@@ -5,7 +5,7 @@ from pathlib import Path
 from launch.checks.findings import Report
 from rewards.end_tokens import EndTokens
 
-TOPIC = "end tokens"
+TOPIC = "ends"
 
 
 def check_end_tokens(report: Report, model: Path) -> None:
@@ -29,7 +29,7 @@ def check_end_tokens(report: Report, model: Path) -> None:
         cure = "add it to eos_token_id in generation_config.json; here it ends a response, other programs do not know it"
         report.warning(TOPIC, str(model), want=want, got=tokens.turn, cure=cure)
     if len(report.warnings) == before:
-        report.good(TOPIC, f"{_shown(tokens.ids)}")
+        report.good(TOPIC, f"a response ends with {_shown(tokens.ids)}")
 
 
 def _shown(ids: tuple[int, ...]) -> str:

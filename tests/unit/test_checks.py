@@ -525,7 +525,7 @@ def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixt
     file = str(write_run(tmp_path))
     assert cli.main(["check", file, "--set", "learner.device=cpu"]) == 0
     topics = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert topics == [["ok", topic] for topic in ("model", "tokenizer", "data", "reward", "disk", "memory", "devices")]
+    assert topics == [["ok", topic] for topic in ("model", "tokenizer", "ends", "data", "reward", "disk", "memory", "devices")]
     assert cli.main(["check", file, "--set", "actor.reward=nosuch"]) == 78
     assert "error   reward    --set: actor.reward: want" in capsys.readouterr().out
 
