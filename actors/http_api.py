@@ -16,7 +16,9 @@ from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from bus.client.reach import AUTO, LOOPBACK
 from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.listener import Handler, Listener
+from weightstore.access import Handler
+from weightstore.bodies import body_in, json_in
+from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +28,10 @@ NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
 MEMORY = frozenset({"kv_cache", "weights"})
 """Kinds of memory that an engine can release."""
-MAX_DEPTH = 100
-"""Most levels of nested lists and maps. Not every encoder that a body passes through can write deeper ones."""
 MAX_S = 1e6
 """Longest time limit in seconds that a request may set."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
-COMMANDS = frozenset(
-    (
-        *("/pause_generation", "/continue_generation", "/flush_cache", "/init_weights_update_group", "/destroy_weights_update_group"),
-        *("/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update", "/receive_push", "/update_weights_from_disk"),
-        *("/release_memory_occupation", "/resume_memory_occupation"),
-    )
-)
-"""Paths of an engine that change its weights, memory or pauses; they require the run's admin key."""
 
 
 @web.middleware
@@ -68,41 +60,23 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response(error_of(repr(error), 500), status=500)
 
 
-async def body_of(request: web.Request) -> Mapping[str, object]:
+def body_of(request: web.Request) -> Mapping[str, object]:
     """Return the body of a request as a map; empty for a request without one. Raises BadRequest unless it is a JSON map."""
-    raw = await request.read()
+    raw = body_in(request)
     return json_map(raw) if raw else {}
 
 
 def json_map(raw: bytes) -> JsonObject:
     """Return a body as a map. Raises BadRequest unless it is a JSON map that can be encoded again."""
     try:
-        body = json.loads(raw.decode())
-        # Counted first, as that is cheap: a body with fewer brackets cannot be deeper.
-        deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper(body, MAX_DEPTH)
-    except RecursionError:
-        deep = True
+        body = json_in(raw)
     except ValueError as error:
-        raise BadRequest(f"body: want JSON: {error}") from error
-    if deep:
-        raise BadRequest(f"body: want lists and maps at most {MAX_DEPTH} deep, got more")
+        raise BadRequest(str(error)) from error
     if not isinstance(body, dict):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
     if SURROGATE.search(raw):
         _want_unicode(body)
     return body
-
-
-def _deeper(value: object, most: int) -> bool:
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-            if isinstance(inner, dict | list)
-        ]
-    return bool(level)
 
 
 def _want_unicode(body: Mapping[str, object]) -> None:

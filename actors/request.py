@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from actors.errors import BadRequest
 from bus.wire.json_object import JsonMapping
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lowest temperature but 0. SGLang decodes greedily below it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -230,6 +233,14 @@ def check_number(low: float, high: float, *, above: bool = False) -> Callable[[o
     return check
 
 
+def check_temperature(value: object, where: str) -> float:
+    """Return a temperature. Raises BadRequest for one between 0 and ``LOWEST_TEMPERATURE``: scores divided by it may be infinite."""
+    temperature = check_number(0, 1e6)(value, where)
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise BadRequest(f"{where}: want 0 (greedy), or a number >= {LOWEST_TEMPERATURE:g} and <= 1e+06, got {value!r}")
+    return temperature
+
+
 def _boolean(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise BadRequest(f"{where}: want true or false, got {_shorten(value)}")
@@ -270,7 +281,7 @@ def _seed(value: object, where: str) -> int:
 
 CHECKS: dict[str, Callable[[object, str], Any]] = {
     "max_new_tokens": check_integer(1),
-    "temperature": check_number(0, 1e6),
+    "temperature": check_temperature,
     "top_p": check_number(0, 1, above=True),
     "top_k": _top_k,
     "stop": _strings,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.errors import BadRequest
-from actors.request import Limits, check_integer, check_number, refuse_unknown, token_ids
+from actors.request import Limits, check_integer, check_temperature, refuse_unknown, token_ids
 
 MOST_LISTED = 1024
 """Most tokens that are listed at each position."""
@@ -73,7 +73,7 @@ def parse_scores(body: Mapping[str, object], limits: Limits) -> ScoreRequest:
     return ScoreRequest(
         sequences=sequences,
         starts=starts,
-        temperature=1.0 if temperature is None else check_number(0, 1e6)(temperature, "sampling_params.temperature"),
+        temperature=1.0 if temperature is None else check_temperature(temperature, "sampling_params.temperature"),
         top_k=top_k,
         many=many,
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from actors.config import ActorConfig, EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.client.rows import Rows
 from bus.liveness.epoch import raise_epoch
@@ -53,7 +54,7 @@ def prompt_tokens() -> tuple[int, ...]:
 @asynccontextmanager
 async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "serving", version: int = 0) -> AsyncIterator[BuiltinEngine]:
     """Run the built-in engine in this process, with a live row if there is a bus."""
-    built = BuiltinEngine(model_dir(), EngineConfig(max_running=32), version=version)
+    built = BuiltinEngine(model_dir(), EngineConfig(max_running=32), version=version, authority=Authority(unguarded=True))
     await asyncio.to_thread(built.load)
     address = await built.start()
     built.phase = phase

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from actors.config import EngineConfig
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from tests.engine_serving import hold
 
 
 async def main(model_dir: str, port: int, *held_after: int) -> None:
-    engine = BuiltinEngine(Path(model_dir), EngineConfig())
+    engine = BuiltinEngine(Path(model_dir), EngineConfig(), authority=Authority(unguarded=True))
     engine.load()
     for steps in held_after:
         hold(engine, after=steps)

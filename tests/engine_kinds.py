@@ -16,6 +16,7 @@ import aiohttp
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.api import Api
 from actors.serving.sglang.engine import SglangEngine
@@ -26,6 +27,7 @@ from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
 
 START_S = 300.0
 MAX_RUNNING = 16
+UNGUARDED = Authority(unguarded=True)
 
 
 class Kind(Protocol):
@@ -57,7 +59,7 @@ class Builtin:
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
-        engine = BuiltinEngine(directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version)
+        engine = BuiltinEngine(directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version, authority=UNGUARDED)
         await asyncio.to_thread(engine.load)
         async with _served(engine) as served:
             yield served
@@ -94,7 +96,7 @@ class Sglang:
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
-        engine = SglangEngine(directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1)
+        engine = SglangEngine(directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1, authority=UNGUARDED)
         await asyncio.to_thread(engine.load)
         try:
             async with _served(engine, first=(directory, version)) as served:

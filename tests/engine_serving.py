@@ -15,7 +15,9 @@ import torch
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
+from weightstore.access import Rule
 
 LIMIT_S = 60.0
 HELD_STEP_S = 0.02
@@ -90,6 +92,12 @@ class Served:
                 await asyncio.wrap_future(self.engine.scheduler.call(lambda: None))
 
 
+def commands_of(engine: Any) -> list[str]:
+    """Return the paths of an engine's commands."""
+    rules = engine._server.listener.rules
+    return sorted({route.partition(" ")[2] for route, rule in rules.items() if rule is Rule.COMMAND})
+
+
 def hold(engine: BuiltinEngine, *, after: int) -> Gate:
     """Let an engine do ``after`` decoding steps, and more when the gate lets it."""
     scheduler, gate = engine.scheduler, Gate(after)
@@ -109,7 +117,7 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 @asynccontextmanager
 async def serving(model_dir: Path, phase: str = "serving", version: int = 0, **config: Any) -> AsyncIterator[Served]:
-    engine = BuiltinEngine(model_dir, EngineConfig(**config), version=version)
+    engine = BuiltinEngine(model_dir, EngineConfig(**config), version=version, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     engine.phase = phase

@@ -59,7 +59,7 @@ async def routing(
     *urls: str, view: LiveView | None = None, keys: RunKeys | None = None, wait: bool = True, **config: Any
 ) -> AsyncIterator[Door]:
     """Run a router that knows these engines; they serve from the beginning if ``wait``."""
-    settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, "connect_s": 60.0, **config}
+    settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, "connect_s": 60.0, "insecure": keys is None, **config}
     router = Router(RouterConfig(workers=urls, **settings), view, keys)
     await router.start()
     try:

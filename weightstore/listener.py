@@ -1,84 +1,33 @@
-"""The HTTP server of all processes of a run: which key a request needs, and how long it may take to arrive.
+"""The HTTP server of all processes of a run: its routes with their rules (``access``), bodies (``bodies``), and deadlines.
 
-    open     /health                    no key
-    request  every other path           the run's api key, where the listener can be reached from other machines: it is bound beyond
-                                        loopback, or advertises another host than loopback (a forwarded port)
-    command  paths named as commands    the run's admin key, everywhere
+    headers -> key of the route's rule -> encoding and size -> body -> handler
 
-Engines, the proxy of SGLang, the router and the learner's snapshots use it. Knows the keys, but not the meaning of the paths.
+The key comes first: a client without it cannot make this process keep a body. Engines, the proxy of SGLang, the router, scorers, the
+gateways of actors, and the learner's snapshots, parts and checkpoints use it. Knows the keys, but not the meaning of the paths.
 """
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from bus.client.reach import bare, in_url
 from bus.config import is_loopback
-from bus.errors import BusError
-from bus.liveness.keys import Keys, RunKeys
+from weightstore.access import Access, Handler, Route, Rule
+from weightstore.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
 """A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""
-BODY_S = 120.0
-"""Deadline from the headers of a request to the end of its body."""
-MAX_BODY_BYTES = 1 << 28
-"""Largest body of a request; a larger one is refused with 413."""
 SHUTDOWN_S = 5.0
 """Time that requests under way have to end in ``close``."""
-OPEN = frozenset({"/health"})
-"""Paths without a key: monitors and load balancers have none."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted, as when many clients connect at one moment. Linux lowers it to net.core.somaxconn."""
-_SCHEME = "bearer"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Access:
-    """The key that a request needs. Without ``keys`` (a test, a router without a bus) none is needed."""
-
-    def __init__(self, keys: RunKeys | None, commands: Collection[str] = (), on_refused: Callable[[str], None] | None = None) -> None:
-        """``on_refused`` is called with the reason when a command is refused."""
-        self.keys, self.commands, self._on_refused = keys, frozenset(commands), on_refused
-        self.is_public = False
-        """Other machines can reach the listener."""
-
-    async def check(self, request: web.Request) -> None:
-        """Check the key of a request. Raises HTTPUnauthorized, or HTTPServiceUnavailable while the keys cannot be read."""
-        resource = request.match_info.route.resource
-        path = "" if resource is None else resource.canonical
-        if path in self.commands:
-            await self.want(request, admin=True)
-        elif self.is_public and path not in OPEN:
-            await self.want(request, admin=False)
-
-    async def want(self, request: web.Request, *, admin: bool) -> None:
-        """Check for the given key; for a handler that reads from the body which key it needs. Raises as ``check`` does."""
-        if self.keys is None:
-            return
-        scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
-        # The scheme of an Authorization header may be in any case (RFC 9110).
-        presented = presented.strip() if scheme.lower() == _SCHEME else ""
-        try:
-            # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once more with the newest
-            # ones. A request without a key does not make this process read the bus.
-            known = (await self.keys.known()).admits(presented, admin=admin)
-            if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
-                return
-            has = (await self.keys.known()) != Keys()
-        except BusError as error:
-            raise _refusal(web.HTTPServiceUnavailable, f"{request.path}: the keys of the run are not known: {error}") from error
-        name = "admin key" if admin else "api key"
-        reason = f"{request.path}: want the run's {name}"
-        if not has:
-            raise _refusal(web.HTTPServiceUnavailable, f"{reason}, and the run has none yet")
-        reason += f" (Authorization: Bearer KEY), got {'another one' if presented else 'none'}"
-        if admin and self._on_refused is not None:
-            self._on_refused(reason)
-        raise _refusal(web.HTTPUnauthorized, reason)
+_FILES = "GET /{file}"
+"""The route of served files, in ``rules``."""
+_log = logging.getLogger(f"{__name__}.http")
 
 
 class Listener:
@@ -86,27 +35,36 @@ class Listener:
 
     def __init__(
         self,
-        routes: Mapping[str, Handler],
+        routes: Mapping[str, Route],
         access: Access,
         *,
         files: Path | None = None,
         middlewares: Sequence[Middleware] = (),
-        max_body_bytes: int = MAX_BODY_BYTES,
+        limits: BodyLimits | None = None,
         shutdown_s: float = SHUTDOWN_S,
         headers_s: float = HEADERS_S,
-        body_s: float = BODY_S,
     ) -> None:
-        """``routes``: "METHOD /path" -> handler. ``files``: a directory that is served unchanged. ``middlewares`` also see refusals."""
-        self._access = access
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[*middlewares, _admission(access, body_s)])
-        for path, handler in routes.items():
+        """``routes``: by "METHOD /path". ``files``: a directory that is served unchanged. ``middlewares`` also see refusals."""
+        self._access, self.bodies = access, Bodies(limits or BodyLimits())
+        self.rules = {path: route.rule for path, route in routes.items()}
+        """Rule of every route, by "METHOD /path"."""
+        self._rules: dict[web.AbstractRoute, Rule] = {}
+        app = web.Application(middlewares=[*middlewares, self._admit])
+        for path, route in routes.items():
             method, _, where = path.partition(" ")
-            app.router.add_route(method, where, handler)
+            self._rules[app.router.add_route(method, where, route.handler)] = route.rule
         if files is not None:
+            self.rules[_FILES] = Rule.REQUEST
             app.router.add_static("/", files)
         # handler_cancellation: a client that hangs up cancels its request, so nothing is generated for it any longer.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=headers_s
+            app,
+            handler_cancellation=True,
+            auto_decompress=False,
+            logger=_log,
+            access_log=None,
+            shutdown_timeout=shutdown_s,
+            keepalive_timeout=headers_s,
         )
 
     async def start(self, host: str, port: int, *, advertise: str = "", insecure: bool = False, name: str = "host") -> str:
@@ -116,7 +74,7 @@ class Listener:
         """
         # A loopback address with the name of another host is behind a forwarded port, or a proxy.
         public = not (is_loopback(host) and is_loopback(bare(advertise or host)))
-        if public and self._access.keys is None and not insecure:
+        if public and not self._access.guarded and not insecure:
             raise ValueError(
                 f"{name}: {advertise or host} can be reached by others, who could ask for everything there; want insecure: true to allow it"
             )
@@ -129,24 +87,18 @@ class Listener:
         """Stop listening. Requests under way have ``shutdown_s`` to end."""
         await self._runner.cleanup()
 
-
-def _admission(access: Access, body_s: float) -> Middleware:
-    """Return a middleware that checks the key and then reads the whole body within its deadline."""
+    @property
+    def keys(self) -> dict[str, str]:
+        """The key that every route needs, in words, by "METHOD /path"."""
+        return {path: self._access.key(rule) for path, rule in self.rules.items()}
 
     @web.middleware
-    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, read the body, and pass the request to its handler."""
-        # The key is checked before the body is read: a client without it cannot make this process keep a large body.
-        await access.check(request)
-        if request.can_read_body:
-            try:
-                async with asyncio.timeout(body_s):
-                    await request.read()
-            except TimeoutError:
-                raise _refusal(web.HTTPRequestTimeout, f"body: want all of it within {body_s:g} s") from None
-        return await handler(request)
-
-    return admit
+        # Files, and paths that do not exist, are requests.
+        await self._access.check(request, self._rules.get(request.match_info.route, Rule.REQUEST))
+        async with self.bodies.received(request):
+            return await handler(request)
 
 
 def url_of(host: str, port: int) -> str:
@@ -156,7 +108,13 @@ def url_of(host: str, port: int) -> str:
     return f"http://{host}" if has_port else f"http://{host}:{port}"
 
 
-def _refusal(kind: type[web.HTTPError], message: str) -> web.HTTPError:
-    answer: dict[str, object] = {"success": False, "message": message, "error": {"message": message, "code": kind.status_code}}
-    headers = {"WWW-Authenticate": "Bearer"} if kind is web.HTTPUnauthorized else None
-    return kind(text=json.dumps(answer), content_type="application/json", headers=headers)
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Log a malformed request, which aiohttp answers with 400, as one line for debugging: any client can send any number of them."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname, record.exc_info = logging.DEBUG, "DEBUG", None
+        record.msg, record.args = "malformed request: %s", (f"{error.message:.200}",)
+    return record.levelno >= _log.getEffectiveLevel()
+
+
+_log.addFilter(_without_traceback)

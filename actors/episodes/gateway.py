@@ -9,10 +9,11 @@ of a stream that a client has cut the tokens that were sent are a turn.
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +41,11 @@ from actors.router.tree import Piece
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
 from bus.streams.episode_turns import NotStored, Superseded
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Timings
-from weightstore.listener import Access, Listener
+from weightstore.access import Route, Rule
+from weightstore.bodies import body_in
+from weightstore.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,6 @@ TRAIN_HEADER = "X-Tidemill-Train"
 """0: the call is served with the sampling that it asks for, and is context only. So are those of ``untrained_models``."""
 ENDED_KEYS = 10_000
 """Most keys of ended episodes that are remembered, to be answered with 410."""
-MAX_BODY_BYTES = 1 << 26
 HISTORY_TEXT = 1 << 24
 """Most characters and tokens that the history of one episode remembers."""
 KEY_PATH = "/e/"
@@ -101,18 +104,17 @@ class Gateway:
         self._model, self._responses, self._renderer, self._untrained_models = model, responses, renderer, untrained_models
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._listener = Listener({"* /{path:.*}": self._handle}, Access(None), max_body_bytes=MAX_BODY_BYTES, shutdown_s=1.0)
+        self.listener = Listener({"* /{path:.*}": Route.request(self._handle)}, _EpisodeKeys(self._admitted), shutdown_s=1.0)
         self.url = ""
 
     async def start(self, at: Reach = HERE) -> str:
         """Listen, and return the URL. Raises OSError."""
-        # insecure: no key of the run is wanted, because every request needs the key of an episode.
-        self.url = await self._listener.start(at.bind, 0, advertise=at.advertised, insecure=True, name="actor.gateway.host")
+        self.url = await self.listener.start(at.bind, 0, advertise=at.advertised, name="actor.gateway.host")
         return self.url
 
     async def close(self) -> None:
         """Stop listening."""
-        await self._listener.close()
+        await self.listener.close()
 
     @asynccontextmanager
     async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
@@ -143,21 +145,24 @@ class Gateway:
         stops = episode.sampling.stop_token_ids
         return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
-    async def _handle(self, given: web.Request) -> web.StreamResponse:
+    def _admitted(self, given: web.Request) -> tuple[_Open, str]:
+        """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone behind its end."""
         key, path = _key(given)
         open = self._open.get(key)
-        if open is None:
-            ended = key in self._ended
-            status = HTTPStatus.GONE if ended else HTTPStatus.UNAUTHORIZED
-            return _error(
-                "this episode has ended" if ended else "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY", status
-            )
+        if open is not None:
+            return open, path
+        if key in self._ended:
+            raise _refusal(web.HTTPGone, "this episode has ended")
+        raise _refusal(web.HTTPUnauthorized, "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY")
+
+    async def _handle(self, given: web.Request) -> web.StreamResponse:
+        open, path = self._admitted(given)  # again: the episode may have ended while the body arrived
+        body = body_in(given)
         try:
             if path == "/reward":
-                return self._reward(open.episode, await given.read())
+                return self._reward(open.episode, body)
             if path == "/state":
-                return await self._state(open.episode, await given.read())
-            body = await given.read()
+                return await self._state(open.episode, body)
             if _streams(open.episode, path, body):
                 return await self._stream(open, given, path, body)
             made = await self._made(open, given, path, body)
@@ -282,6 +287,23 @@ class Gateway:
         return web.json_response({"success": True})
 
 
+class _EpisodeKeys:
+    """The key of an open episode, for every request."""
+
+    guarded, is_public = True, False
+
+    def __init__(self, admitted: Callable[[web.Request], object]) -> None:
+        self._admitted = admitted
+
+    def key(self, rule: Rule) -> str:
+        """Return the key in words."""
+        return "key of an open episode"
+
+    async def check(self, request: web.Request, rule: Rule) -> None:
+        """Raise an HTTPError for a request without the key."""
+        self._admitted(request)
+
+
 _ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded, NotStored)
 """Errors of model calls."""
 
@@ -376,10 +398,18 @@ def _key(given: web.Request) -> tuple[str, str]:
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:
+    return web.json_response(_content(message, status, code), status=int(status), headers=_NO_RETRY)
+
+
+def _refusal(kind: type[web.HTTPError], message: str) -> web.HTTPError:
+    return kind(text=json.dumps(_content(message, kind.status_code)), content_type=JSON, headers=_NO_RETRY)
+
+
+def _content(message: str, status: int, code: str | None = None) -> JsonObject:
     content = {"type": "error", **openai_api.error(message, int(status))}  # the type is Anthropic's
     if code is not None:
         content["error"]["code"] = code
-    return web.json_response(content, status=int(status), headers=_NO_RETRY)
+    return content
 
 
 def _seen(call: asyncio.Task[Any]) -> None:

@@ -17,7 +17,7 @@ from actors.request import Limits
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.listener import Handler
+from weightstore.access import Route
 
 State = JsonMapping
 
@@ -67,12 +67,12 @@ class OpenAiRoutes:
         self._model = engine.model_dir.resolve().name
         self._template = ChatTemplate.read(engine.model_dir)
 
-    def routes(self) -> dict[str, Handler]:
-        """Return the handlers by method and path."""
+    def routes(self) -> dict[str, Route]:
+        """Return the routes by method and path."""
         return {
-            "GET /v1/models": self._models,
-            "POST /v1/completions": self._completions,
-            "POST /v1/chat/completions": self._chat,
+            "GET /v1/models": Route.request(self._models),
+            "POST /v1/completions": Route.request(self._completions),
+            "POST /v1/chat/completions": Route.request(self._chat),
         }
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -99,7 +99,7 @@ class OpenAiRoutes:
 
     async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
         engine = self._engine
-        parsed = openai_api.parse(await body_of(request), chat=chat)
+        parsed = openai_api.parse(body_of(request), chat=chat)
         prompts = openai_api.prompt_ids(parsed, engine.text, self._template)
         text = engine.text
         builder = openai_api.ResponseBuilder(

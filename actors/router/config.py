@@ -14,7 +14,7 @@ class RouterConfig:
     advertise: str = ""
     """Host, or host:port, at which other processes reach it, where that is not ``host``."""
     insecure: bool = False
-    """Answer requests of other machines without a key."""
+    """Answer requests of other machines without a key; without a bus, obey ``/add_worker`` and ``/remove_worker`` without one, too."""
     port: int = 0
     """0 = any free one."""
     workers: tuple[str, ...] = ()
@@ -43,7 +43,9 @@ class RouterConfig:
     """Most sessions for which the engine is remembered; those unused for longest are evicted first."""
     max_text: int = 64 << 20
     """Most characters and tokens of prompts and responses that the token-exact middleware remembers."""
-    max_body_bytes: int = 1 << 28
+    paths: tuple[str, ...] = ()
+    """Further paths that are forwarded, such as those of a middleware; a part in braces stands for any name."""
+    max_body_bytes: int = 64 << 20
     """Most bytes of a request's body."""
 
     def __post_init__(self) -> None:
@@ -55,6 +57,9 @@ class RouterConfig:
                 raise ValueError(f"router.{name}: want >= 1, got {getattr(self, name)!r}")
         if self.retries < 0:
             raise ValueError(f"router.retries: want >= 0, got {self.retries!r}")
+        for path in self.paths:
+            if not path.startswith("/"):
+                raise ValueError(f"router.paths: want paths that begin with /, got {path!r}")
         for url in self.workers:
             check_url(url)
 

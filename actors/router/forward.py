@@ -9,6 +9,7 @@ A request that timed out is not repeated: the engine may still work on it. After
 """
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
@@ -28,6 +29,7 @@ from actors.http_api import NONCE_HEADER
 from actors.router.config import RouterConfig
 from actors.router.discovery import NotServing
 from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
+from bus.client.http_answer import content_of
 from bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -41,6 +43,8 @@ NOT_FORWARDED = frozenset(
 )
 """Headers of one connection, and those that this module sets itself."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+MAX_INFO_BYTES = 1 << 20
+"""Size of the largest /model_info that is read."""
 MAX_REFUSAL_BYTES = 1 << 16
 """Most bytes of a refusal that are read: it is kept until all attempts have failed."""
 
@@ -150,7 +154,8 @@ class Forwarder:
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
         if self._keys is not None:  # the client's key was checked here; without keys of a run, engines added by hand may require it
-            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"} | await self._keys.headers()
+            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+            headers |= await self._keys.headers(admin=False)
         headers["Accept-Encoding"] = "identity"  # chunks are passed on unchanged, each at once
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -199,10 +204,11 @@ class Asker:
                     raise NotServing(url, "another process answers there than the one of the live row")
                 if response.status != HTTPStatus.OK:
                     raise NotServing(url, f"/health: HTTP {response.status}")
-            headers = {} if self._keys is None else await self._keys.headers()
+            headers = {} if self._keys is None else await self._keys.headers(admin=False)
             async with self._session.get(url + "/model_info", headers=headers) as response:
-                version = (await response.json()).get("weight_version") if response.status == HTTPStatus.OK else None
-        except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
+                info = json.loads(await content_of(response.content, MAX_INFO_BYTES)) if response.status == HTTPStatus.OK else {}
+                version = info.get("weight_version")
+        except (aiohttp.ClientError, OSError, ValueError, AttributeError, RecursionError) as error:
             raise EngineUnavailable(url, f"{type(error).__name__}: {error}") from error
         return int(version) if isinstance(version, str) and version.isdecimal() else 0
 

@@ -1,8 +1,10 @@
-"""The router's own paths; every other one is forwarded to an engine. Knows no bus.
+"""The router's own paths, and those of requests, which are forwarded to an engine. Knows no bus.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
 client -> Router --- |
-                      any other path -> middleware ... -> Forwarder -> engine
+                      a path of requests -> middleware ... -> Forwarder -> engine
+
+A path that is not listed is refused: among those of an engine are commands, which go to one engine directly.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from aiohttp import web
 from actors.engines.engine_client import HttpEngine
 from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineError
-from actors.http_api import COMMANDS, body_of, translate
+from actors.http_api import body_of, translate
 from actors.router.config import RouterConfig, check_url
 from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
@@ -26,14 +28,22 @@ from actors.router.forward import Asker, Forwarder
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
-from weightstore.listener import Access, Listener
+from weightstore.access import Route, RunAccess
+from weightstore.bodies import BodyLimits, body_in
+from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
-CONTROL = COMMANDS | {"/weights_checker"}
-"""Paths, besides ``/update_weight...``, that a learner requests of an engine directly; the router refuses them."""
-OWN_COMMANDS = ("/add_worker", "/remove_worker")
-"""Paths of the router that require the admin key."""
+_NAME = r"\w[\w.-]*"
+FORWARDED = (
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank", "/retrieve_from_text"),
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models", f"/v1/models/{{model:{_NAME}(/{_NAME})?}}", "/v1/loads"),
+    *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate"),
+)
+"""Paths of requests: those of SGLang, OpenAI and Anthropic, and of the middleware here. ``RouterConfig.paths`` adds others."""
+BODIES_BYTES = 1 << 30
+"""Most bytes of request bodies at one time: prompts of all requests that wait are among them."""
 HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
 """Headers of one connection, which the connection to the client sets itself."""
 
@@ -47,15 +57,17 @@ class Router:
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
         routes = {
-            "GET /health": self._health,
-            "POST /add_worker": self._add,
-            "POST /remove_worker": self._remove,
-            "GET /list_workers": self._list,
-            "POST /abort_request": self._abort,
-            "* /{path:.*}": self._pass_on,
+            "GET /health": Route.open(self._health),
+            "POST /add_worker": Route.command(self._add),
+            "POST /remove_worker": Route.command(self._remove),
+            "GET /list_workers": Route.request(self._list),
+            "POST /abort_request": Route.request(self._abort),
+            **{f"* {path}": Route.request(self._pass_on) for path in (*FORWARDED, *config.paths)},
+            "* /{path:.*}": Route.request(self._refuse),
         }
-        self._access = Access(keys, OWN_COMMANDS)
-        self._listener = Listener(routes, self._access, middlewares=[translate], max_body_bytes=config.max_body_bytes)
+        self._access = RunAccess(keys, unguarded=config.insecure)
+        limits = BodyLimits(one_bytes=config.max_body_bytes, all_bytes=BODIES_BYTES)
+        self.listener = Listener(routes, self._access, middlewares=[translate], limits=limits)
         self.url, self._draining = "", False
 
     async def start(self) -> str:
@@ -71,7 +83,7 @@ class Router:
             asyncio.create_task(self.discovery.check_for_ever(), name="router: health"),
         ]
         try:
-            self.url = await self._listener.start(
+            self.url = await self.listener.start(
                 config.host, config.port, advertise=config.advertise, insecure=config.insecure, name="router.host"
             )
         except (OSError, ValueError):
@@ -92,7 +104,7 @@ class Router:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             log.warning("requests broken off count=%d", self.in_flight)
-        await self._listener.close()
+        await self.listener.close()
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
@@ -140,10 +152,10 @@ class Router:
 
     async def _abort(self, request: web.Request) -> web.Response:
         """Send the abort to all engines: the router does not know which of them has the request."""
-        body = await body_of(request)
-        if body.get("abort_all"):
+        body = body_of(request)
+        if everything := bool(body.get("abort_all")):
             await self._access.want(request, admin=True)
-        urls, headers = self.discovery.urls(), {} if self._keys is None else await self._keys.headers()
+        urls, headers = self.discovery.urls(), {} if self._keys is None else await self._keys.headers(admin=everything)
         reached = await asyncio.gather(*(self._abort_at(url, body, headers) for url in urls))
         if urls and not any(reached):
             return web.json_response({"error": {"message": "no engine could be reached", "code": 502}}, status=502)
@@ -160,12 +172,9 @@ class Router:
     # -- forwarding -----------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
-        path = given.path
         if self._draining:
             return await self._give(given, refusal(503, "the router is draining", "no_available_workers"))
-        if path in CONTROL or path.startswith("/update_weight"):
-            return await self._give(given, refusal(403, f"{path}: a command for one engine; send it to that engine directly", "forbidden"))
-        request = _request(given, await given.read())
+        request = _request(given, body_in(given))
         try:
             answer = await self._handle(request)
         except EngineError as error:
@@ -173,6 +182,10 @@ class Router:
                 raise
             answer = refusal(502, str(error), "bad_gateway")
         return await self._give(given, answer)
+
+    async def _refuse(self, given: web.Request) -> web.StreamResponse:
+        where = "a command goes to one engine directly; for a path of requests start the router with --path PATH"
+        return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
 
     async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
         """Send the answer chunk by chunk. When the engine breaks off, so does this: the client must not accept half an answer."""
@@ -212,7 +225,7 @@ def _request(given: web.Request, body: bytes) -> Request:
 
 
 async def _worker_in(request: web.Request) -> str:
-    url = request.query.get("url") or request.query.get("worker_url") or (await body_of(request)).get("url")
+    url = request.query.get("url") or request.query.get("worker_url") or body_of(request).get("url")
     try:
         return check_url(url)
     except ValueError as error:

@@ -18,13 +18,14 @@ import aiohttp
 from actors.engines.server_pool import BusDiscovery, ServerPool
 from actors.errors import ScorerLost, ScorerUnavailable
 from actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
+from bus.client.http_answer import content_of
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
 from rewards.contract import Contract
 from rewards.errors import RewardFailed
 from rewards.group import GROUP, GroupRequest
-from rewards.http.calls import bounded_content
+from rewards.http.calls import MAX_ANSWER_BYTES
 from rewards.port import RewardRequest
 from rewards.registry import REWARD
 
@@ -63,7 +64,7 @@ class ScorerClient:
         try:
             async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:
                 answered = True
-                status, content = response.status, await bounded_content(response)
+                status, content = response.status, await content_of(response.content, MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             # No connection, or an address that is none: nothing was sent.
             unsent = isinstance(error, _UNSENT) and not answered

@@ -19,7 +19,7 @@ from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import api_keys
 from bus.system.coroutines import first_of
-from weightstore.listener import Access
+from weightstore.access import RunAccess
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ async def run_scorer(
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row(ROLE, id)))
         score, group_score = await open_rewards(stack, actor_config)
         name = actor_config.reward or ", ".join(actor_config.reward_parts) or actor_config.group_reward
-        server = RewardServer(name, score, group_score, access=Access(api_keys(bus)))
+        server = RewardServer(name, score, group_score, access=RunAccess(api_keys(bus)))
         url = await stack.enter_async_context(serving(server, at.bind, place.port, advertise=at.advertised))
         log.info("serving reward=%s url=%s", name, url)
         heartbeat.update(phase="serving", address=url)

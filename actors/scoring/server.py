@@ -8,7 +8,6 @@ Consumes requests of actors, of ``remote`` rewards and of any other client; runs
 """
 
 import asyncio
-import hmac
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -26,11 +25,11 @@ from rewards.port import RewardRequest, Scorer
 from rewards.registry import MAX_THREADS, checked
 from rewards.request_json import to_request
 from rewards.scorers.groups import GroupScorer
-from weightstore.listener import Access, Listener
+from weightstore.access import Access, Route, TokenAccess
+from weightstore.bodies import body_in, json_in
+from weightstore.listener import Listener
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
-MAX_REQUEST_BYTES = 64 << 20
-"""Size of the largest request that is read."""
 MAX_WAITING = 4096
 """Calls at a time; a further one is answered by 503, which clients repeat later."""
 MAX_RUNNING = MAX_THREADS
@@ -46,8 +45,8 @@ class RewardServer:
     def __init__(
         self, name: str, score: Scorer | None, group_score: GroupScorer | None = None, *, token: str = "", access: Access | None = None
     ) -> None:
-        """``token``: bearer token that requests must have; empty = none. ``access``: the key of a run that they must have."""
-        self._name, self._token, self._access = name, token, access or Access(None)
+        """``access``: the keys that requests need; None = the bearer token ``token`` alone, and none where it is empty."""
+        self._name, self._access = name, access or TokenAccess(token, self._note_refused)
         self._score, self._group_score = score, group_score
         self.counts: Counter[str] = Counter()
         """Requests by outcome: scored, failed, refused, busy."""
@@ -59,8 +58,8 @@ class RewardServer:
 
     def listener(self) -> Listener:
         """Return its routes as a listener."""
-        routes = {f"POST {SCORE}": self._answer_one, f"POST {SCORE_GROUP}": self._answer_group, "GET /health": self._health}
-        return Listener(routes, self._access, max_body_bytes=MAX_REQUEST_BYTES)
+        one, group = Route.request(self._answer_one), Route.request(self._answer_group)
+        return Listener({f"POST {SCORE}": one, f"POST {SCORE_GROUP}": group, "GET /health": Route.open(self._health)}, self._access)
 
     async def drain(self) -> None:
         """Refuse further requests, and return when no call is running."""
@@ -80,13 +79,11 @@ class RewardServer:
     async def _answer(
         self, http: web.Request, word: str, score: Callable[[Any], Awaitable[object]] | None, read: Callable[[Any], object]
     ) -> web.StreamResponse:
-        if self._token and not hmac.compare_digest(http.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode()):
-            return self._reply(401, "refused", "want the header Authorization: Bearer with the server's token")
         if score is None:
             return self._reply(404, "refused", f"this server has no reward for {http.path}")
         try:
-            request = read(json.loads(await http.read()))
-        except (ValueError, RecursionError) as error:
+            request = read(json_in(body_in(http)))
+        except ValueError as error:
             return self._reply(400, "refused", str(error)[:1000])
         if self._draining or self.running >= MAX_WAITING:
             return self._reply(503, "busy", "it drains" if self._draining else f"{self.running} calls are running")
@@ -126,6 +123,9 @@ class RewardServer:
             return response
         finally:
             await ended(answering)
+
+    def _note_refused(self, reason: str) -> None:
+        self.counts["refused"] += 1
 
     def _reply(self, status: int, outcome: str, reason: str) -> web.Response:
         self.counts[outcome] += 1

@@ -19,16 +19,29 @@ Record = Callable[[int | None, str], None]
 
 
 class Authority:
-    """Keys and epoch of an engine that belongs to a run. Without arguments, as in tests of an engine alone, nothing is checked."""
+    """Keys and epoch of an engine that belongs to a run. Without keys (a teacher) the engine accepts no command."""
 
     def __init__(
-        self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None, visible_devices: Collection[str] | None = None
+        self,
+        keys: RunKeys | None = None,
+        newest_epoch: NewestEpoch | None = None,
+        visible_devices: Collection[str] | None = None,
+        *,
+        unguarded: bool = False,
     ) -> None:
-        """``visible_devices``: UUIDs of the GPUs with memory that the engine can open."""
-        self.keys, self._visible = keys, visible_devices
+        """``visible_devices``: UUIDs of the GPUs with memory that the engine can open.
+
+        ``unguarded``: without keys, commands of all clients are accepted, as for an engine alone in a test.
+        """
+        self.keys, self.unguarded, self._visible = keys, unguarded, visible_devices
         self._read, self._newest = newest_epoch, 0
         self.refused = ""
         """Why the newest command was refused; "" once a command has been accepted."""
+
+    @property
+    def accepts_commands(self) -> bool:
+        """False for an engine whose weights never change."""
+        return self.keys is not None or self.unguarded
 
     async def require_current_epoch(self, record: Record, body: Mapping[str, object], engine: str, what: str) -> None:
         """Check the epoch of a command, if it has one, and ``record`` it.

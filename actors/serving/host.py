@@ -91,8 +91,9 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     async def start(self, host: str | None = None, port: int | None = None) -> str:
         """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
         self._server = EngineServer(self, await self._open())
-        self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
-        self.handles = await self._handles.start()
+        if self.authority.accepts_commands:
+            self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
+            self.handles = await self._handles.start()
         self.url = await listen(self._server.listener, self.config, host, port)
         return self.url
 

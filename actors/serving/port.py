@@ -11,9 +11,9 @@ from actors.serving.authority import Authority
 from actors.text.text import Text
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Capabilities
+from weightstore.access import Route
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket
-from weightstore.listener import Handler
 from weightstore.transport.handles import Offered
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
@@ -220,5 +220,5 @@ class Backend(Protocol):
         """Answer /flush_cache: drop cached keys and values; HTTP 400 when requests still need them."""
         ...
 
-    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
         """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its body."""

@@ -7,7 +7,6 @@ from aiohttp import web
 
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.http_api import (
-    COMMANDS,
     NONCE_HEADER,
     body_of,
     done,
@@ -23,9 +22,13 @@ from actors.http_api import (
 from actors.openai.openai_server import OpenAiRoutes
 from actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
 from bus.wire.json_object import JsonObject
+from weightstore.access import Handler, Route, Rule, RunAccess
+from weightstore.bodies import BodyLimits
 from weightstore.format.checksums import ChecksumReport
-from weightstore.listener import Access, Handler, Listener
+from weightstore.listener import Listener
 
+BODIES_BYTES = 1 << 30
+"""Most bytes of request bodies at one time: prompts of all requests that wait are among them."""
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -34,31 +37,38 @@ class EngineServer:
 
     def __init__(self, engine: HttpEngine, backend: Backend) -> None:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
-        self._access = Access(engine.authority.keys, COMMANDS, engine.authority.note)
+        authority = engine.authority
+        self._access = RunAccess(authority.keys, authority.note, unguarded=authority.unguarded)
         routes = {**self._routes(), **self._update_routes(), **backend.own_routes(self._command), **OpenAiRoutes(engine, backend).routes()}
-        self.listener = Listener(routes, self._access, middlewares=[self._with_nonce, translate])
+        if not authority.accepts_commands:
+            routes = {path: route for path, route in routes.items() if route.rule is not Rule.COMMAND}
+        self.listener = Listener(routes, self._access, middlewares=[self._with_nonce, translate], limits=BodyLimits(all_bytes=BODIES_BYTES))
 
-    def _routes(self) -> dict[str, Handler]:
-        model_info, server_info = _json(self._backend.model_info), _json(self._backend.server_info)
+    def _routes(self) -> dict[str, Route]:
+        model_info, server_info = Route.request(_json(self._backend.model_info)), Route.request(_json(self._backend.server_info))
+        flush_cache = Route.command(self._backend.flush_cache)
         return {
-            "POST /generate": self._backend.generate,
-            "GET /health": self._health,
-            "GET /health_generate": self._health_generate,
+            "POST /generate": Route.request(self._backend.generate),
+            "GET /health": Route.open(self._health),
+            "GET /health_generate": Route.request(self._health_generate),
             "GET /model_info": model_info,
             "GET /get_model_info": model_info,
             "GET /server_info": server_info,
             "GET /get_server_info": server_info,
-            "GET /v1/loads": self._backend.loads,
-            "POST /abort_request": self._abort_request,
-            "POST /flush_cache": self._backend.flush_cache,
-            "GET /flush_cache": self._backend.flush_cache,
-            "POST /weights_checker": self._weights_checker,
+            "GET /v1/loads": Route.request(self._backend.loads),
+            "POST /abort_request": Route.request(self._abort_request),
+            "POST /flush_cache": flush_cache,
+            "GET /flush_cache": flush_cache,
+            "POST /weights_checker": Route.request(self._weights_checker),
+            "POST /weights_checksums": Route.request(
+                self._operation(lambda body: self._updates.checksum_report(of_update=of_update_in(body)), _report)
+            ),
         }
 
-    def _update_routes(self) -> dict[str, Handler]:
+    def _update_routes(self) -> dict[str, Route]:
         """Return the commands that are one operation of the engine's updates each."""
         updates, operation = self._updates, self._operation
-        return {
+        handlers = {
             "POST /pause_generation": operation(self._pause, _status("Generation paused successfully.")),
             "POST /continue_generation": operation(updates.continue_generation, _status("Generation continued successfully.")),
             "POST /init_weights_update_group": operation(self._join, _done("Succeeded to initialize custom process group.")),
@@ -72,10 +82,10 @@ class EngineServer:
                 lambda body: updates.load_directory(Path(need(body, "model_path", str)), version_in(body)),
                 lambda stall_s: done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s),
             ),
-            "POST /weights_checksums": operation(lambda body: updates.checksum_report(of_update=of_update_in(body)), _report),
             "POST /release_memory_occupation": operation(lambda body: updates.release(memory_tags_in(body)), web.json_response),
             "POST /resume_memory_occupation": operation(lambda body: updates.resume(memory_tags_in(body)), web.json_response),
         }
+        return {path: Route.command(handler) for path, handler in handlers.items()}
 
     def _operation(
         self, operation: Callable[[Body], Coroutine[object, None, Result]], response: Callable[[Result], web.Response]
@@ -89,8 +99,13 @@ class EngineServer:
         return handle
 
     async def _command(self, request: web.Request) -> JsonObject:
-        """Return the body of a learner's command without its epoch, which is checked first."""
-        body = dict(await body_of(request))
+        """Return the body of a learner's command without its epoch, which is checked first.
+
+        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the admin key.
+        """
+        body = dict(body_of(request))
+        if "epoch" in body:
+            await self._access.want(request, admin=True)
         await self._engine.authority.require_current_epoch(self._updates.require_current_epoch, body, self._engine.url, request.path)
         body.pop("epoch", None)
         return body
@@ -150,7 +165,7 @@ class EngineServer:
         return web.Response()
 
     async def _weights_checker(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
+        body = body_of(request)
         if body.get("action") != "checksum":
             raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
         found = await self._updates.run_shielded(self._updates.checksums())

@@ -76,10 +76,14 @@ class RunKeys:
         """Return the keys as last read; read them where none are known. Raises BusError."""
         return self._keys if self._keys.bearer else await self.newest()
 
-    async def headers(self) -> dict[str, str]:
-        """Return the headers of a request; none while the bus is away and no key is known, because most servers require none."""
+    async def headers(self, *, admin: bool = True) -> dict[str, str]:
+        """Return the headers of a request; none while the bus is away and no key is known, because most servers require none.
+
+        ``admin``: with the admin key where it is known; a process that passes on the requests of others does not lend it to them.
+        """
         try:
-            return (await self.known()).headers
+            keys = await self.known()
+            return keys.headers if admin else Keys(api=keys.api).headers
         except BusError:
             return {}
 

@@ -231,6 +231,7 @@ def router(args: argparse.Namespace) -> int:
         port=args.port,
         workers=tuple(check_url(url) for url in args.worker),
         middleware=(*args.middleware, *exact),
+        paths=tuple(args.path),
         model=args.exact,
         timeout_s=args.timeout,
         wait_s=args.wait,

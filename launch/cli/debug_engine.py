@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from learner.debug.train_file import Array
 
 ANSWER_S = 120.0
+MAX_ANSWER_BYTES = 256 << 20
 """Seconds for an engine to score a prompt."""
 DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 """Dtypes by their names in an engine's answer. SGLang's ``auto`` is none of them: it depends on the model and the device."""
@@ -63,7 +64,7 @@ class Engine:
     def _json(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         with self._opener.open(urllib.request.Request(self._url + path, data, self._headers), timeout=ANSWER_S) as response:
-            return json.load(response)
+            return json.loads(response.read(MAX_ANSWER_BYTES))  # a longer one is cut off, and no JSON
 
 
 class _NotFollowed(urllib.request.HTTPRedirectHandler):

@@ -201,12 +201,19 @@ def _add_router(commands: "Commands") -> None:
     router.add_argument("--id", default="", help="its name on the bus")
     router.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = that of the interface that leads to the bus")
     router.add_argument("--advertise", default="", metavar="HOST", help="address that other machines use, if not --host")
-    router.add_argument("--insecure", action="store_true", help="answer requests of other machines without the run's key")
+    router.add_argument(
+        "--insecure",
+        action="store_true",
+        help="answer requests of other machines without the run's key; without --bus, also obey /add_worker and /remove_worker without one",
+    )
     router.add_argument("--port", type=int, default=8001, help="0 = any free port")
     router.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine, besides those on the bus; may be repeated")
     router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep text-based clients token-exact, with this tokenizer")
     router.add_argument(
         "--middleware", action="append", default=[], metavar="PACKAGE.MODULE:FACTORY", help="around every request; may be repeated"
+    )
+    router.add_argument(
+        "--path", action="append", default=[], metavar="PATH", help="forward requests to this path, too (a middleware's); may be repeated"
     )
     router.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, to its last byte")
     router.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves")
@@ -234,7 +241,7 @@ def _add_teacher(commands: "Commands") -> None:
     teacher.add_argument("model", type=Path, metavar="MODEL_DIR", help="directory of the model, with the vocabulary of the trained one")
     teacher.add_argument("--host", default="127.0.0.1", help="address to listen on")
     teacher.add_argument("--port", type=int, default=30000, help="0 = any free port")
-    teacher.add_argument("--insecure", action="store_true", help="answer other machines: they need no key, and may do anything with it")
+    teacher.add_argument("--insecure", action="store_true", help="let other machines ask, without a key: nothing can change the model")
     teacher.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it computes")
     teacher.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto = bfloat16 on CUDA, else float32")
     teacher.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads")

@@ -27,7 +27,8 @@ from learner.checkpoints.manifest import FileEntry
 from learner.checkpoints.peers import Peer, PeerClient
 from learner.checkpoints.server import CheckpointServer, held_below
 from learner.errors import CheckpointCorrupt
-from weightstore.listener import Access, Listener
+from weightstore.access import RunAccess
+from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +91,7 @@ class Keeper:
     async def opened(self) -> AsyncIterator[None]:
         """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError, BusUnavailable."""
         await asyncio.to_thread(clean, self._root)
-        access = Access(self._keys)
-        listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, access)
+        listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
             self.url = await listener.start(self._reach.bind, 0, advertise=self._reach.advertised, name="learner")
             await self._tell()

@@ -19,7 +19,7 @@ from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, FileEntry
 from learner.checkpoints.peers import PATH
 from learner.errors import CheckpointCorrupt
-from weightstore.listener import Handler
+from weightstore.access import Route
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +28,17 @@ _KEPT_MANIFESTS = 8
 
 
 class CheckpointServer:
-    """Handlers for ``Listener``."""
+    """Routes for ``Listener``."""
 
     def __init__(self, root: Path, *, node: int) -> None:
         self._root, self._node = root, node
         self._manifests: dict[str, Mapping[str, FileEntry]] = {}
 
     @property
-    def routes(self) -> Mapping[str, Handler]:
+    def routes(self) -> Mapping[str, Route]:
         """Routes of the server."""
-        return {"GET /health": self._health, f"GET {PATH}": self._held, f"GET {PATH}/{{name}}/{{file:.+}}": self._file}
+        held, file = Route.request(self._held), Route.request(self._file)
+        return {"GET /health": Route.open(self._health), f"GET {PATH}": held, f"GET {PATH}/{{name}}/{{file:.+}}": file}
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"node": self._node})

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import re
 import types
 import typing
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from learner.data.config import DataConfig, refuse_stops
+from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from learner.data.source import SourceConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -80,8 +80,8 @@ class EvalSet:
             raise ValueError(f"samples: want 1 to {MOST_SAMPLES}, got {self.samples}")
         if self.limit < 0:
             raise ValueError(f"limit: want >= 0, got {self.limit}")
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: want >= 0, got {self.temperature}")
+        if self.temperature and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
+            raise ValueError(f"temperature: want 0, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, got {self.temperature}")
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(f"samples: want 1 with temperature: 0, whose responses are all the same, got {self.samples}")
         if not 0 < self.top_p <= 1:

@@ -10,12 +10,13 @@ from typing import Any
 
 import aiohttp
 
+from bus.client.http_answer import content_of
 from rewards.errors import RewardFailed
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a call is repeated."""
 MAX_ANSWER_BYTES = 4 << 20
-"""Size of the largest answer that is read."""
+"""Size of the largest answer that is read, unpacked."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 """Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole."""
 OPEN_AFTER = 8
@@ -85,7 +86,7 @@ class Calls:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
-            content = await bounded_content(response)
+            content = await content_of(response.content, MAX_ANSWER_BYTES)
             if response.status in AGAIN:
                 raise ValueError(f"status {response.status}: {content[:200]!r}")
             if response.status >= 300:
@@ -100,13 +101,3 @@ class Calls:
 
 class _Refused(Exception):
     """An answer that refuses the call itself as wrong."""
-
-
-async def bounded_content(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of an answer. Raises ValueError for more than ``MAX_ANSWER_BYTES``."""
-    content = bytearray()
-    async for piece in response.content.iter_any():
-        content += piece
-        if len(content) > MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(content)

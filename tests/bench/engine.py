@@ -19,6 +19,7 @@ import torch
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.wire.messages import Sampling
 from tests.tiny_models import write_tiny_model
@@ -43,7 +44,7 @@ async def measure(model_dir: Path, prompts: np.ndarray, num_tokens: int, rounds:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa").eval()
-    engine = BuiltinEngine(model_dir, EngineConfig(max_running=len(prompts)))
+    engine = BuiltinEngine(model_dir, EngineConfig(max_running=len(prompts)), authority=Authority(unguarded=True))
     engine.load()
     client = HttpEngine(await engine.start())
     engine.phase = "serving"

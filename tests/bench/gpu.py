@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from bus.config import BusConfig
@@ -343,7 +344,7 @@ async def measure_engine(directory: Path, vocab: int, args: argparse.Namespace) 
     found = {}
     for rows in args.rows:
         config = EngineConfig(device=args.torch_device.type, dtype="bfloat16", max_running=rows, max_context=32 + args.new_tokens)
-        engine = BuiltinEngine(directory, config)
+        engine = BuiltinEngine(directory, config, authority=Authority(unguarded=True))
         await asyncio.to_thread(engine.load)
         client = HttpEngine(await engine.start())
         engine.phase = "serving"

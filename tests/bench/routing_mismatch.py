@@ -18,6 +18,7 @@ import torch
 
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.wire.messages import Sample, Sampling, Status
 from bus.wire.routed_experts import RoutedShape
@@ -38,7 +39,7 @@ Measured = Mapping[str, float]
 
 async def sampled(directory: Path, dtype: str) -> list[Sample]:
     """Return responses of an engine, with the experts of their tokens."""
-    engine = BuiltinEngine(directory, EngineConfig(dtype=dtype))
+    engine = BuiltinEngine(directory, EngineConfig(dtype=dtype), authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start(), routed_experts=True)
     engine.phase = "serving"

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from actors.config import EngineConfig, SglangConfig
+from actors.serving.authority import Authority
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.releases import release_of
 from tests.engine_serving import LIMIT_S, serving
@@ -68,7 +69,7 @@ async def proxy(model_dir: Path) -> AsyncIterator[Asked]:
 @asynccontextmanager
 async def proxying(model_dir: Path, server: Faulty, **config: Any) -> AsyncIterator[Asked]:
     settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url), **config)
-    engine = SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"))
+    engine = SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"), authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     await engine.start()
     engine.phase = "serving"
@@ -149,6 +150,29 @@ async def test_numbers_out_of_range_are_refused(place: Place, path: str, body: A
         assert (status, why in answer) == (400, True), answer
 
 
+TINY = [1e-320, 1e-300, 1e-46, 1e-40, 1e-30, 9e-7, 1e7, 1e39, 1e300]
+
+
+@pytest.mark.parametrize("place", [builtin, router, proxy], ids=["builtin", "router", "proxy"])
+async def test_a_temperature_by_which_no_score_can_be_divided_is_refused(place: Place, model_dir: Path) -> None:
+    """Scores are numbers of 32 bits. A request that only a teacher gets, for the log-probs of given tokens, is refused likewise."""
+    scores = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0}
+    async with place(model_dir) as asked:
+        for temperature in TINY:
+            params = {"temperature": temperature}
+            for body in (
+                {"input_ids": [5], "sampling_params": {**PARAMS, **params}},
+                scores | {"sampling_params": {"max_new_tokens": 0, **params}},
+            ):
+                status, answer = await asked.post("/generate", body)
+                assert (status, "sampling_params.temperature: want" in answer) == (400, True), (temperature, answer)
+        for temperature in (0, 1e-6, 1e-3, 1e6):
+            assert (await asked.post("/generate", {"input_ids": [5], "sampling_params": {**PARAMS, "temperature": temperature}}))[0] == 200
+        for path, body in (("completions", {"prompt": "3"}), ("chat/completions", {"messages": [USER]})):
+            status, answer = await asked.post(f"/v1/{path}", {**body, "max_tokens": 1, "temperature": 1e-300})
+            assert (status, "temperature: want" in answer) == (400, True), answer
+
+
 async def test_a_text_of_no_tokens_is_refused_at_a_proxy(model_dir: Path) -> None:
     async with proxy(model_dir) as asked:
         for text in ("", [""], ["3", ""]):
@@ -177,7 +201,10 @@ async def reached(server: Faulty, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-ODD: tuple[Any, ...] = (None, True, -1, 1.5, 2**63, 10**400, float("inf"), "", "\x00", "[" * 3000, [], {}, [None], [2**70])
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 1.5, 1e-300, 1e-40, 1e39, 2**63, 10**400, float("inf")),
+    *("", "\x00", "[" * 3000, [], {}, [None], [2**70]),
+)
 GENERATE = (
     *(
         "text",

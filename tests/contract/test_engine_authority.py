@@ -12,18 +12,19 @@ import pytest
 from actors.config import EngineConfig, SglangConfig
 from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineUnavailable
-from actors.http_api import COMMANDS
 from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.releases import release_of
 from bus.errors import BusUnavailable
 from bus.liveness.keys import Keys, RunKeys
-from tests.engine_serving import LIMIT_S
+from tests.engine_serving import LIMIT_S, commands_of
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
 
 KEYS = Keys.of("s3cret")
+FENCING = ("/abort_request", "/weights_checksums")
+"""Requests with the form of a command: an epoch in them would fence older learners."""
 BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
 
 
@@ -80,8 +81,8 @@ PLACES = pytest.mark.parametrize("place", [builtin, proxy], ids=["builtin", "pro
 @pytest.mark.parametrize("key", ["", "wrong", KEYS.api, "\xff"], ids=["none", "wrong", "api", "odd"])
 async def test_no_command_is_obeyed_without_the_admin_key(place: Place, key: str, model_dir: Path) -> None:
     async with place(model_dir, Authority(RunKeys.fixed(KEYS))) as engine:
-        commands = sorted(COMMANDS - ({"/receive_push"} if place is proxy else set()))
-        for path, body in [(path, {"epoch": 10**30}) for path in commands] + [("/abort_request", {"abort_all": True})]:
+        commands = [(path, {"epoch": 10**30}) for path in commands_of(engine.engine)]
+        for path, body in [*commands, ("/abort_request", {"abort_all": True}), *((path, {"rid": "x", "epoch": 1}) for path in FENCING)]:
             status, answer = await engine.ask(path, body, key)
             assert (status, f"{path}: want the run's admin key" in answer) == (401, True), (path, answer)
         assert (await engine.ask("/generate", BODY))[0] == 200, "requests of this machine want none"
@@ -108,7 +109,7 @@ async def test_an_epoch_that_no_learner_has_shuts_nobody_out(place: Place, model
         for odd, want in ((1e30, "want an integer >= 0"), (True, "want an integer >= 0"), (-1, "want an integer >= 0"), (4, "at most 3")):
             status, answer = await goes_on(odd)
             assert (status, f"epoch: want {want}" in answer or want in answer) == (400, True), answer
-        status, answer = await engine.ask("/weights_checksums", {"of": "served", "epoch": 10**30})
+        status, answer = await engine.ask("/weights_checksums", {"of": "served", "epoch": 10**30}, KEYS.admin)
         assert (status, "epoch: want at most 3" in answer) == (400, True), "nor by what is no command"
         assert engine.engine.epoch == 3
         newest[0] = 5

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from actors.errors import BadRequest, EngineUnavailable
-from actors.http_api import COMMANDS
 from actors.serving.sglang.proxy import HOLD_S
 from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
-from tests.engine_serving import LIMIT_S, Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
+from tests.engine_serving import LIMIT_S, Served, commands_of, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
@@ -294,7 +293,7 @@ async def test_a_minimum_version_is_waited_for(kind: Kind, directories: list[Pat
 async def test_a_replaced_learner_is_refused(kind: Kind, directories: list[Path]) -> None:
     async with kind.serving(directories[0]) as served:
         assert (await served.post("/pause_generation", {"mode": "in_place", "epoch": 5}))[0] == 200
-        for path in sorted(COMMANDS - {"/receive_push", "/flush_cache"}):
+        for path in sorted(set(commands_of(served.engine)) - {"/receive_push", "/flush_cache"}):
             status, answer = await served.post(path, {"epoch": 4, "weight_version": "9", "group_name": "g"})
             assert (status, answer["epoch"]) == (409, 5), path
         assert (await served.post("/continue_generation", {"epoch": 5}))[0] == 200

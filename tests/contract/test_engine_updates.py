@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from actors.errors import UpdateRefused
+from actors.serving.authority import Authority
 from bus.wire.messages import Sampling
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
@@ -332,7 +333,7 @@ async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
     """Otherwise a thread would continue to write the standby copy while the next push is admitted."""
     from actors.serving.builtin.engine import BuiltinEngine
 
-    engine = BuiltinEngine(directories[0])
+    engine = BuiltinEngine(directories[0], authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     written, ends = asyncio.Event(), asyncio.Event()
 
@@ -462,7 +463,9 @@ async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
     from actors.serving.builtin.engine import BuiltinEngine
 
     heard: list[tuple[int, int]] = []
-    engine = BuiltinEngine(directories[0], on_update=lambda version, epoch: heard.append((version, epoch)))
+    engine = BuiltinEngine(
+        directories[0], on_update=lambda version, epoch: heard.append((version, epoch)), authority=Authority(unguarded=True)
+    )
     await asyncio.to_thread(engine.load)
     await engine.start()
     try:

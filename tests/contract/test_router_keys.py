@@ -78,7 +78,7 @@ async def test_clients_on_other_machines_need_a_key() -> None:
             assert (await door.get("/list_workers"))[0] == 401
             assert (await door.post("/generate", BODY, headers=bearer(KEYS.api)))[0] == 200
         with pytest.raises(ValueError, match=r"router\.host: 0\.0\.0\.0 can be reached by others.*want insecure: true"):
-            async with routing(engine.url, host="0.0.0.0"):
+            async with routing(engine.url, host="0.0.0.0", insecure=False):
                 pass
         async with routing(engine.url, host="0.0.0.0", advertise="127.0.0.1", insecure=True) as door:
             assert (await door.post("/generate", BODY))[0] == 200

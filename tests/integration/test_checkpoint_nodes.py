@@ -19,7 +19,8 @@ from tests.integration import checkpoint_ranks
 from tests.integration.checkpoint_ranks import STEP, VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
-from weightstore.listener import Access, Listener
+from weightstore.access import RunAccess
+from weightstore.listener import Listener
 
 NAME = f"step-{STEP}-epoch-1"
 
@@ -30,7 +31,7 @@ async def served(roots: list[Path]) -> AsyncIterator[list[str]]:
     async with AsyncExitStack() as stack:
         urls = []
         for node, root in enumerate(roots):
-            listener = Listener(CheckpointServer(root, node=node).routes, Access(None))
+            listener = Listener(CheckpointServer(root, node=node).routes, RunAccess(None))
             stack.push_async_callback(listener.close)
             urls.append(await listener.start("127.0.0.1", 0))
         yield urls

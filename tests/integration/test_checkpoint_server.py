@@ -18,7 +18,8 @@ from learner.checkpoints.manifest import BLOCK_BYTES
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
 from learner.checkpoints.server import CheckpointServer
 from learner.errors import CheckpointCorrupt
-from weightstore.listener import Access, Listener
+from weightstore.access import RunAccess
+from weightstore.listener import Listener
 
 KEYS = Keys.of("admin")
 CONTENT = os.urandom(BLOCK_BYTES) + b"the second block"
@@ -43,7 +44,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[str]:
     (root / "secret").write_text("secret")
     (tmp_path / "secret").write_text("secret")
     write(tmp_path / "other")
-    access = Access(RunKeys.fixed(KEYS))
+    access = RunAccess(RunKeys.fixed(KEYS))
     listener = Listener(CheckpointServer(root, node=1).routes, access)
     url = await listener.start("127.0.0.1", 0)
     access.is_public = True  # as on an address that other machines reach

@@ -13,18 +13,21 @@ from aiohttp import web
 from bus.liveness.keys import Keys, RunKeys
 from bus.server.ports import KeptPort
 from tests.unit.test_ground import PACKAGES, ROOT
-from weightstore.listener import Access, Listener, url_of
+from weightstore.access import Route, RunAccess
+from weightstore.bodies import BodyLimits, body_in
+from weightstore.listener import Listener, url_of
 
 LIMIT_S = 20.0
 
 
 async def echo(request: web.Request) -> web.Response:
-    return web.Response(body=await request.read())
+    return web.Response(body=body_in(request))
 
 
 @asynccontextmanager
 async def listening(*, headers_s: float = LIMIT_S, body_s: float = LIMIT_S) -> AsyncIterator[str]:
-    listener = Listener({"POST /echo": echo}, Access(None), max_body_bytes=1000, headers_s=headers_s, body_s=body_s)
+    limits = BodyLimits(one_bytes=1000, whole_s=body_s)
+    listener = Listener({"POST /echo": Route.request(echo)}, RunAccess(None), limits=limits, headers_s=headers_s)
     try:
         yield await listener.start("127.0.0.1", 0)
     finally:
@@ -96,7 +99,7 @@ async def test_bodies_are_bounded() -> None:
 async def test_a_listener_that_others_reach_wants_the_key(host: str, advertise: str, without_key: int) -> None:
     """By its own address, or by another one that it advertises: a forwarded port brings requests from elsewhere to loopback."""
     keys = Keys.of("k" * 16)
-    listener = Listener({"POST /echo": echo}, Access(RunKeys.fixed(keys)))
+    listener = Listener({"POST /echo": Route.request(echo)}, RunAccess(RunKeys.fixed(keys)))
     try:
         with KeptPort() as port:
             await listener.start(host, port.number, advertise=advertise)
@@ -111,7 +114,7 @@ async def test_a_listener_that_others_reach_wants_the_key(host: str, advertise: 
 
 @pytest.mark.parametrize(("host", "advertise", "named"), [("0.0.0.0", "", "0.0.0.0"), ("127.0.0.1", "gpu7.lab:80", "gpu7.lab:80")])
 async def test_without_keys_no_other_machine_may_ask(host: str, advertise: str, named: str) -> None:
-    listener = Listener({"POST /echo": echo}, Access(None))
+    listener = Listener({"POST /echo": Route.request(echo)}, RunAccess(None))
     with pytest.raises(ValueError, match=rf"engine\.host: {named} can be reached by others"):
         await listener.start(host, 0, advertise=advertise, name="engine.host")
     try:

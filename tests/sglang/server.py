@@ -11,6 +11,7 @@ import yaml
 
 from actors.config import EngineConfig, SglangConfig
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.sglang.api import Api
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.releases import Release, release_of
@@ -34,7 +35,7 @@ def config(python: str, *, url: str = "", log: str = "", pause: str = "in_place"
 @asynccontextmanager
 async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place") -> AsyncIterator[Served]:
     """Serve the weights of ``directory`` as version 0 through a proxy of one test in front of the server."""
-    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1)
+    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     try:

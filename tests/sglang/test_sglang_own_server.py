@@ -16,6 +16,7 @@ import pytest
 
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, UpdateRefused
+from actors.serving.authority import Authority
 from actors.serving.sglang.engine import SglangEngine
 from tests.sglang.server import ARGUMENTS, config
 from tests.whole.running import ROOT
@@ -124,7 +125,7 @@ async def _join_for_ever(engine: SglangEngine) -> None:
 @asynccontextmanager
 async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterator[tuple[SglangEngine, list[psutil.Process]]]:
     """Start an engine with a server of its own; yield it and all processes of the server."""
-    engine = SglangEngine(directory, settings)
+    engine = SglangEngine(directory, settings, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     others = {one.pid for one in psutil.Process().children()}
     await engine.start()
@@ -161,7 +162,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, dir
     async def refused() -> None:
         wrong = config(python, log=str(tmp_path / "refused.log"))
         wrong = replace(wrong, sglang=replace(wrong.sglang, arguments={**ARGUMENTS, "no_such_argument": 1}))
-        engine = SglangEngine(directories[0], wrong)
+        engine = SglangEngine(directories[0], wrong, authority=Authority(unguarded=True))
         await asyncio.to_thread(engine.load)
         try:
             with pytest.raises(EngineFailed, match=r"(?s)ended with code .*no-such-argument"):

@@ -11,6 +11,7 @@ import pytest
 
 from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineFailed
+from actors.serving.authority import Authority
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.server_process import POLL_S
 from bus.wire.messages import Sampling
@@ -277,7 +278,7 @@ async def test_a_server_that_says_it_has_version_0_is_believed(python: str, serv
         for version, believed in (("0", 0), ("3", -1)):
             await served.engine.load_snapshot(directories[0], int(version))
             await served.engine.api.call("POST", "/pause_generation", {"mode": "in_place"})
-            second = SglangEngine(directories[0], config(python, url=server), version=-1)
+            second = SglangEngine(directories[0], config(python, url=server), version=-1, authority=Authority(unguarded=True))
             await asyncio.to_thread(second.load)
             await second.start()
             try:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.engine_client import HttpEngine
+from actors.serving.authority import Authority
 from actors.serving.sglang.engine import SglangEngine
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import unknown_rows
@@ -23,7 +24,7 @@ async def test_the_experts_of_prompt_and_response_are_those_of_transformers(pyth
     """A server that is started with the flag; the second request finds its prompt in the cache of keys and values."""
     directory, model = write_tiny_model(tmp_path / "model", "qwen3_moe", **SIZES), tiny_model("qwen3_moe", **SIZES)
     settings = replace(config(python, log=str(tmp_path / "sglang.log")), dtype="float32", routed_experts=True)
-    engine = SglangEngine(directory, settings, version=0)
+    engine = SglangEngine(directory, settings, version=0, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start(), routed_experts=True)
     engine.phase = "serving"

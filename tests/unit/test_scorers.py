@@ -21,7 +21,7 @@ from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest
 from rewards.registry import load
-from weightstore.listener import Access
+from weightstore.access import RunAccess
 
 KEYS = RunKeys.fixed(Keys.of("admin"))
 REQUEST = RewardRequest(prompt="p", response="4", label="4", status=Status.COMPLETED)
@@ -288,7 +288,7 @@ async def test_a_value_that_json_lacks_fails_the_sample() -> None:
 
 async def test_a_scorer_that_others_reach_wants_the_key_of_the_run() -> None:
     """A listener on all addresses answers those alone that present it; the client of the actors does."""
-    guarded = RewardServer("exact", load("exact"), access=Access(KEYS))
+    guarded = RewardServer("exact", load("exact"), access=RunAccess(KEYS))
     async with serving(guarded, "0.0.0.0", 0, advertise="127.0.0.1") as url, ClientSession() as session:
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}) as response:
             assert response.status == 401

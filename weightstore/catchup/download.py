@@ -9,10 +9,12 @@ from typing import Any
 
 import aiohttp
 
+from bus.client.http_answer import content_of
 from weightstore.errors import SnapshotBroken, SnapshotUnavailable
 from weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 64 << 20
 """Bytes that are received, or hashed, at a time."""
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
@@ -90,7 +92,10 @@ async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: in
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
     async with session.get(url) as response:
         _check(url, response)
-        return await response.read()
+        try:
+            return await content_of(response.content, _MAX_MANIFEST_BYTES)
+        except ValueError as error:
+            raise SnapshotBroken(url, "a manifest", str(error)) from None
 
 
 def _check(url: str, response: Any) -> None:

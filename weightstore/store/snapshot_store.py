@@ -16,9 +16,10 @@ from torch import Tensor
 from bus.client.reach import HERE, Reach
 from bus.liveness.keys import RunKeys
 from bus.wire.messages import VersionRow
+from weightstore.access import RunAccess
 from weightstore.errors import SnapshotBroken
 from weightstore.format.manifest import Manifest
-from weightstore.listener import Access, Listener
+from weightstore.listener import Listener
 from weightstore.store import snapshot
 from weightstore.store.registry import VersionRegistry
 
@@ -77,7 +78,7 @@ class SnapshotStore:
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("*" + snapshot.ASIDE):
             shutil.rmtree(path)
-        self._listener = Listener({}, Access(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
+        self._listener = Listener({}, RunAccess(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
         # Any port: engines read the URL from the row of the version.
         self.url = await self._listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
         newest = await self._registry.snapshot()

@@ -14,12 +14,15 @@ from typing import Any
 
 import aiohttp
 
+from bus.client.http_answer import content_of
 from weightstore.errors import WeightstoreError
 
 CONNECT_S = 5.0
 """Deadline for a connection."""
 KEEP_S = 2.0
 """An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
+MAX_ANSWER_BYTES = 1 << 30
+"""Size of the largest answer that is read, unpacked: a batch of long responses with the experts of their tokens."""
 MAX_REASON_BYTES = 2000
 """Most bytes of an answer that is no JSON in an error: it may be a page of HTML."""
 
@@ -94,7 +97,7 @@ class EngineApi:
     async def call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
-            raw = await response.read()
+            raw = await self._content(path, response)
         try:
             return json.loads(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
@@ -103,7 +106,7 @@ class EngineApi:
     async def read(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> bytes:
         """Return the body of the answer."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
-            return await response.read()
+            return await self._content(path, response)
 
     @asynccontextmanager
     async def open(
@@ -136,8 +139,14 @@ class EngineApi:
             self._opened = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), read_bufsize=1 << 20)
         return self._opened
 
+    async def _content(self, path: str, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            return await content_of(response.content, MAX_ANSWER_BYTES)
+        except ValueError as error:
+            raise CallFailed(self.url, path, Failure.UNREADABLE, str(error), status=response.status) from None
+
     async def _refused(self, path: str, response: aiohttp.ClientResponse) -> CallFailed:
-        raw = await response.read()
+        raw = await self._content(path, response)
         if response.status >= 500:
             response.close()  # uvicorn is about to close it, too: the next request is not to travel on it
         return refusal(self.url, path, response.status, raw)

@@ -10,7 +10,6 @@ Rank 0 decides everything: which copy is filled, which bucket is sent next, and 
 
 import asyncio
 import itertools
-import json
 import logging
 import secrets
 import threading
@@ -27,11 +26,13 @@ from torch import Tensor
 from bus.client.reach import Reach, bare
 from bus.liveness.keys import Keys, RunKeys
 from bus.system.loop import new_event_loop
+from weightstore.access import Route, RunAccess
+from weightstore.bodies import body_in, json_in
 from weightstore.config import WeightsConfig
 from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
-from weightstore.listener import Access, Handler, Listener
+from weightstore.listener import Listener
 from weightstore.side_stream import beside
 from weightstore.transport import senders
 from weightstore.transport.handles import shared_memory_domain
@@ -157,6 +158,19 @@ class PartServer:
 
     async def _serve(self) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        listener = self.listener()
+        try:
+            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
+            self._url = await listener.start(self._at.bind, 0, name="weights.host")
+            self._ready.set()
+            await self._closing.wait()
+        finally:
+            for id in list(self._groups):
+                self._groups.pop(id).close()
+            await listener.close()
+
+    def listener(self) -> Listener:
+        """Return the listener of its routes, all of which need the key of this server."""
         routes = {
             "GET /alive": self._answer(self._alive),
             "POST /leave": self._answer(self._leave),
@@ -170,26 +184,15 @@ class PartServer:
             "GET /tensors/{set}": self._answer(self._tensor),
             "DELETE /tensors/{set}": self._answer(self._release),
         }
-        paths = {route.partition(" ")[2] for route in routes}
-        listener = Listener(routes, Access(RunKeys.fixed(Keys.of(self._key)), paths), shutdown_s=_SHUTDOWN_S)
-        try:
-            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
-            self._url = await listener.start(self._at.bind, 0, name="weights.host")
-            self._ready.set()
-            await self._closing.wait()
-        finally:
-            for id in list(self._groups):
-                self._groups.pop(id).close()
-            await listener.close()
+        return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
-    def _answer(self, work: _Work) -> Handler:
-        """Return the handler of requests whose answer is ``work``'s map or bytes, or the reason of an error with its status."""
+    def _answer(self, work: _Work) -> Route:
+        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its status."""
 
         async def handle(request: web.Request) -> web.Response:
             """Answer one request."""
             try:
-                body = json.loads(await request.read() or b"{}")
-                found = await work(request, body)
+                found = await work(request, _map_in(body_in(request)))
                 return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
             except (LookupError, TypeError, ValueError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
@@ -198,7 +201,7 @@ class PartServer:
             except OSError as error:
                 return web.json_response({"message": str(error)}, status=500)
 
-        return handle
+        return Route.command(handle)
 
     async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         return {}
@@ -282,6 +285,13 @@ class PartServer:
 
     def _flat(self, copy: int, bucket: int) -> Tensor:
         return self._copies[copy].buckets[bucket][1]
+
+
+def _map_in(raw: bytes) -> Mapping[str, Any]:
+    body = json_in(raw) if raw else {}
+    if not isinstance(body, dict):
+        raise ValueError(f"body: want a JSON map, got {type(body).__name__}")
+    return body
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -114,6 +114,11 @@ async def _tools(urls: Mapping[str, str], timeout_s: float) -> AsyncIterator[_To
         yield _Tools(*(await connect_mcp({"mcpServers": servers}, stack) if servers else ([], {}, {})))
 
 
+_MAX_BODY_BYTES = 64 << 20
+_MODELS = ("GET", "/v1/models")
+"""The one request without the id of a trace."""
+
+
 class Door:
     """The address of the model for all episodes of this process."""
 
@@ -125,20 +130,24 @@ class Door:
     async def start(self) -> None:
         """Listen, until the process ends."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20)
-        application = web.Application(client_max_size=1 << 26)
+        application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._forward)
         # A call by a client that hangs up is ended at the gateway as well, which then does not train on its answer.
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        # Bodies are not unpacked: a small one may become very large.
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, auto_decompress=False)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
     async def _forward(self, given: web.Request) -> web.Response:
         found = self.episodes.get(given.headers.get(SESSION, ""))
-        if found is None and given.method == "GET" and self.episodes:  # the models are those of every episode
+        if found is None and (given.method, given.path) == _MODELS and self.episodes:  # the models are those of every episode
             found = next(iter(self.episodes.values()))
         if found is None:
             return web.json_response({"error": {"message": "no episode has this trace", "code": "episode_over"}}, status=410)
+        encoding = given.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            return web.json_response({"error": {"message": f"Content-Encoding: want identity, got {encoding[:80]}"}}, status=415)
         base_url, trace = found
         headers = {SESSION: trace.agent.name, TRAIN: "1" if trace.agent.trainable else "0"}
         address = base_url.removesuffix("/v1") + given.path

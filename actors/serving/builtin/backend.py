@@ -29,7 +29,7 @@ from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result
 from bus.wire.json_object import JsonObject
-from weightstore.listener import Handler
+from weightstore.access import Route
 
 SNAPSHOT_S = 3600.0
 """Time-out of sending a file of a snapshot: its reader may be frozen."""
@@ -50,7 +50,7 @@ class BuiltinBackend:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response of a request without a stream fails."""
-        body = await body_of(request)
+        body = body_of(request)
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
         async with self._submitted(body) as (generate, progress):
@@ -226,14 +226,14 @@ class BuiltinBackend:
         accelerator = "cpu" if self._scheduler.device.type == "cpu" else "gpu"
         return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
 
-    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
         """Return the routes of pushes in one request, and of snapshots for peers."""
 
         async def receive_push(request: web.Request) -> web.Response:
             """Check the epoch of a push in one request, and receive it."""
             return await self._receive_push(await command(request))
 
-        return {"POST /receive_push": receive_push, "GET /snapshots/{name}/{file}": self._snapshot}
+        return {"POST /receive_push": Route.command(receive_push), "GET /snapshots/{name}/{file}": Route.request(self._snapshot)}
 
     async def _receive_push(self, body: Body) -> web.Response:
         buckets, serve = need(body, "buckets", list), body.get("serve", False)

@@ -24,7 +24,7 @@ from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
-from weightstore.listener import Handler
+from weightstore.access import Route
 
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
@@ -59,7 +59,7 @@ class Proxy:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /generate: validated, held while an update is under way, and with the client's own request ids."""
-        async with self._accepted(await body_of(request)) as (accepted, watch):
+        async with self._accepted(body_of(request)) as (accepted, watch):
             if accepted.get("stream"):
                 return await self._relay(request, accepted, watch)
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
@@ -224,7 +224,7 @@ class Proxy:
         }
         return {**_without_keys(info), **ours}
 
-    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
         """Return no routes."""
         return {}
 

@@ -4,19 +4,20 @@ The rejected ones were found by sending SGLang every field with invalid values, 
 """
 
 import re
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from actors.errors import BadRequest
-from actors.request import Limits, token_ids
+from actors.request import Limits, check_temperature, token_ids
 from bus.wire.json_object import JsonMapping
 
 REFUSED = ("positional_embed_overrides",)
 """Fields that no request may have."""
 INTEGERS = ("n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval")
-NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+NUMBERS = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 BOOLEANS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 KINDS: dict[str, type] = {
     "stream": bool,
@@ -27,6 +28,7 @@ KINDS: dict[str, type] = {
     "extra_key": str,
     "lora_path": str,
 }
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 STRINGS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
@@ -97,7 +99,8 @@ def _is_id(given: object, limits: Limits) -> bool:
 
 
 def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
+    """Return whether a value is a number that a float of 32 bits can hold: divided by a smaller one, scores are infinite."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and (given == 0 or _TINY <= abs(given) <= _LARGEST)
 
 
 def _sampling(params: JsonMapping, limits: Limits) -> int:
@@ -105,6 +108,8 @@ def _sampling(params: JsonMapping, limits: Limits) -> int:
     for name, value in params.items():
         if value is not None and (want := _want(name, value)):
             raise BadRequest(f"sampling_params.{name}: want {want}, got {str(value)[:80]}")
+    if params.get("temperature") is not None:
+        check_temperature(params["temperature"], "sampling_params.temperature")
     n = params.get("n")
     stops, biases = params.get("stop_token_ids") or [], params.get("logit_bias") or {}
     if not isinstance(stops, list) or not isinstance(biases, Mapping):
@@ -115,7 +120,7 @@ def _sampling(params: JsonMapping, limits: Limits) -> int:
             raise BadRequest(f"sampling_params: want token ids in 0 .. {limits.vocab_size - 1}, got {named!r}")
     for bias in biases.values():
         if not _is_number(bias):
-            raise BadRequest(f"sampling_params.logit_bias: want finite numbers, got {str(bias)[:80]}")
+            raise BadRequest(f"sampling_params.logit_bias: want finite numbers of 32 bits, got {str(bias)[:80]}")
     given = params.get("stop_regex") or []
     for pattern in given if isinstance(given, list) else [given]:
         try:
@@ -135,7 +140,7 @@ def _want(name: str, value: object) -> str:
     if name == "n" and isinstance(value, int) and value < 1:
         return "an integer >= 1"
     if name in NUMBERS and not _is_number(value):
-        return "a finite number"
+        return "a finite number of 32 bits"
     if name in BOOLEANS and not isinstance(value, bool):
         return "true or false"
     if name in STRINGS and not isinstance(value, str):

@@ -1,0 +1,257 @@
+"""The HTTP listeners of all roles, really listening, and the table of their routes and keys in ``docs/security.md``.
+
+``python -m tests.listeners`` prints the table.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from actors.config import EngineConfig, SglangConfig
+from actors.episodes.gateway import Gateway
+from actors.errors import BadRequest
+from actors.router.config import RouterConfig
+from actors.router.server import Router
+from actors.router.token_history import ModelText
+from actors.scoring.server import RewardServer
+from actors.serving.authority import Authority
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.releases import release_of
+from bus.client.reach import HERE, Reach
+from bus.liveness.keys import Keys, RunKeys
+from learner.checkpoints.server import CheckpointServer
+from rewards.registry import load
+from tests.router_kit import faulty
+from tests.tiny_models import write_tiny_model
+from weightstore.access import Access, RunAccess, TokenAccess
+from weightstore.config import WeightsConfig
+from weightstore.format.manifest import Manifest
+from weightstore.listener import Listener
+from weightstore.store.registry import VersionRegistry
+from weightstore.store.snapshot_store import SnapshotStore
+from weightstore.transport.part_server import PartServer
+
+KEYS = Keys.of("s3cret")
+RUN = RunKeys.fixed(KEYS)
+FAR = Reach("0.0.0.0", "127.0.0.1")
+"""An address that other machines reach: requests need the api key."""
+_KEY = "k" * 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A listener, and a request to it."""
+
+    listener: Listener
+    url: str
+    request: str
+    """Method and path."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """The key that the request needs; empty = none."""
+
+    @property
+    def takes_json(self) -> bool:
+        return self.request.startswith("POST")
+
+
+Opened = Callable[[Path], AbstractAsyncContextManager[Place]]
+
+
+@asynccontextmanager
+async def _engine(made: Callable[[EngineConfig, Authority], Any], authority: Authority) -> AsyncIterator[Place]:
+    far = authority.keys is not None
+    engine = made(EngineConfig(host=FAR.bind if far else "127.0.0.1", advertise=FAR.advertised), authority)
+    await asyncio.to_thread(engine.load)
+    try:
+        url = await engine.start()
+        engine.phase = "serving"
+        yield Place(listener=engine._server.listener, url=url, request="POST /generate", headers=KEYS.headers if far else {})
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def engine(model_dir: Path) -> AsyncIterator[Place]:
+    async with _engine(lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority(RUN)) as place:
+        yield place
+
+
+@asynccontextmanager
+async def teacher(model_dir: Path) -> AsyncIterator[Place]:
+    """As ``launch.run.teacher`` opens it: without keys."""
+    async with _engine(lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority()) as place:
+        yield place
+
+
+@asynccontextmanager
+async def sglang(model_dir: Path) -> AsyncIterator[Place]:
+    async with faulty() as server:
+        server.does = "generate"
+
+        def made(config: EngineConfig, authority: Authority) -> SglangEngine:
+            settings = EngineConfig(kind="sglang", host=config.host, advertise=config.advertise, sglang=SglangConfig(url=server.url))
+            return SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"), authority=authority)
+
+        async with _engine(made, Authority(RUN)) as place:
+            yield place
+
+
+@asynccontextmanager
+async def _router(keys: RunKeys | None, at: Reach) -> AsyncIterator[Place]:
+    async with faulty() as server:
+        router = Router(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
+        url = await router.start()
+        try:
+            yield Place(listener=router.listener, url=url, request="POST /abort_request", headers={} if keys is None else KEYS.headers)
+        finally:
+            await router.close()
+
+
+@asynccontextmanager
+async def router(model_dir: Path) -> AsyncIterator[Place]:
+    async with _router(RUN, FAR) as place:
+        yield place
+
+
+@asynccontextmanager
+async def lone_router(model_dir: Path) -> AsyncIterator[Place]:
+    async with _router(None, HERE) as place:
+        yield place
+
+
+class _Episode:
+    """An open episode that is asked for nothing."""
+
+    def __init__(self) -> None:
+        self.episode, self.slots = self, asyncio.Semaphore(1)
+        self.refused = ""
+
+    def reward_turn(self, turn: object, reward: object) -> None:
+        raise BadRequest("turn: want one of this episode")
+
+
+@asynccontextmanager
+async def gateway(model_dir: Path) -> AsyncIterator[Place]:
+    opened = Gateway(ModelText.read(str(model_dir), "model.path"), cast(Any, None))
+    opened._open[_KEY] = cast(Any, _Episode())
+    url = await opened.start()
+    try:
+        yield Place(listener=opened.listener, url=url, request="POST /reward", headers={"Authorization": f"Bearer {_KEY}"})
+    finally:
+        await opened.close()
+
+
+@asynccontextmanager
+async def _scoring(access: Access, at: Reach, headers: Mapping[str, str]) -> AsyncIterator[Place]:
+    server = RewardServer("exact", load("exact"), access=access)
+    listener = server.listener()
+    try:
+        url = await listener.start(at.bind, 0, advertise=at.advertised)
+        yield Place(listener=listener, url=url, request="POST /score", headers=headers)
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def scorer(model_dir: Path) -> AsyncIterator[Place]:
+    async with _scoring(RunAccess(RUN), FAR, KEYS.headers) as place:
+        yield place
+
+
+@asynccontextmanager
+async def reward_server(model_dir: Path) -> AsyncIterator[Place]:
+    async with _scoring(TokenAccess("t0ken"), FAR, {"Authorization": "Bearer t0ken"}) as place:
+        yield place
+
+
+@asynccontextmanager
+async def open_reward_server(model_dir: Path) -> AsyncIterator[Place]:
+    async with _scoring(TokenAccess(""), HERE, {}) as place:
+        yield place
+
+
+class _NoVersions:
+    async def snapshot(self) -> None:
+        return None
+
+
+@asynccontextmanager
+async def snapshots(model_dir: Path) -> AsyncIterator[Place]:
+    directory = model_dir.parent / "snapshots"
+    store = SnapshotStore(directory, cast(VersionRegistry, _NoVersions()), keep=1, model_dir=None, at=FAR, keys=RUN)
+    await store.open()
+    (directory / "file").write_text("x")
+    try:
+        assert store._listener is not None
+        yield Place(listener=store._listener, url=store.url, request="GET /file", headers=KEYS.headers)
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def parts(model_dir: Path) -> AsyncIterator[Place]:
+    server = PartServer(Manifest.of({"w": torch.zeros(4)}.items()), WeightsConfig(), rank=1, at=HERE)
+    with closing(server):
+        listener = server.listener()
+        url = await listener.start("127.0.0.1", 0)
+        try:
+            yield Place(listener=listener, url=url, request="POST /differences", headers=Keys.of(server._key).headers)
+        finally:
+            await listener.close()
+
+
+@asynccontextmanager
+async def checkpoints(model_dir: Path) -> AsyncIterator[Place]:
+    listener = Listener(CheckpointServer(model_dir.parent, node=0).routes, RunAccess(RUN))
+    try:
+        url = await listener.start(FAR.bind, 0, advertise=FAR.advertised)
+        yield Place(listener=listener, url=url, request="GET /checkpoints", headers=KEYS.headers)
+    finally:
+        await listener.close()
+
+
+ROLES: dict[str, Opened] = {
+    "engine, built-in": engine,
+    "engine, SGLang": sglang,
+    "teacher": teacher,
+    "router of a run": router,
+    "router without a run": lone_router,
+    "gateway of an actor": gateway,
+    "scorer": scorer,
+    "reward-server with a token": reward_server,
+    "reward-server without a token": open_reward_server,
+    "snapshots of the learner": snapshots,
+    "part of the weights in a rank, with a key of its own": parts,
+    "checkpoints of a node": checkpoints,
+}
+"""The listeners by their names in ``docs/security.md``."""
+
+
+def rows(role: str, keys: Mapping[str, str]) -> Iterator[str]:
+    """Yield the rows of a listener's table: the routes of every key."""
+    by_key: dict[str, list[str]] = {}
+    for route, key in keys.items():
+        by_key.setdefault(key, []).append(f"`{route}`")
+    for key, routes in sorted(by_key.items()):
+        yield f"| {role} | {key} | {', '.join(sorted(routes))} |"
+
+
+async def table(model_dir: Path) -> str:
+    """Return the table of all listeners."""
+    lines = ["| listener | key | routes |", "|---|---|---|"]
+    for role, opened in ROLES.items():
+        async with opened(model_dir) as place:
+            lines += rows(role, place.listener.keys)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        print(asyncio.run(table(write_tiny_model(Path(directory) / "model", max_position_embeddings=64))), end="")
