@@ -28,6 +28,8 @@ NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
 MEMORY = frozenset({"kv_cache", "weights"})
 """Kinds of memory that an engine can release."""
+BODIES_BYTES = 1 << 30
+"""Most bytes of request bodies that an engine or a router holds: the prompts of all requests that wait are among them."""
 MAX_S = 1e6
 """Longest time limit in seconds that a request may set."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -1,4 +1,4 @@
-"""Which key a request to a listener needs: a rule for every route, and the keys of a listener. Knows no body and no meaning of a path.
+"""Keys of a listener, and a rule for every route: the key that a request needs. Knows no body and no meaning of a path.
 
     open     no key: /health, for monitors and load balancers
     request  the key of requests: the run's api key where other machines can reach the listener; a token or an episode's key, everywhere

@@ -17,7 +17,7 @@ from weightstore.access import refusal
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a larger one is refused with 413."""
 MAX_BODIES_BYTES = 256 << 20
-"""Most bytes of bodies that one listener holds, from the first byte of a body to the end of its request; beyond them it answers 503."""
+"""Most bytes of bodies that one listener holds, from the first byte of a body to the end of its request; a request beyond them gets 503."""
 SMALL_BYTES = 64 << 10
 """Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much of a connection."""
 BODY_S = 120.0
@@ -76,7 +76,7 @@ class Bodies:
 
     def _refuse_size(self, num_bytes: int) -> None:
         if num_bytes > (limit := self.limits.one_bytes):
-            # Not web.HTTPRequestEntityTooLarge: its arguments differ from those of the others.
+            # web.HTTPRequestEntityTooLarge takes other arguments than ``refusal`` gives.
             raise refusal(_TooLarge, f"body: want at most {limit} bytes, got {num_bytes} or more")
 
     async def _read(self, request: web.Request, body: bytearray) -> None:

@@ -44,7 +44,7 @@ class RouterConfig:
     max_text: int = 64 << 20
     """Most characters and tokens of prompts and responses that the token-exact middleware remembers."""
     paths: tuple[str, ...] = ()
-    """Further paths that are forwarded, such as those of a middleware; a part in braces stands for any name."""
+    """Further paths that are forwarded, for a middleware or an engine with more requests; a part in braces stands for any name."""
     max_body_bytes: int = 64 << 20
     """Most bytes of a request's body."""
 

@@ -1,4 +1,4 @@
-"""The router's own paths, and those of requests, which are forwarded to an engine. Knows no bus.
+"""The router's own paths, and the paths of requests, which are forwarded to an engine. Knows no bus.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
 client -> Router --- |
@@ -20,7 +20,7 @@ from aiohttp import web
 from actors.engines.engine_client import HttpEngine
 from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineError
-from actors.http_api import body_of, translate
+from actors.http_api import BODIES_BYTES, body_of, translate
 from actors.router.config import RouterConfig, check_url
 from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
@@ -41,9 +41,7 @@ FORWARDED = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models", f"/v1/models/{{model:{_NAME}(/{_NAME})?}}", "/v1/loads"),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate"),
 )
-"""Paths of requests: those of SGLang, OpenAI and Anthropic, and of the middleware here. ``RouterConfig.paths`` adds others."""
-BODIES_BYTES = 1 << 30
-"""Most bytes of request bodies at one time: prompts of all requests that wait are among them."""
+"""Paths of requests of SGLang, OpenAI and Anthropic, and of ``TokenHistory``. ``RouterConfig.paths`` adds others."""
 HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
 """Headers of one connection, which the connection to the client sets itself."""
 

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.http_api import (
+    BODIES_BYTES,
     NONCE_HEADER,
     body_of,
     done,
@@ -27,8 +28,6 @@ from weightstore.bodies import BodyLimits
 from weightstore.format.checksums import ChecksumReport
 from weightstore.listener import Listener
 
-BODIES_BYTES = 1 << 30
-"""Most bytes of request bodies at one time: prompts of all requests that wait are among them."""
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 

@@ -74,7 +74,7 @@ class Client:
 async def opened(role: str, model_dir: Path) -> AsyncIterator[Client]:
     async with ROLES[role](model_dir) as place:
         client = Client(place)
-        await client.sent(b"", line="GET /health HTTP/1.1", key=False)  # what a first request loads is no growth
+        await client.sent(b"", line="GET /health HTTP/1.1", key=False)  # a first request loads modules, which is no growth
         yield client
 
 

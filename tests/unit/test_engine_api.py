@@ -1,10 +1,13 @@
 """The table of an engine's statuses, and the error that each of its three clients makes of them."""
 
 import json
+import zlib
 from typing import Any, cast
 
 import aiohttp
+import psutil
 import pytest
+from aiohttp import web
 
 from actors.engines import engine_client
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
@@ -12,7 +15,7 @@ from actors.serving.sglang import api
 from bus.errors import Fenced
 from weightstore.errors import ReceiverFailed
 from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.engine_api import CallFailed, Failure, refusal
+from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, refusal
 from weightstore.transport.http_receiver import HttpReceiver, _NotSupported
 
 WHY = {"error": {"message": "why", "code": 400}}
@@ -82,3 +85,32 @@ def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: ty
     assert (type(engine_client.error_of_call(failed)), type(api._error(failed))) == (client, sglang)
     error = of_receiver(failed)
     assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)
+
+
+@pytest.mark.parametrize(("status", "failure"), [(200, Failure.UNREADABLE), (400, Failure.REFUSED), (503, Failure.UNAVAILABLE)])
+async def test_a_compressed_answer_takes_no_memory(status: int, failure: Failure) -> None:
+    """A teacher elsewhere may send half a gigabyte in 500 kB."""
+    pack = zlib.compressobj(9, zlib.DEFLATED, 31)
+    begin, again = (pack.compress(b" " * (1 << 20)) + pack.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    bomb, asked = begin + again * 512, list[str]()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers["Accept-Encoding"])
+        return web.Response(status=status, body=bomb, headers={"Content-Encoding": "gzip"}, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post(PATH, answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    client = EngineApi(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
+    try:
+        before = psutil.Process().memory_info().rss
+        with pytest.raises(CallFailed) as failed:
+            await client.call("POST", PATH, {})
+        assert (failed.value.failure, asked) == (failure, ["identity"])
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+    finally:
+        await client.close()
+        await runner.cleanup()

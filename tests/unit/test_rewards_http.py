@@ -1,6 +1,7 @@
 """Rewards over HTTP against real servers: one that misbehaves in every way, and the reward server itself."""
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -81,7 +82,7 @@ async def test_an_answer_is_a_reward(answer: Any, reward: Any) -> None:
     assert request_in(asked[0]).tokens.tolist() == [1, 70_000]
 
 
-@pytest.mark.parametrize("first", [500, 503, 429, "rubbish", "list", "text", "empty", "endless"])
+@pytest.mark.parametrize("first", [500, 503, 429, "rubbish", "list", "text", "empty", "endless", "packed"])
 async def test_what_may_be_better_the_next_time_is_asked_again(first: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_ANSWER_BYTES", 1000)
 
@@ -90,6 +91,8 @@ async def test_what_may_be_better_the_next_time_is_asked_again(first: object, mo
             return web.json_response(1.0)
         if isinstance(first, int):
             return web.Response(status=first, text="later")
+        if first == "packed":
+            return web.Response(body=gzip.compress(b" " * (1 << 24)), headers={"Content-Encoding": "gzip"})
         bodies = {"rubbish": "{", "list": "[1]", "text": '"1"', "empty": "", "endless": "1" * 100_000}
         return web.Response(text=bodies[str(first)])
 

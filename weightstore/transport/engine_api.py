@@ -22,7 +22,9 @@ CONNECT_S = 5.0
 KEEP_S = 2.0
 """An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
 MAX_ANSWER_BYTES = 1 << 30
-"""Size of the largest answer that is read, unpacked: a batch of long responses with the experts of their tokens."""
+"""Size of the largest answer that is read: a batch of long responses with the experts of their tokens."""
+MAX_REFUSAL_BYTES = 1 << 20
+"""Size of the largest refusal that is read."""
 MAX_REASON_BYTES = 2000
 """Most bytes of an answer that is no JSON in an error: it may be a page of HTML."""
 
@@ -116,10 +118,14 @@ class EngineApi:
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):
-                headers = await self._headers()
+                headers = {**await self._headers(), "Accept-Encoding": "identity"}
                 async with self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as response:
                     if response.status != 200:
                         raise await self._refused(path, response)
+                    if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
+                        # Unpacked, a small answer may be larger than the memory of this process.
+                        reason = f"Content-Encoding: want an answer that is not compressed, got {encoding:.80}"
+                        raise CallFailed(self.url, path, Failure.UNREADABLE, reason, status=200)
                     yield response
         except CallFailed as failed:
             raise self._translate(failed) from None
@@ -146,7 +152,10 @@ class EngineApi:
             raise CallFailed(self.url, path, Failure.UNREADABLE, str(error), status=response.status) from None
 
     async def _refused(self, path: str, response: aiohttp.ClientResponse) -> CallFailed:
-        raw = await self._content(path, response)
+        try:
+            raw = await content_of(response.content, MAX_REFUSAL_BYTES)
+        except ValueError:  # no engine gives so long a reason
+            raw = b""
         if response.status >= 500:
             response.close()  # uvicorn is about to close it, too: the next request is not to travel on it
         return refusal(self.url, path, response.status, raw)

@@ -170,7 +170,7 @@ class PartServer:
             await listener.close()
 
     def listener(self) -> Listener:
-        """Return the listener of its routes, all of which need the key of this server."""
+        """Return the listener. Every route needs the key of this server."""
         routes = {
             "GET /alive": self._answer(self._alive),
             "POST /leave": self._answer(self._leave),
