@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 
 from actors.config import EngineConfig, SglangConfig
+from actors.episodes.episode import Episode
 from actors.episodes.gateway import Gateway
-from actors.errors import BadRequest
 from actors.router.config import RouterConfig
 from actors.router.server import Router
 from actors.router.token_history import ModelText
@@ -28,6 +28,7 @@ from bus.client.reach import HERE, Reach
 from bus.liveness.keys import Keys, RunKeys
 from learner.checkpoints.server import CheckpointServer
 from rewards.registry import load
+from tests.episode_kit import task
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
 from weightstore.access import Access, RunAccess, TokenAccess
@@ -42,7 +43,6 @@ KEYS = Keys.of("s3cret")
 RUN = RunKeys.fixed(KEYS)
 FAR = Reach("0.0.0.0", "127.0.0.1")
 """An address that other machines reach: requests need the api key."""
-_KEY = "k" * 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,24 +126,13 @@ async def lone_router(model_dir: Path) -> AsyncIterator[Place]:
         yield place
 
 
-class _Episode:
-    """An open episode that is asked for nothing."""
-
-    def __init__(self) -> None:
-        self.episode, self.slots = self, asyncio.Semaphore(1)
-        self.refused = ""
-
-    def reward_turn(self, turn: object, reward: object) -> None:
-        raise BadRequest("turn: want one of this episode")
-
-
 @asynccontextmanager
 async def gateway(model_dir: Path) -> AsyncIterator[Place]:
     opened = Gateway(ModelText.read(str(model_dir), "model.path"), cast(Any, None))
-    opened._open[_KEY] = cast(Any, _Episode())
     url = await opened.start()
     try:
-        yield Place(listener=opened.listener, url=url, request="POST /reward", headers={"Authorization": f"Bearer {_KEY}"})
+        async with opened.opened(Episode(task(), 0, "n0"), max_calls_in_flight=1) as key:
+            yield Place(listener=opened.listener, url=url, request="POST /reward", headers={"Authorization": f"Bearer {key}"})
     finally:
         await opened.close()
 

@@ -6,6 +6,7 @@ The key comes first: a client without it cannot make this process keep a body. E
 gateways of actors, and the learner's snapshots, parts and checkpoints use it. Knows the keys, but not the meaning of the paths.
 """
 
+import errno
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,12 @@ class Listener:
         # Files, and paths that do not exist, are requests.
         await self._access.check(request, self._rules.get(request.match_info.route, Rule.REQUEST))
         async with self.bodies.received(request):
-            return await handler(request)
+            try:
+                return await handler(request)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                raise web.HTTPNotFound from None  # aiohttp looks for the file of such a name, which there cannot be
 
 
 def url_of(host: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import logging
 import re
 import zlib
@@ -19,7 +20,9 @@ from aiohttp import web
 from actors.config import EngineConfig
 from bus.server.ports import KeptPort
 from launch.run.teacher import run_teacher
+from tests.contract.test_bad_input import HALF, ODD
 from tests.engine_serving import LIMIT_S
+from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
@@ -30,6 +33,7 @@ from weightstore.listener import Listener
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""
 BOMB_BYTES = 1 << 28
+PARTS = "part of the weights in a rank, with a key of its own"
 SECURITY = ROOT / "docs/security.md"
 
 
@@ -146,8 +150,8 @@ async def test_malformed_requests_get_a_4xx_and_no_traceback(role: str, model_di
             ((b"{}", "Authorization: Bearer \xff\xfe"), {"key": False}),
             ((b"{}", "Authorization: Basic %%%"), {"key": False}),
         ]
-        json = (b"\xff\xfe", b"{", b"[", b"1", b'"a"', b"NaN", b"9" * 5000, b"[" * 100_000, NESTED, WIDE)
-        odd += [((body,), {}) for body in json if place.takes_json]
+        texts = (b"\xff\xfe", b"{", b"[", b"1", b'"a"', b"NaN", b"9" * 5000, b"[" * 100_000, NESTED, WIDE)
+        odd += [((body,), {}) for body in texts if place.takes_json]
         with caplog.at_level(logging.DEBUG):
             for arguments, options in odd:
                 status, answer = await client.sent(*arguments, **options)
@@ -163,6 +167,66 @@ async def test_json_is_bounded_before_it_is_parsed(role: str, bodies: tuple[byte
         if client.place.takes_json:
             status, answer = await client.sent(bodies[0])
             assert (status, bodies[1] in answer) == (400, True), answer
+
+
+SCORE = {"prompt": "p", "response": "r", "label": "l"}
+FIELDS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
+    ("scorer", "POST /score", SCORE, ("status", "tokens", "metadata", "response_length", "sampled_length", "num_turns", "transcript")),
+    ("scorer", "POST /score", SCORE, ("prompt", "response", "label", "unknown")),
+    ("router of a run", "POST /add_worker", {}, ("url",)),
+    ("router of a run", "POST /remove_worker", {}, ("url",)),
+    ("router of a run", "POST /abort_request", {}, ("rid", "abort_all", "epoch")),
+    (PARTS, "POST /differences", {"report": {}, "copy": 0}, ("report", "copy")),
+    (PARTS, "POST /handles", {"copy": 0, "bucket": 0, "ranks": 1}, ("copy", "bucket", "ranks")),
+    (PARTS, "POST /groups", {"name": "g", "world_size": 2, "backend": "no", "timeout_s": 5.0}, ("world_size", "backend", "timeout_s")),
+    (PARTS, "DELETE /groups/7", {}, ("unknown",)),
+    (PARTS, "DELETE /tensors/7", {}, ("unknown",)),
+]
+
+
+@pytest.mark.parametrize(("role", "route", "base", "fields"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
+async def test_odd_fields_never_get_a_500(role: str, route: str, base: dict[str, Any], fields: tuple[str, ...], model_dir: Path) -> None:
+    """The other roles: ``tests/contract/test_bad_input.py``."""
+    method, path = route.split()
+    async with opened(role, model_dir) as client, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+        for name in fields:
+            for value in (*ODD, HALF, {"a": HALF}):
+                body = json.dumps({**base, name: value}).encode()
+                async with session.request(method, client.place.url + path, data=body, headers=client.place.headers) as response:
+                    assert response.status < 500, (name, value, await response.text())
+
+
+async def test_odd_calls_of_a_gateway_never_get_a_500(model_dir: Path) -> None:
+    statuses = list[tuple[int, str, object]]()
+
+    async def program(client: Any) -> float:
+        calls = [("/reward", {"turn": "x", "reward": 1.0}, ("turn", "reward")), ("/state", {}, ("stat",))]
+        calls += [("/v1/chat/completions", chat(("user", "3"), max_tokens=1), ("messages", "stream", "tools", "model", "n", "temperature"))]
+        for path, base, names in calls:
+            for name in names:
+                for value in (*ODD, HALF):
+                    async with client.session.post(client.root + path, json={**base, name: value}) as response:
+                        statuses.append((response.status, path, {name: value}))
+        return 1.0
+
+    async with stage(model_dir, program) as here:
+        await here.rollout.sample(task(), 0, "n0")
+    assert len(statuses) > 100 and [each for each in statuses if each[0] >= 500] == []
+
+
+PATHS = (
+    *("/%2e%2e/x", "/..%2f..%2fetc", "/%00", "/a%0d%0ab", "/%ff%fe", "/../../../etc/passwd", "/file/x", "/file%00", "/."),
+    *(f"/{'a' * 300}", f"/{'%2f' * 500}", f"/checkpoints/{'a' * 300}/x", "/checkpoints/%00/x", "/checkpoints/step-2-epoch-1/%00"),
+)
+
+
+@EVERY_ROLE
+async def test_odd_paths_and_ranges_never_get_a_500(role: str, model_dir: Path) -> None:
+    async with opened(role, model_dir) as client:
+        for path in PATHS:
+            for header in ("X: y", "Range: bytes=5-2", "Range: bytes=x", "If-Modified-Since: junk", 'If-Range: "x'):
+                status, answer = await client.sent(b"", header, line=f"GET {path} HTTP/1.1")
+                assert 400 <= status < 500, (path, header, answer)
 
 
 async def test_bodies_are_bounded_together_and_small_ones_pass() -> None:

@@ -194,7 +194,7 @@ class PartServer:
             try:
                 found = await work(request, _map_in(body_in(request)))
                 return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
-            except (LookupError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
             except PeerLost as error:  # of an engine: this rank is well
                 return web.json_response({"message": error.reason, "lost": True}, status=500)
@@ -211,7 +211,7 @@ class PartServer:
         return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), float(body["timeout_s"])
+        name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), _seconds_in(body)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")
         try:
             sender = await _in(
@@ -242,7 +242,7 @@ class PartServer:
             self._groups.pop(id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        group, timeout_s = self._group(request), float(body["timeout_s"])
+        group, timeout_s = self._group(request), _seconds_in(body)
         flat = self._flat(body["copy"], body["bucket"])
         following = None if body["following"] is None else self._flat(body["copy"], body["following"])
         await _in(group.thread, lambda: group.sender.send(flat, timeout_s, following))
@@ -292,6 +292,13 @@ def _map_in(raw: bytes) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise ValueError(f"body: want a JSON map, got {type(body).__name__}")
     return body
+
+
+def _seconds_in(body: Mapping[str, Any]) -> float:
+    seconds = float(body["timeout_s"])
+    if not 1e-3 <= seconds <= 1e6:
+        raise ValueError(f"timeout_s: want 0.001 to 1,000,000, got {seconds}")
+    return seconds
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
