@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext, suppress
@@ -234,8 +235,8 @@ class Responses:
         if self._cutting_short:
             return None
         now = time.monotonic()
-        # The time keeps it unique: an attempt that finds its engine unavailable does not count as broken.
-        id = f"{prompt.name}.{tries.broken}-{now:.6f}"
+        # Random: any client of the engine may abort a request whose id it knows. The next attempt at the same engine needs another id.
+        id = f"{prompt.name}.{tries.broken}-{secrets.token_hex(8)}"
         begun = tries.begun
         generate = engine.generate if tries.grown is None else _Streamed(name, engine, tries, accept).generate
         try:
