@@ -1,7 +1,8 @@
 """Parts shared by the engines' HTTP servers: request bodies and errors in SGLang's JSON.
 
-400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command, and there is no run, 404 = no such path or snapshot,
-409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine, 503 = not serving now.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
+404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
+503 = not serving now. ``weightstore.bodies`` has those of bodies.
 """
 
 import json
