@@ -98,7 +98,7 @@ class AlgorithmConfig:
     """Temperature of SAPO's gate for positive advantages."""
     sapo_tau_negative: float = 1.05
     """Temperature of SAPO's gate for negative advantages."""
-    dppo_penalty: float = 0.0
+    dppo_penalty: float | None = None
     """Coefficient of the squared log-ratio (dppo_tv, dppo_kl, ipo)."""
     dppo_ratio_cap: float = 0.0
     """Largest ratio that multiplies the gradient (dppo_tv, dppo_kl, ipo); 0 = none, else >= 1."""
@@ -170,6 +170,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
+        _refuse_negative(self)
         _refuse_ignored_bounds(self)
         _refuse_foreign_range(self)
         for name, value in {**DEFAULTS, **PRESETS[self.correction]}.items():
@@ -273,11 +274,10 @@ _NOT_NEGATIVE = (
     "entropy_target",
     "sft_coef",
     "rae_decay",
-    *("clip_cov_low", "kl_cov_coef"),
+    "clip_cov_low",
 )
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
 _OF_LOSS: Mapping[str, tuple[str, ...]] = {
-    "dppo_penalty": _DPPO,
     "dppo_ratio_cap": _DPPO,
     "cov_share": BY_COVARIANCE,
     "clip_cov_low": ("clip_cov",),
@@ -315,13 +315,17 @@ _RANGES: Mapping[str, str] = {
     "dppo_kl": "of a binary KL",
 }
 """The quantity that clip_low and clip_high bound, by loss."""
+_BY_PROBABILITY = ("dppo_tv", "ipo")
+_LOWEST_RATIO = ("ppo", "clip_cov", "gspo", "gspo_token")
+"""Losses with the lower bound 1 - clip_low of a ratio."""
 
 
 def _refuse_ignored_bounds(config: AlgorithmConfig) -> None:
     """Raise ValueError for bounds that the configuration itself sets and nothing reads: of a clip range, or of importance weights."""
     preset = {**DEFAULTS, **PRESETS[config.correction]}
     loss, weight = (config.loss or str(preset["loss"])), (config.weight or str(preset["weight"]))
-    unread = () if loss in _RANGES or ":" in loss else ("clip_low", "clip_high")
+    own = ":" in loss
+    unread = (*(() if own or loss in _RANGES else ("clip_low", "clip_high")), *(() if own or loss in _DPPO else ("dppo_penalty",)))
     for name in (*unread, *(("weight_action", "weight_low", "weight_high") if weight == "none" else ())):
         value = getattr(config, name)
         if value not in (None, 0, preset[name]):
@@ -370,10 +374,13 @@ def _refuse_names(config: AlgorithmConfig) -> None:
             raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
 
 
-def _refuse_numbers(config: AlgorithmConfig) -> None:
+def _refuse_negative(config: AlgorithmConfig) -> None:
     for name in _NOT_NEGATIVE:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name}: want >= 0, got {getattr(config, name)!r}")
+        if (value := getattr(config, name)) is not None and value < 0:
+            raise ValueError(f"{name}: want >= 0, got {value!r}")
+
+
+def _refuse_numbers(config: AlgorithmConfig) -> None:
     for name in ("sapo_tau_positive", "sapo_tau_negative"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
@@ -401,6 +408,8 @@ def _refuse_numbers(config: AlgorithmConfig) -> None:
         raise ValueError(f"clip_cov_low: want < clip_cov_high = {config.clip_cov_high!r}, got {config.clip_cov_low!r}")
     if config.dro_tau <= 0:
         raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
+    if config.kl_cov_coef <= 0:
+        raise ValueError(f"kl_cov_coef: want > 0 (at 0 nothing holds the policy to its data), got {config.kl_cov_coef!r}")
     if 0 < config.dppo_ratio_cap < 1:
         raise ValueError(f"dppo_ratio_cap: want >= 1 (the ratio of fresh data), or 0, got {config.dppo_ratio_cap!r}")
     if config.veto >= 1:
@@ -486,6 +495,21 @@ def _refuse_ignored_by_sft(config: AlgorithmConfig, defaults: Mapping[str, objec
         raise ValueError(f"kl.reward_coef: sft uses no reward; want kl.coef, or another loss, got {config.kl.reward_coef!r}")
 
 
+def _refuse_range(config: AlgorithmConfig) -> None:
+    """Raise ValueError for a clip range that is missing, or wider than its quantity can be."""
+    low, high, loss = config.clip_low, config.clip_high, config.loss
+    assert low is not None and high is not None
+    if loss in BOUNDED and not (low and high):
+        raise ValueError(f"clip_low, clip_high: {loss} needs its trust region: want > 0, got {low}, {high}")
+    if loss in _LOWEST_RATIO and low >= 1:
+        raise ValueError(f"clip_low: want < 1 with loss {loss} (the ratio is > 0, and its lower bound 1 - clip_low), got {low!r}")
+    if loss == "cispo" and low > 1:
+        raise ValueError(f"clip_low: want <= 1 with loss cispo (1 = no lower bound of the weight), got {low!r}")
+    for name, value in (("clip_low", low), ("clip_high", high)):
+        if loss in _BY_PROBABILITY and value >= 1:
+            raise ValueError(f"{name}: want < 1 with loss {loss} (a difference of probabilities), got {value!r}")
+
+
 def _refuse_bounds(config: AlgorithmConfig) -> None:
     """Raise ValueError for bounds of the weights that fresh data, of weight 1, is outside of."""
     assert config.weight_high is not None and config.weight_low is not None
@@ -508,7 +532,6 @@ def _refuse_bounds(config: AlgorithmConfig) -> None:
 
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
     assert config.loss is not None
-    assert config.clip_low is not None and config.clip_high is not None
     if config.anchor == "rollout" and config.weight != "none":
         raise ValueError(
             f"weight: {config.weight} with anchor: rollout corrects twice: the ratio pi / mu of the loss is the correction already; "
@@ -526,8 +549,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
     if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
         raise ValueError("loss: sft trains every token with weight 1; want weight: none and no rejection")
-    if config.loss in BOUNDED and not (config.clip_low and config.clip_high):
-        raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
+    _refuse_range(config)
     if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
         raise ValueError(f"clip_dual: want > 1 and a clipped loss (ppo, gspo, gspo_token), or 0, got {config.clip_dual} with {config.loss}")
     _refuse_bounds(config)
@@ -549,8 +571,10 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError("opsm_threshold: sft has no advantages")
     if config.top_entropy < 1 and config.loss == "sft":
         raise ValueError(f"top_entropy: sft trains every token; want 1, or another loss, got {config.top_entropy!r}")
-    if config.overlong_penalty and not config.overlong_buffer and config.overlong_penalty != 1.0:
+    if config.overlong_penalty != 1.0 and not config.overlong_buffer:
         raise ValueError("overlong_penalty: want overlong_buffer > 0 as well")
+    if config.overlong_buffer and not config.overlong_penalty:
+        raise ValueError(f"overlong_penalty: want > 0 with overlong_buffer: {config.overlong_buffer}, got {config.overlong_penalty!r}")
 
 
 def unset_names() -> tuple[str, ...]:

@@ -77,6 +77,18 @@ def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, act
     return Weights(weight_T=torch.where(mask_T, bounded_T, 1.0), too_high_T=too_high_T, too_low_T=too_low_T)
 
 
+def geometric_means(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Weights:
+    """Return the weights with the geometric mean of each sample's bounded weights, the same at every token but those of weight 0.
+
+    Weights of 0, which ``mask`` gives, take their token out and leave the mean of the others.
+    Source: verl's ``geo_mean``, for the loss whose ratio is a geometric mean itself.
+    """
+    kept_T = mask_T & (weights.weight_T > 0)
+    log_T = torch.where(kept_T, weights.weight_T, 1.0).log()
+    means_T = spread(sequence_means(log_T, kept_T, sample_T, num_samples), sample_T).exp()
+    return replace(weights, weight_T=torch.where(kept_T, means_T, weights.weight_T))
+
+
 def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str) -> Tensor:
     """Return (sum of weights, number of weights), float64 [2]; add them over micro-batches and ranks before ``self_normalised``.
 

@@ -24,7 +24,15 @@ from learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages
 from learner.algorithms.distillation import top_k_divergence
-from learner.algorithms.importance_weights import WeightFunction, Weights, bounded, raw_weights, self_normalised, weight_sums
+from learner.algorithms.importance_weights import (
+    WeightFunction,
+    Weights,
+    bounded,
+    geometric_means,
+    raw_weights,
+    self_normalised,
+    weight_sums,
+)
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.own_functions import asked_for, imported
@@ -393,12 +401,13 @@ class Objective:
         return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
 
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
-        """Return the bounded weights of ``compared_T`` (no gradient) against mu."""
+        """Return the bounded weights of ``compared_T`` (no gradient) against mu; with gmpo their geometric mean over a response."""
         config, mask_T = self.config, tokens.mask_T
         assert config.weight_low is not None and config.weight_action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
         raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=self._level)
-        return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
+        weights = bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
+        return geometric_means(weights, mask_T, *tokens.by_sequence) if config.loss == "gmpo" else weights
 
     def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
         """Return the tokens that each rule rejects, by the name of the rule. ``theta_T``: log-probs of the trained policy, detached."""

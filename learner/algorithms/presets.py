@@ -8,6 +8,8 @@ _TIS: dict[str, object] = {"weight": "token", "weight_action": "clip", "weight_l
 """Cap of 2: Yao et al. 2025."""
 _NONE: dict[str, object] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
 _PLAIN: dict[str, object] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
+_PRIME: dict[str, object] = {"dppo_penalty": 1e-3}
+"""Default of prime-rl in both of its losses; verl's dppo_tv has no such term."""
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "none": _PLAIN | _NONE,
@@ -34,11 +36,11 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "clip_cov": _PPO | _TIS | {"loss": "clip_cov"},
     "kl_cov": _PLAIN | _NONE | {"loss": "kl_cov", "anchor": "rollout"},
     "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
-    "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
+    "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout", "aggregation": "seq_mean_token_mean"},
     "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
-    "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_tv": _PPO | _NONE | _PRIME | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
     "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip_low": 0.05, "clip_high": 0.05},
-    "ipo": _PPO | _NONE | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
+    "ipo": _PPO | _NONE | _PRIME | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
     "dro": _PLAIN | _NONE | {"loss": "dro", "anchor": "rollout"},
     "sft": _PLAIN | _NONE | {"loss": "sft"},
 }
@@ -52,6 +54,7 @@ DEFAULTS: dict[str, object] = {
     "m2_tokens": "all",
     "m2_keep_low": 0.0,
     "m2_keep_high": 0.0,
+    "dppo_penalty": 0.0,
     "aggregation": "token_mean",
 }
 """Fields that a preset fills and need not name."""

@@ -1,5 +1,6 @@
 """Rules of ``learner.algorithm.reject``, parsed from their text. Plain numbers; ``rejection.py`` applies them."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,7 +29,7 @@ def by_path(text: str) -> bool:
 def reject_rule(text: str) -> RejectRule:
     """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
 
-    Raises ValueError for any other text, for bounds in the wrong order, and for an upper bound of k1 below 1.
+    Raises ValueError for any other text, for bounds in the wrong order or not finite, and for bounds of k1 without 1 between them.
     """
     parts = text.split()
     form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function"
@@ -40,10 +41,10 @@ def reject_rule(text: str) -> RejectRule:
         raise ValueError(f"reject: want {form}, got {text!r}") from None
     if metric not in ("k1", "k2", "k3") or span not in ("token", "seq_sum", "seq_mean", "seq_max") or (low and metric != "k1"):
         raise ValueError(f"reject: want {form}, got {text!r}")
-    if not low < high:
-        raise ValueError(f"reject: want low < high, got {text!r}")
+    if not 0 <= low < high < math.inf:
+        raise ValueError(f"reject: want 0 <= low < high, finite, got {text!r}")
     if low and span == "seq_max":
         raise ValueError(f"reject: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
-    if metric == "k1" and high < 1:
-        raise ValueError(f"reject: k1 bounds the ratio pi / mu: want high >= 1, got {text!r}")
+    if metric == "k1" and not low <= 1 <= high:
+        raise ValueError(f"reject: k1 bounds the ratio pi / mu, 1 for fresh data: want low <= 1 <= high, got {text!r}")
     return RejectRule(metric, span, low, high)

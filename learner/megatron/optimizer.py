@@ -46,8 +46,8 @@ class PolicyOptimizer:
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
         """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         self._config, self._steps, self._policy = config, steps, policy
-        self.tokens = 0.0
-        """Tokens trained until the end of this step, which the trainer sets: the place in a schedule by tokens."""
+        self.tokens = (0.0, 0.0)
+        """Tokens trained before this step and until its end, which the trainer sets: the place in a schedule by tokens."""
         self._has_state = False
         self._reset_for = 0
         """Step for which the state was last set to 0."""
@@ -123,6 +123,8 @@ class PolicyOptimizer:
         rate = scale * learning_rate(self._config, step, self._steps, self.tokens)
         if not self._finite(step, loss, rate):
             return None, rate
+        if not rate:
+            log.warning("step %d trains nothing: its learning rate is 0; raise learner.optimizer.min_lr or lr_decay_tokens", step)
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]

@@ -175,9 +175,9 @@ class Trainer:
         self._want_scores(batch)
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
-        self._trained_tokens += batch.num_tokens
+        before, self._trained_tokens = self._trained_tokens, self._trained_tokens + batch.num_tokens
         for optimizer in self._optimizers:
-            optimizer.tokens = self._trained_tokens
+            optimizer.tokens = (before, self._trained_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         per_minibatch = len(rows) // batch.num_minibatches

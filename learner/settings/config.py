@@ -10,7 +10,7 @@ from learner.settings.hooks import HooksConfig
 from learner.settings.lora import LoraConfig
 from learner.settings.megatron_arguments import refuse_ours
 from learner.settings.routing_replay import REPLAYS
-from learner.settings.schedule import OptimizerConfig
+from learner.settings.schedule import FALLING, OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
@@ -336,8 +336,13 @@ class LearnerConfig:
             raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
 
     def _refuse_tuning(self) -> None:
-        """Refuse settings of optimizer and adapters that exclude each other."""
+        """Refuse settings of optimizer and adapters that exclude each other, and steps that would train nothing."""
         optimizer = self.optimizer
+        if optimizer.lr_decay in FALLING and 0 < optimizer.lr_decay_steps < self.steps and not (optimizer.min_lr or self.num_epochs):
+            raise ValueError(
+                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the steps behind it "
+                f"train nothing, got {optimizer.lr_decay_steps}; lower steps, or set min_lr"
+            )
         if self.lora.rank and optimizer.freeze:
             raise ValueError(
                 f"optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got {list(optimizer.freeze)}; "

@@ -5,7 +5,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-DECAYS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+FALLING = ("linear", "cosine", "wsd")
+"""Decays that reach min_lr."""
+DECAYS = ("constant", *FALLING, "inverse_sqrt")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 
 
@@ -22,15 +24,15 @@ class OptimizerConfig:
     lr_decay: str = "constant"
     """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after the warm-up)."""
     lr_decay_steps: int = 0
-    """Step at which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = the last step of the run."""
+    """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = those of the run."""
     warmup_tokens: int = 0
     """Trained tokens of linear warm-up, in a schedule by tokens."""
     lr_decay_tokens: int = 0
-    """Trained tokens at which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps."""
+    """Trained tokens behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps."""
     wsd_share: float = 0.2
     """Share of the steps, or tokens, in which ``wsd`` decays."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay; the least one of ``inverse_sqrt``."""
+    """Learning rate behind the decay, which the last step of a run does not reach; the least one of ``inverse_sqrt``."""
     beta1: float = 0.9
     """Adam's decay of the first moment."""
     beta2: float = 0.98
@@ -102,32 +104,35 @@ class OptimizerConfig:
         for name in ("warmup_steps", "lr_decay_steps"):
             if getattr(self, name):
                 raise ValueError(f"{name}: want 0 with warmup_tokens or lr_decay_tokens, got {getattr(self, name)}")
-        if self.lr_decay in ("linear", "cosine", "wsd") and self.lr_decay_tokens <= self.warmup_tokens:
+        if self.lr_decay in FALLING and self.lr_decay_tokens <= self.warmup_tokens:
             raise ValueError(
                 f"lr_decay_tokens: want > warmup_tokens = {self.warmup_tokens} with lr_decay: {self.lr_decay}, got {self.lr_decay_tokens}"
             )
-        if self.lr_decay in ("constant", "inverse_sqrt") and self.lr_decay_tokens:
+        if self.lr_decay not in FALLING and self.lr_decay_tokens:
             raise ValueError(f"lr_decay_tokens: want 0 with lr_decay: {self.lr_decay}, which has no end, got {self.lr_decay_tokens}")
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: float = 0) -> float:
+def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: tuple[float, float] = (0, 0)) -> float:
     """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay.
 
-    ``tokens``: trained until the end of this step; they stand for the step in a schedule by tokens.
+    ``tokens``: trained before this step, and until its end; they stand for the step in a schedule by tokens.
+    The warm-up counts this step and the decay does not, so that neither the first nor the last step has rate 0: without a warm-up a linear
+    decay to 0 ends with ``lr / steps``, as transformers' does.
     Source: wsd, Hu et al. 2024 (MiniCPM, arXiv:2404.06395), here with a linear end; inverse_sqrt, Vaswani et al. 2017, section 5.3.
     """
-    place: float
+    before: float
+    until: float
     if config.by_tokens:
-        place, warmup, end = tokens, config.warmup_tokens, config.lr_decay_tokens
+        (before, until), warmup, end = tokens, config.warmup_tokens, config.lr_decay_tokens
     else:
-        place, warmup, end = step, config.warmup_steps, config.lr_decay_steps or steps
-    if place <= warmup:
-        return config.lr * place / max(1, warmup)
+        before, until, warmup, end = step - 1, step, config.warmup_steps, config.lr_decay_steps or steps
+    if until <= warmup:
+        return config.lr * until / max(1, warmup)
     if config.lr_decay == "constant":
         return config.lr
     if config.lr_decay == "inverse_sqrt":
-        return max(config.min_lr, config.lr * math.sqrt(max(1, warmup) / place))
-    progress = min(1.0, (place - warmup) / max(1, end - warmup))
+        return max(config.min_lr, config.lr * math.sqrt(max(1, warmup) / until))
+    progress = min(1.0, max(0.0, before - warmup) / max(1, end - warmup))
     if config.lr_decay == "wsd":
         progress = max(0.0, (progress - (1 - config.wsd_share)) / config.wsd_share)
     falling = (1 + math.cos(math.pi * progress)) / 2 if config.lr_decay == "cosine" else 1 - progress

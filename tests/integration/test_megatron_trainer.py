@@ -534,8 +534,8 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
         return [learning_rate(config, step, 6) for step in range(1, 8)]
 
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1]
-    assert rates("linear") == pytest.approx([0.5, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
-    assert rates("cosine") == pytest.approx([0.5, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1, 0.1])
+    assert rates("linear") == pytest.approx([0.5, 1, 1, 0.775, 0.55, 0.325, 0.1])
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1])
 
 
 def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:

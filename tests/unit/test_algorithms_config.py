@@ -92,6 +92,17 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "sft", "m2_limit": 0.1}, "no rejection"),
         ({"correction": "sft", "opsm_threshold": 0.5}, "no advantages"),
         ({"correction": "bypass", "clip_high": 0.0}, "needs its trust region"),
+        ({"clip_low": 1.5}, "clip_low: want < 1 with loss ppo (the ratio is > 0, and its lower bound 1 - clip_low), got 1.5"),
+        *(({"correction": name, "clip_low": 1.0}, "clip_low: want < 1") for name in ("bypass", "gspo", "gspo_token", "luspo", "clip_cov")),
+        ({"correction": "cispo", "clip_low": 1.5}, "clip_low: want <= 1 with loss cispo"),
+        *(({"correction": name, "clip_low": 1.0}, "(a difference of probabilities), got 1.0") for name in ("dppo_tv", "ipo")),
+        *(({"correction": name, "clip_high": 1.0}, "clip_high: want < 1 with loss") for name in ("dppo_tv", "ipo")),
+        ({"correction": "kl_cov", "kl_cov_coef": 0.0}, "kl_cov_coef: want > 0"),
+        ({"overlong_buffer": 4, "overlong_penalty": 0.0}, "overlong_penalty: want > 0 with overlong_buffer: 4"),
+        ({"overlong_penalty": 0.0}, "overlong_penalty: want overlong_buffer > 0"),
+        ({"reject": ("k1 token 1.5 2",)}, "want low <= 1 <= high"),
+        ({"reject": ("k3 token inf",)}, "finite"),
+        ({"reject": ("k1 token -1 2",)}, "want 0 <= low < high"),
         ({"clip_dual": 0.5}, "clip_dual: want > 1"),
         ({"correction": "tis", "clip_dual": 3.0}, "clip_dual: want > 1"),
         ({"weight_low": 3.0}, "weight_low: want < weight_high"),
@@ -159,7 +170,7 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "sapo", "sapo_tau_positive": 0.0}, "sapo_tau_positive: want > 0"),
         ({"correction": "sapo", "sapo_tau_negative": -1.0}, "sapo_tau_negative: want > 0"),
         ({"sapo_tau_positive": 2.0}, "sapo_tau_positive: not used by loss ppo; want loss: sapo"),
-        ({"correction": "bypass", "dppo_penalty": 0.1}, "dppo_penalty: not used by loss ppo; want loss: dppo_tv"),
+        ({"correction": "bypass", "dppo_penalty": 0.1}, "dppo_penalty: not used with loss ppo; want it left out, or another loss, got 0.1"),
         ({"loss_constant": 100.0}, "loss_constant: not used by aggregation token_mean; want aggregation: constant"),
         ({"correction": "sft", "advantage": "rloo"}, "advantage: sft has no advantages"),
         ({"correction": "sft", "whiten": True}, "whiten: sft has no advantages"),
@@ -193,7 +204,7 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
         ("learner.algorithm.distill_coef=1", "distill_coef: want learner.algorithm.kl.reference"),
         ("learner.algorithm.loss=gspo", "clip_low, clip_high: want both set"),
         ("learner.algorithm.correction=gspo learner.algorithm.anchor=rollout learner.algorithm.weight=none", "noise alone is larger"),
-        ("learner.algorithm.dppo_penalty=0.1", "dppo_penalty: not used by loss ppo"),
+        ("learner.algorithm.dppo_penalty=0.1", "dppo_penalty: not used with loss ppo"),
         ("learner.algorithm.loss_constant=5", "loss_constant: not used by aggregation"),
         ("learner.algorithm.sapo_tau_negative=2", "sapo_tau_negative: not used by loss ppo"),
         ("learner.algorithm.correction=sft learner.algorithm.advantage=rloo", "advantage: sft has no advantages"),
@@ -258,6 +269,8 @@ def test_corrections_that_train_stale_data_as_fresh_are_known(changes: dict[str,
         ({"weight_low": 0.5, "weight_high": 1.0}, {"weight_low": 0.5, "weight_high": 0.99}),
         ({"reject": ("k1 token 0.5 1",)}, {"reject": ("k1 token 0.5 0.99",)}),
         ({"reject": ("k1 token 0.99 1",)}, {"reject": ("k1 token 1 1",)}),
+        ({"reject": ("k1 token 1 1.1",)}, {"reject": ("k1 token 1.01 1.1",)}),
+        ({"clip_low": 0.99}, {"clip_low": 1.0}),
     ],
 )
 def test_where_a_setting_ends_to_be_good(good: dict[str, Any], bad: dict[str, Any]) -> None:
@@ -276,6 +289,10 @@ def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
     assert AlgorithmConfig(correction="gspo", anchor="rollout", weight="none", clip_low=0.1, clip_high=0.1).clip_low == 0.1
     assert AlgorithmConfig(correction="gspo", loss="gspo_token").clip_high == 4e-4
     assert AlgorithmConfig(correction="dppo_tv", loss="ipo").clip_low == 0.2
+    assert AlgorithmConfig(correction="dppo_tv", dppo_penalty=0.0).dppo_penalty == 0
+    assert AlgorithmConfig(correction="cispo", clip_low=1.0).clip_low == 1
+    assert AlgorithmConfig(correction="gmpo", clip_low=1.5).clip_low == 1.5  # a log-ratio has no bound, nor a divergence
+    assert AlgorithmConfig(correction="dppo_kl", clip_high=1.5).clip_high == 1.5
     assert AlgorithmConfig(distill_coef=1.0, kl=KLConfig(reference="/some/model")).needs_reference
     assert AlgorithmConfig(correction="sft", kl=KLConfig(coef=0.1)).kl.coef == 0.1
 

@@ -1,6 +1,7 @@
 """The objective as a whole: which policy, which tokens and which lengths each part of it sees."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.importance_weights import bounded, geometric_means
 from learner.algorithms.objective import Objective, RewardParts, Tokens
 from tests.examples import examples
 
@@ -134,3 +137,76 @@ def test_opo_weighs_by_trainable_tokens() -> None:
     lengths_N, trainable_N = torch.tensor([1000, 100, 100, 100]), torch.full((4,), 100)
     got_N = Objective(AlgorithmConfig(advantage="opo")).advantages(rewards_N, groups_N, lengths_N, trainable_N)
     assert got_N.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def gate(ratio: Tensor, advantage: float) -> Tensor:
+    tau = 1.0 if advantage > 0 else 1.05
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def squared(delta: Tensor, advantage: float, *, outside: bool) -> Tensor:
+    return (torch.zeros_like(delta) if outside else -delta.exp() * advantage) + 1e-3 * delta.square()
+
+
+def by_definition(preset: str, log_probs_T: Tensor, tokens: Tokens) -> Tensor:
+    """Return the loss of a preset as its sources compute it, response by response and token by token.
+
+    sapo: arXiv:2511.20347, equation 5 (verl and TRL alike). dppo_tv, ipo: the losses of prime-rl at their defaults. gmpo: arXiv:2507.20673,
+    times the geometric mean of the bounded token weights of a response (verl's geo_mean).
+    """
+    assert tokens.old_T is not None
+    responses, everything = [], []
+    for sample in range(N):
+        at = [t for t in range(N * EACH) if tokens.sample_T[t] == sample and tokens.mask_T[t]]
+        if not at:
+            continue
+        advantage = float(tokens.advantages_T[at[0]])
+        losses = []
+        for t in at:
+            delta = log_probs_T[t] - tokens.rollout_T[t]
+            if preset == "sapo":
+                losses.append(gate(delta.exp(), advantage))
+                continue
+            moved = float(log_probs_T[t].detach().exp() - tokens.rollout_T[t].exp())
+            outside = moved > 0.1 or moved < -0.1
+            if preset == "dppo_tv":
+                outside = (advantage > 0 and moved > 0.2) or (advantage <= 0 and moved < -0.2)
+            losses.append(squared(delta, advantage, outside=outside))
+        if preset == "gmpo":
+            change = torch.stack([log_probs_T[t] - tokens.old_T[t] for t in at])
+            held = change.clamp(max=0.4) if advantage > 0 else change.clamp(min=-0.4)
+            weights = torch.stack([tokens.old_T[t] - tokens.rollout_T[t] for t in at]).exp().clamp(max=2.0)
+            losses = [-held.mean().exp() * advantage * weights.prod() ** (1 / len(at))]
+        responses.append(torch.stack(losses).mean())
+        everything += losses
+    return torch.stack(responses if preset in ("sapo", "gmpo") else everything).mean()
+
+
+@pytest.mark.parametrize("preset", ["sapo", "dppo_tv", "ipo", "gmpo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_preset_computes_the_loss_of_the_source_that_it_is_named_after(preset: str, seed: int) -> None:
+    start_T, tokens = row(seed, spread=0.8)
+    objective = Objective(AlgorithmConfig(correction=preset))
+    trainable_N = torch.zeros(N, dtype=torch.int64).index_add(0, tokens.sample_T, tokens.mask_T.long())
+    denominators = Denominators(
+        tokens=int(trainable_N.sum()),
+        sequences=int((trainable_N > 0).sum()),
+        trainable_N=trainable_N,
+        constant=1.0,
+        groups_N=torch.zeros(N),
+    )
+    coupled = objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x)
+
+    def made(compute: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        log_probs_T = start_T.clone().requires_grad_()
+        loss = compute(log_probs_T)
+        return loss.detach(), torch.autograd.grad(loss, log_probs_T)[0]
+
+    got = made(lambda log_probs_T: objective.total(log_probs_T, torch.zeros(N * EACH), tokens, denominators, coupled)[0])
+    torch.testing.assert_close(got, made(lambda log_probs_T: by_definition(preset, log_probs_T, tokens)), rtol=1e-12, atol=1e-14)
+
+
+def test_a_masked_weight_takes_its_token_out_of_the_geometric_mean() -> None:
+    weights = bounded(torch.tensor([0.25, 1.0, 9.0, 3.0]), torch.ones(4, dtype=torch.bool), high=4.0, action="mask")
+    made = geometric_means(weights, torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 0, 1]), 2)
+    torch.testing.assert_close(made.weight_T, torch.tensor([0.5, 0.5, 0.0, 3.0]))

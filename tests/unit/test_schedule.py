@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import SGD
+from transformers import get_scheduler
 
 from launch.checks.findings import Report
 from launch.checks.tuning import check_tuning
@@ -15,7 +18,7 @@ from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
 from learner.settings.config import LearnerConfig
 from learner.settings.lora import LoraConfig
-from learner.settings.schedule import OptimizerConfig, frozen_names, learning_rate, unmatched
+from learner.settings.schedule import DECAYS, FALLING, OptimizerConfig, frozen_names, learning_rate, unmatched
 from tests.unit.test_memory_table import SHAPE
 
 
@@ -25,12 +28,12 @@ def rates(**settings: Any) -> list[float]:
 
 
 def test_wsd_is_constant_until_its_last_share() -> None:
-    assert rates(lr_decay="wsd", wsd_share=0.4) == pytest.approx([0.5, *[1] * 7, 0.775, 0.55, 0.325, 0.1])
+    assert rates(lr_decay="wsd", wsd_share=0.4) == pytest.approx([0.5, *[1] * 8, 0.775, 0.55, 0.325])
     assert rates(lr_decay="wsd", wsd_share=1.0) == pytest.approx(rates(lr_decay="linear"))
 
 
 def test_a_decay_of_fewer_steps_than_the_run_stays_at_its_end() -> None:
-    assert rates(lr_decay="linear", lr_decay_steps=5) == pytest.approx([0.5, 1, 0.7, 0.4, *[0.1] * 8])
+    assert rates(lr_decay="linear", lr_decay_steps=5) == pytest.approx([0.5, 1, 1, 0.7, 0.4, *[0.1] * 7])
     assert rates(lr_decay="cosine", lr_decay_steps=12) == rates(lr_decay="cosine")
 
 
@@ -45,10 +48,48 @@ def test_a_schedule_by_tokens_follows_the_tokens_alone() -> None:
         by_steps = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, lr_decay=decay, lr_decay_steps=12)
         by_tokens = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_tokens=2000, lr_decay=decay, lr_decay_tokens=12000)
         wanted = [learning_rate(by_steps, step, 99) for step in range(1, 15)]
-        assert [learning_rate(by_tokens, 99, 99, tokens) for tokens in range(1000, 15000, 1000)] == pytest.approx(wanted)
+        tokens = [(until - 1000, until) for until in range(1000, 15000, 1000)]
+        assert [learning_rate(by_tokens, 99, 99, place) for place in tokens] == pytest.approx(wanted)
     root = OptimizerConfig(lr=1.0, warmup_tokens=2000, lr_decay="inverse_sqrt")
-    assert [learning_rate(root, 7, 9, tokens) for tokens in (1000, 2000, 8000)] == pytest.approx([0.5, 1, 0.5])
-    assert learning_rate(OptimizerConfig(lr=1.0, warmup_tokens=2000), 7, 9, 500) == 0.25
+    assert [learning_rate(root, 7, 9, (0, until)) for until in (1000, 2000, 8000)] == pytest.approx([0.5, 1, 0.5])
+    assert learning_rate(OptimizerConfig(lr=1.0, warmup_tokens=2000), 7, 9, (0, 500)) == 0.25
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_no_step_of_a_run_has_rate_0(decay: str, steps: int, warmup: int) -> None:
+    """Its batch would be generated for nothing."""
+    config = OptimizerConfig(lr=1.0, lr_decay=decay, warmup_steps=warmup)
+    every = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+    assert min(every) > 1e-4 and max(every) <= 1
+    assert every[warmup:] == sorted(every[warmup:], reverse=True)
+    if decay in FALLING:
+        by_tokens = OptimizerConfig(lr=1.0, lr_decay=decay, warmup_tokens=1, lr_decay_tokens=7 * steps)
+        assert learning_rate(by_tokens, 3, 9, (7 * (steps - 1), 7 * steps)) > 1e-4, "the step that reaches the end"
+
+
+@pytest.mark.parametrize("steps", [1, 5, 12])
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_decay_has_the_rates_of_transformers(decay: str, warmup: int, steps: int) -> None:
+    """Behind the warm-up, whose first step has rate 0 there."""
+    steps += warmup
+    schedule = get_scheduler(decay, SGD([torch.zeros(1)], lr=1.0), num_warmup_steps=warmup, num_training_steps=steps)
+    theirs = []
+    for _ in range(steps):
+        theirs.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    ours = [learning_rate(OptimizerConfig(lr=1.0, lr_decay=decay, warmup_steps=warmup), step, steps) for step in range(1, steps + 1)]
+    assert ours[warmup:] == pytest.approx(theirs[warmup:])
+
+
+def test_a_decay_that_ends_before_the_run_is_refused_at_rate_0() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.lr_decay_steps: want >= steps = 10 \(or 0\) with min_lr: 0, .* got 5"):
+        LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="linear", lr_decay_steps=5))
+    LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="linear", lr_decay_steps=5, min_lr=1e-7))
+    LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="inverse_sqrt", lr_decay_steps=5))
 
 
 def test_names_are_searched_by_patterns() -> None:
