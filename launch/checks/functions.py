@@ -4,8 +4,9 @@ import asyncio
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator
 
-from actors.rollout_settings import parse_rollouts, served
+from actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
 from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
@@ -96,20 +97,38 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
                 )
                 severity("rollouts", where, want="a Python interpreter", got=f"{rollout.python!r}: no such program", cure=cure)
             continue
-        module, reason = rollout.module, ""
-        try:
-            with errors_as(lambda error: ValueError(described(error))):  # the package above it is the user's, and is imported
-                reason = "" if importlib.util.find_spec(module) else "no such module"
-                if not reason and rollout.use.startswith(PROGRAMS):
-                    module = rollout.use.partition(":")[2]
-                    reason = missing(module)
-        except ValueError as error:
-            reason = str(error)
-        if reason:
-            cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
-            severity(
-                "rollouts", report.at(f"rollouts.{name}.use"), want="a program that can be imported", got=f"{module!r}: {reason}", cure=cure
-            )
+        for setting, path in _imports(rollout):
+            if reason := _absent(path):
+                where, cure = (
+                    report.at(f"rollouts.{name}.{setting}"),
+                    "fix the name; modules are searched in this directory and in PYTHONPATH",
+                )
+                severity("rollouts", where, want="a program that can be imported", got=f"{path!r}: {reason}", cure=cure)
+
+
+def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting of a rollout that names a module, or a name in it (``module:name``), and this path."""
+    yield "use", rollout.use.partition(":")[2] if rollout.use.startswith(PROGRAMS) else rollout.module
+    if rollout.use != MULTI_TURN:
+        return
+    tools = rollout.options.get("tools")
+    uses = [tool.get("use") if isinstance(tool, dict) else tool for tool in (tools if isinstance(tools, list) else ())]
+    named = [
+        *((f"options.tools[{place}]", use) for place, use in enumerate(uses)),
+        ("options.environment", rollout.options.get("environment")),
+    ]
+    yield from ((setting, use) for setting, use in named if isinstance(use, str) and ":" in use)
+
+
+def _absent(path: str) -> str:
+    """Return the reason that a module, or ``module:name``, cannot be imported; empty if none is known. The packages above are imported."""
+    try:
+        with errors_as(lambda error: ValueError(described(error))):
+            if not importlib.util.find_spec(path.partition(":")[0]):
+                return "no such module"
+            return missing(path) if ":" in path else ""
+    except ValueError as error:
+        return str(error)
 
 
 def check_filters(report: Report, config: RunConfig) -> None:

@@ -1,11 +1,15 @@
-"""Functions by import path, compared with their call by the source of their module alone."""
+"""Functions by import path, compared with their call by the source of their module alone; and every setting that names a place."""
 
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from launch.checks.sources import misfit, misfit_class
+from launch.cli.main import main
+from launch.settings import reference
 
 MINE = """
 import functools
@@ -78,3 +82,68 @@ def test_a_module_without_a_source_that_is_not_of_python_is_left_to_the_ranks() 
 def test_a_class(name: str, defect: str) -> None:
     assert misfit_class(f"mine:{name}") == defect
     assert misfit_class("math:sin") == "no class"
+
+
+NOWHERE: Mapping[str, tuple[str, ...]] = {
+    "model.path": ("prepare=null", "model.path=/no/such", "data.path=/no/such"),
+    "model.megatron_checkpoint": ("model.megatron_checkpoint=/no/such",),
+    "data.path": ("prepare=null", "data.path=/no/such"),
+    "data.filters": ("data.filters={a: {use: 'nothere:f'}}",),
+    "eval.sets": ("eval.sets={a: {path: /no/such}}", "eval.every=1"),
+    "rollouts": ("rollouts={a: {use: 'agent:nothere:f'}}",),
+    "learner.bridge": ("learner.bridge=nothere:C",),
+    "learner.from_checkpoint": ("learner.from_checkpoint=/no/such",),
+    "learner.critic.path": ("learner.critic.path=/no/such", "learner.algorithm.advantage=gae"),
+    "learner.lora.adapter": ("learner.lora.adapter=/no/such", "learner.lora.rank=4"),
+    **{f"learner.algorithm.{name}": (f"learner.algorithm.{name}=nothere:f",) for name in ("advantage", "loss", "weight", "aggregation")},
+    "learner.algorithm.reject": ("learner.algorithm.reject=['nothere:f']",),
+    "learner.algorithm.kl.reference": ("learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"),
+    "learner.hooks.before_step": ("learner.hooks.before_step=nothere:f",),
+    "learner.hooks.before_log_probs": ("learner.hooks.before_log_probs=nothere:f", "learner.algorithm.kl.coef=0.1"),
+    "bus.tls_cert": ("bus.tls_cert=/no/such.pem", "bus.tls_key=/no/such.pem"),
+    "bus.tls_key": ("bus.tls_cert=/no/such.pem", "bus.tls_key=/no/such.pem"),
+    "bus.tls_ca": ("bus.tls_ca=/no/such.pem",),
+    "engine.sglang.python": ("engine.kind=sglang", "engine.sglang.python=/no/such"),
+    "actor.reward": ("actor.reward=nothere:f",),
+    "actor.group_reward": ("actor.group_reward=nothere:f",),
+    "actor.reward_parts": ("actor.reward=''", "actor.reward_parts={a: {reward: 'nothere:f'}}"),
+    "debug.load_rollout": ("debug.load_rollout=/no/such/{step}",),
+    "debug.dump_modules.prompts": ("debug.dump_modules.step=1", "debug.dump_modules.prompts=/no/such"),
+}
+"""Every setting that names a file, a directory or code, with settings by which it leads nowhere."""
+WRITTEN = {"directory", "bus.auth_dir", "engine.sglang.log", "debug.save_rollout", "debug.save_train", "debug.dump_modules.path"}
+"""Places where a run writes."""
+
+
+def test_every_setting_that_names_a_place_is_in_the_table() -> None:
+    names = re.compile(r"import path|module:|director|PEM file|^File|^Files|^Interpreter|^Programs|file\'s path", re.I)
+    by_sentence = {one.path for one in reference.entries() if one.section is None and names.search(f"{one.sentence} {one.allowed}")}
+    assert by_sentence - {*NOWHERE} - WRITTEN == {
+        "learner.checkpoint.store",  # test_checks_store
+        "debug.dump_modules.step",
+        "learner.save_hf_every",
+        "actor.reward_workers",
+        "weights.load_deadline_s",
+    }
+
+
+@pytest.mark.parametrize("path", NOWHERE)
+def test_a_place_that_is_not_there_is_refused_before_a_run_starts(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for setting in NOWHERE[path] for word in ("--set", setting)]
+    assert main(["config", "launch/configs/digits.yaml", *words]) == 78
+    message = capsys.readouterr().err
+    assert (path in message or "/no/such" in message) and ("nothere" in message or "/no/such" in message), message
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ("{tools: ['nothere:f']}", "options.tools[0]"),
+        ("{tools: [python, {use: 'json:nothere'}]}", "options.tools[1]"),
+        ("{environment: 'nothere:E'}", "options.environment"),
+    ],
+)
+def test_code_in_the_options_of_a_rollout_is_looked_for(options: str, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    use = f"rollouts={{a: {{use: multi_turn, options: {options}}}}}"
+    assert main(["config", "launch/configs/digits.yaml", "--set", use]) == 78
+    assert f"rollouts.a.{setting}: want a program that can be imported, got " in capsys.readouterr().err
