@@ -5,6 +5,7 @@ A rank has one chunk of it: the whole model, or with pipeline parallelism its st
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from bus.system.foreign import described
+from learner.errors import ConfigRefused, LearnerError
 from learner.layout import stages
 from learner.layout.parallel import Parallel, Replicas
 from learner.layout.sizes import Dealt
@@ -181,9 +184,11 @@ def build_policy(
     """
     kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
     with megatron_device():
-        bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class)
+        with _refusals_of_megatron():
+            bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class)
         with memory.region():
-            chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
+            with _refusals_of_megatron():
+                chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
             with torch.no_grad():
                 load_initial(bridge, chunks, model_dir, megatron_checkpoint)
             if value_head:
@@ -203,6 +208,17 @@ def build_policy(
         adapters=adapters,
         megatron_checkpoint=megatron_checkpoint,
     )
+
+
+@contextmanager
+def _refusals_of_megatron() -> Iterator[None]:
+    """Raise ConfigRefused, which ends the run, for a model or settings that Megatron's own checks refuse: no restart cures them."""
+    try:
+        yield
+    except LearnerError:
+        raise
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigRefused("learner, model.path", "a model and settings that Megatron takes", described(error)) from error
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:

@@ -8,7 +8,7 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.settings.checkpoint_store import CheckpointConfig
 from learner.settings.hooks import HooksConfig
 from learner.settings.lora import LoraConfig
-from learner.settings.megatron_arguments import refuse_ours
+from learner.settings.megatron_arguments import refuse_untried
 from learner.settings.routing_replay import REPLAYS
 from learner.settings.schedule import FALLING, OptimizerConfig
 
@@ -145,7 +145,7 @@ class LearnerConfig:
     fused_rotary: str = "auto"
     """Rotary positions, and norms of queries and keys, by kernels of triton: auto | always | never; auto = as for ``fused_log_probs``."""
     megatron: JsonObject = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig by name, passed on unchanged (docs/parallelism.md)."""
+    """Further arguments of Megatron's TransformerConfig by name: those that are known to have an effect here (docs/parallelism.md)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class LearnerConfig:
         if self.nodes != 1 and self.colocated:
             raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
         self._refuse_sizes()
-        refuse_ours(self.megatron)
+        refuse_untried(self.megatron)
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         algorithm = self.algorithm

@@ -1,6 +1,7 @@
-"""Megatron's own arguments by name (``learner.megatron``): which there are, and which the learner sets itself. No torch, no Megatron.
+"""Megatron's own arguments by name (``learner.megatron``): those that are passed on, and the reason for which each other one is not.
 
-The names are read from the source of the installed Megatron's TransformerConfig, which takes seconds to import.
+Loads no torch and no Megatron: the names are read from the source of the installed Megatron's TransformerConfig, which takes seconds to
+import.
 """
 
 import ast
@@ -17,11 +18,24 @@ from learner.errors import ConfigRefused
 CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/transformer/transformer_config.py": ("TransformerConfig",)}
 """Files of Megatron, and their classes with the arguments as fields."""
 
+TRIED: Mapping[str, str] = {
+    "deallocate_pipeline_outputs": "a stage of a pipeline frees what it has sent to the next one",
+    "config_logger_dir": "Megatron writes the configuration of its model and optimizer to files in this directory",
+}
+"""Arguments that are passed on, and the effect of each, which a test shows (``tests/integration/test_megatron_effects.py``)."""
+
+_NOTHING = "nothing: "
 _MODEL = "the model's config.json, in model.path"
 _FIXED = "the learner, which depends on its value"
 _OWN = "nothing: the learner has its own attention and loss, which do not read it"
 _FAMILY = "the bridge of the model's family: another value computes another model than the engines serve"
 _LOADED = "nothing: the weights are those of model.path"
+_TE = "nothing: only layers of Transformer Engine read it, and the learner has layers of its own (docs/decisions/053)"
+_GRAPHS = "nothing: the rows of a step differ in their lengths, and CUDA graphs of them are not supported"
+_FUNCTION = "nothing: it is a function, which no configuration file can have"
+_DECODING = "nothing: it is about Megatron's own generation, and the learner generates nothing"
+_SINGLE = "nothing: of the layers and schedules that the learner has none reads it"
+_UNTRIED = "nothing: it has not been tried with the learner"
 OURS: Mapping[str, str] = {
     "tensor_model_parallel_size": "learner.tensor_parallel",
     "sequence_parallel": "learner.sequence_parallel",
@@ -76,27 +90,62 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("apply_query_key_layer_scaling", "attention_backend", "qk_clip", "log_max_attention_logit", "flash_decode"), _OWN),
     **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _OWN),
     **dict.fromkeys(("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"), _OWN),
+    **dict.fromkeys(("qk_clip_alpha", "qk_clip_threshold", "apply_rope_fusion", "fused_single_qkv_rope", "wgrad_deferral_limit"), _OWN),
+    **dict.fromkeys(("memory_efficient_layer_norm", "bias_dropout_fusion", "use_fused_weighted_squared_relu", "test_mode"), _OWN),
+    **dict.fromkeys(("fp8", "fp8_recipe", "fp8_param", "fp8_quantizer_factory", "fp8_margin", "fp8_interval", "fp8_wgrad"), _TE),
+    **dict.fromkeys(("fp8_amax_history_len", "fp8_amax_compute_algo", "activation_func_fp8_input_store", "tp_only_amax_red"), _TE),
+    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory", "quant_recipe", "use_kitchen"), _TE),
+    **dict.fromkeys(("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _TE),
+    **dict.fromkeys(("use_kitchen_attention", "kitchen_attention_backend", "batch_invariant_mode", "use_te_activation_func"), _TE),
+    **dict.fromkeys(("moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "disable_parameter_transpose_cache"), _TE),
+    **dict.fromkeys(("tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs"), _TE),
+    **dict.fromkeys(("tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs"), _TE),
+    **dict.fromkeys(("tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend"), _TE),
+    **dict.fromkeys(("cpu_offloading", "cpu_offloading_num_layers", "_cpu_offloading_context", "cpu_offloading_activations"), _TE),
+    **dict.fromkeys(("cpu_offloading_weights", "cpu_offloading_double_buffering", "fine_grained_activation_offloading"), _TE),
+    **dict.fromkeys(
+        ("offload_modules", "min_offloaded_tensor_size", "use_te_rng_tracker", "delay_wgrad_compute", "symmetric_ar_type"), _TE
+    ),
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope"), _GRAPHS),
+    **dict.fromkeys(("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps"), _GRAPHS),
+    **dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _FUNCTION),
+    **dict.fromkeys(("inference_rng_tracker", "inference_sampling_seed", "use_inference_optimized_layers"), _DECODING),
+    **dict.fromkeys(("inference_fuse_tp_communication", "mlp_chunks_for_prefill"), _DECODING),
+    **dict.fromkeys(
+        ("hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank", "hybrid_context_parallel"), "learner.context_parallel"
+    ),
+    **dict.fromkeys(("pipeline_model_parallel_comm_backend", "use_ring_exchange_p2p"), _FIXED),
+    **dict.fromkeys(("async_tensor_model_parallel_allreduce", "disable_bf16_reduced_precision_matmul", "moe_extended_tp"), _SINGLE),
+    **dict.fromkeys(("hetereogenous_dist_checkpoint", "use_mamba_mem_eff_path", "moe_per_layer_logging"), _SINGLE),
+    **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"), _FIXED),
+    **dict.fromkeys(("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release"), _UNTRIED),
+    **dict.fromkeys(("num_microbatches_with_partial_activation_checkpoints", "clone_scatter_output_in_embedding"), _UNTRIED),
+    "gradient_accumulation_fusion": "nothing: Megatron's layers refuse it without Apex's kernels, and it has not been tried with them",
+    "fp32_residual_connection": "nothing: the learner's norms and layers have one dtype, that of learner.dtype",
 }
-"""Arguments that the learner sets or does not read, and the setting that decides about each."""
+"""Arguments that are not passed on: the setting that decides about each, or the reason for which it would do nothing."""
 
 _TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "List": list, "list": list, "Literal": str}
 
 
-def refuse_ours(arguments: JsonMapping) -> None:
+def refuse_untried(arguments: JsonMapping) -> None:
     """Raise ValueError for an argument that the learner sets itself, or that has no effect here."""
     for name in arguments:
-        if name in OURS:
-            raise ValueError(f"megatron.{name}: not passed to Megatron; it is set by {OURS[name]}; remove it")
+        if reason := OURS.get(name, ""):
+            why = reason.replace(_NOTHING, "it has no effect: ") if reason.startswith(_NOTHING) else f"it is set by {reason}"
+            raise ValueError(f"megatron.{name}: not passed to Megatron; {why}; remove it")
 
 
 def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
-    """Return an error for each argument that the installed Megatron does not have, or that has a value of another type."""
+    """Return an error for each argument that the installed Megatron does not have, that is not tried, or that has another type."""
     known, found = annotations(), []
     for name, value in arguments.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             found.append(ConfigRefused(f"learner.megatron.{name}", f"an argument of Megatron's TransformerConfig{meant}", name))
+        elif name not in TRIED:
+            found.append(ConfigRefused(f"learner.megatron.{name}", f"an argument with a known effect ({', '.join(TRIED)})", value))
         elif not _fits(known[name], value):
             found.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {known[name]}", value))
     return found

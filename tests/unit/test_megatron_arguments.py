@@ -7,11 +7,29 @@ from typing import Any
 import pytest
 
 from learner.settings.config import LearnerConfig
-from learner.settings.megatron_arguments import OURS, annotations, refusals
+from learner.settings.megatron_arguments import OURS, TRIED, annotations, refusals
 
 
-def test_arguments_of_ours_are_megatrons() -> None:
-    assert set(OURS) <= set(annotations()), "a name of another release, which would refuse nothing"
+def test_every_argument_of_megatron_is_passed_on_or_refused_with_a_reason() -> None:
+    assert {*OURS, *TRIED} == set(annotations()), "names of another release"
+    assert not OURS.keys() & TRIED.keys()
+
+
+@pytest.mark.parametrize("name", sorted({*annotations(), "nothing_of_megatron"} - TRIED.keys()))
+def test_all_but_those_with_a_known_effect_are_refused(name: str) -> None:
+    if name not in OURS:
+        assert refusals({name: True})
+        return
+    with pytest.raises(ValueError, match=rf"^megatron\.{name}: not passed to Megatron; it (is set by|has no effect: ).*; remove it$"):
+        LearnerConfig(megatron={name: True})
+
+
+def test_a_new_argument_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(annotations(), "of_tomorrow", "bool")  # type: ignore[arg-type]
+    [refused] = refusals({"of_tomorrow": True})
+    assert "learner.megatron.of_tomorrow: want an argument with a known effect (deallocate_pipeline_outputs, config_logger_dir)" in str(
+        refused
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,6 +39,9 @@ def test_arguments_of_ours_are_megatrons() -> None:
         ({"moe_router_force_load_balancing": True}, r"force_load_balancing: .* computes another model than the engines serve"),
         ({"hidden_size": 2}, r"megatron\.hidden_size: .* the model's config\.json"),
         ({"window_size": [4, 0]}, r"megatron\.window_size: .* own attention and loss, which do not read it"),
+        ({"fp8": "hybrid"}, r"megatron\.fp8: not passed to Megatron; it has no effect: only layers of Transformer Engine read it"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, r"megatron\.cpu_offloading: .* only layers of Transformer Engine"),
+        ({"cuda_graph_impl": "local"}, r"megatron\.cuda_graph_impl: .* it has no effect: the rows of a step differ in their lengths"),
     ],
 )
 def test_those_that_the_learner_sets_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -34,9 +55,8 @@ def test_those_that_the_learner_sets_are_refused(arguments: dict[str, Any], mess
         ("deallocate_pipline_outputs", True, "did you mean deallocate_pipeline_outputs?"),
         ("nothing_like_it_at_all", 1, "want an argument of Megatron's TransformerConfig, got 'nothing_like_it_at_all'"),
         ("deallocate_pipeline_outputs", 1, "want a value of type bool, got 1"),
-        ("cpu_offloading_num_layers", True, "want a value of type int, got True"),
-        ("cpu_offloading_num_layers", None, "want a value of type int, got None"),
-        ("grad_scale_func", "max", "want a value of type Optional[Callable], got 'max'"),
+        ("config_logger_dir", True, "want a value of type str, got True"),
+        ("config_logger_dir", None, "want a value of type str, got None"),
     ],
 )
 def test_others_are_those_of_the_installed_megatron(name: str, value: object, message: str) -> None:
@@ -45,8 +65,7 @@ def test_others_are_those_of_the_installed_megatron(name: str, value: object, me
 
 
 def test_values_that_fit() -> None:
-    fitting = {"deallocate_pipeline_outputs": True, "wgrad_deferral_limit": 3, "moe_layer_freq": [0, 1], "fp8": "hybrid", "fp4": None}
-    assert refusals(fitting) == []
+    assert refusals({"deallocate_pipeline_outputs": True, "config_logger_dir": "runs/x"}) == []
 
 
 def test_names_are_read_without_megatron() -> None:
