@@ -19,7 +19,7 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang: that of an environment of its own, usually."""
     arguments: JsonObject = field(default_factory=dict)
-    """Command-line arguments of the server: ``{tp_size: 2, mem_fraction_static: 0.8}``. Lists become several words, maps JSON."""
+    """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides those of this process."""
     start_timeout_s: float = 900.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
+from actors.sglang_arguments import refuse_untried
 from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
 from bus.wire.json_object import JsonMapping, JsonObject
@@ -276,6 +277,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     if config.run and not RUN_NAME.fullmatch(config.run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
     _refuse_sharing(config)
+    refuse_untried(config.engine.sglang.arguments)
     _refuse_routing(config)
     _refuse_stale(config)
     _refuse_rollouts(config)

@@ -18,11 +18,11 @@ from learner.algorithms.rejection import binary_kl_moved, total_variation_outsid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Loss of every token, and the tokens whose gradient the trust region has set to 0."""
+    """Loss of every token, and the tokens at which the trust region has set the gradient of the advantage to 0."""
 
     loss_T: Tensor
     clipped_T: Tensor
-    """True where the gradient is 0 although the advantage is not; False where masked."""
+    """True where the advantage has no gradient although it is not 0, but a penalty may; False where masked."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values by name, [T] each, of which the step reports the mean over the trainable tokens as ``custom/NAME``; the same names in
     every row."""

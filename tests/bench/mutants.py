@@ -1,19 +1,18 @@
 """Do the tests of ``learner/algorithms`` detect a wrong formula? Each mutant is one change of the source; the tests must fail.
 
 A mutant replaces an operator, a comparison, a constant, a function (min by max, sum by mean, ...), drops a ``detach`` or a ``not``, or
-negates a condition. It replaces the module in a forked child, which runs the tests of that module with ``-x``. Survivors are
+negates a condition. It replaces the module in a forked child, which runs the tests that import the module, with ``-x``. Survivors are
 printed with their line: each is a missing test, or a change without effect.
 """
 
 import argparse
 import ast
-import copy
 import importlib.util
 import os
 import random
-import signal
+import resource
 import sys
-import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +20,9 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "learner" / "algorithms"
-TESTS = {
-    "ratios": ("correction", "policy_losses"),
-    "weights": ("correction", "policy_losses"),
-    "rejection": ("correction", "policy_losses"),
-    "policy_losses": ("policy_losses", "correction"),
-    "objective": ("policy_losses",),
-    "advantages": ("advantages",),
-    "running_baseline": ("running_baseline",),
-    "token_returns": ("token_returns",),
-    "values": ("values",),
-    "shaping": ("shaping",),
-    "kl": ("kl",),
-    "aggregation": ("aggregation",),
-    "supervised": ("aggregation", "kl"),
-    "diagnostics": ("diagnostics",),
-    "alarms": ("alarms",),
-    "config": ("config",),
-}
-"""Tests by module, ``tests/unit/test_algorithms_<name>.py``; all have the contract of custom functions besides."""
-CONTRACT = "tests/contract/test_custom_algorithms.py"
-TIMEOUT_S = 120.0
+MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
+CPU_S = 120
+"""Processor seconds after which a child counts as one whose tests failed: an endless loop."""
 
 BINARY: dict[type, type] = {
     ast.Add: ast.Sub,
@@ -83,8 +64,9 @@ class Mutant:
 class _Mutator(ast.NodeTransformer):
     """Transformer that makes the ``wanted``-th possible change; counts all of them and describes each."""
 
-    def __init__(self, wanted: int = -1) -> None:
-        self.wanted, self.found, self._inside = wanted, [], False  # type: ignore[var-annotated]
+    def __init__(self, wanted: int = -1, *, everywhere: bool = False) -> None:
+        """``everywhere``: outside of functions, too, as in a module of constants alone."""
+        self.wanted, self.found, self._inside = wanted, [], everywhere  # type: ignore[var-annotated]
 
     def _take(self, node: ast.AST, what: str) -> bool:
         self.found.append((getattr(node, "lineno", 0), what))
@@ -163,23 +145,39 @@ class _Mutator(ast.NodeTransformer):
         return node
 
 
+def tests_of(module: str) -> list[str]:
+    """Return the files of tests that import a module, those that are named after it first."""
+    files = [*ROOT.glob("tests/unit/test_*.py"), *ROOT.glob("tests/contract/test_custom_algorithms.py")]
+    found = [file for file in files if f"learner.algorithms.{module}" in _imports(file)]
+    return [
+        str(file.relative_to(ROOT))
+        for file in sorted(found, key=lambda file: (module not in file.stem, "algorithms" not in file.stem, file))
+    ]
+
+
+def _imports(file: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {str(node.module) for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def _parsed(module: str, number: int = -1) -> tuple[_Mutator, ast.Module]:
+    """Return the mutator that has visited a module, and the module with mutant ``number``."""
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    mutator = _Mutator(number, everywhere=not any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree)))
+    return mutator, ast.fix_missing_locations(mutator.visit(tree))
+
+
 def mutants(module: str) -> Iterator[Mutant]:
     """Yield all mutants of a module."""
-    mutator = _Mutator()
-    mutator.visit(ast.parse((FOLDER / f"{module}.py").read_text()))
-    for number, (line, what) in enumerate(mutator.found):
+    for number, (line, what) in enumerate(_parsed(module)[0].found):
         yield Mutant(module, number, line, what)
-
-
-def mutated(mutant: Mutant) -> ast.Module:
-    tree = ast.parse((FOLDER / f"{mutant.module}.py").read_text())
-    return ast.fix_missing_locations(_Mutator(mutant.number).visit(copy.deepcopy(tree)))
 
 
 def child(mutant: Mutant | None, module: str) -> None:
     """Run in a forked process: replace the module by the mutant and run the tests; exit code 0 = they passed."""
     import pytest
 
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
@@ -191,17 +189,16 @@ def child(mutant: Mutant | None, module: str) -> None:
         made.__spec__, made.__file__ = spec, spec.origin
         sys.modules[name] = made
         try:
-            exec(compile(mutated(mutant), str(spec.origin), "exec"), made.__dict__)
+            exec(compile(_parsed(mutant.module, mutant.number)[1], str(spec.origin), "exec"), made.__dict__)
         except Exception:
             os._exit(1)
-    files = [f"tests/unit/test_algorithms_{test}.py" for test in TESTS[module]] + [CONTRACT]
-    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    os._exit(int(pytest.main([*quiet, *files])))
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    os._exit(int(pytest.main([*quiet, *tests_of(module)])))
 
 
 def run(work: list[Mutant], jobs: int) -> list[Mutant]:
     """Return the survivors."""
-    running: dict[int, tuple[Mutant, float]] = {}
+    running: dict[int, Mutant] = {}
     waiting, survivors, done = list(work), [], 0
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -209,19 +206,12 @@ def run(work: list[Mutant], jobs: int) -> list[Mutant]:
             pid = os.fork()
             if pid == 0:
                 child(mutant, mutant.module)
-            running[pid] = (mutant, time.monotonic())
-        for pid, (mutant, began) in list(running.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended and time.monotonic() - began > TIMEOUT_S:
-                os.kill(pid, signal.SIGKILL)
-                ended, status = os.waitpid(pid, 0)
-            if ended:
-                del running[pid]
-                done += 1
-                if status == 0:
-                    survivors.append(mutant)
-                    print(f"survives: {mutant.module}.py:{mutant.line} {mutant.what} ({done} of {len(work)} done)", flush=True)
-        time.sleep(0.02)
+            running[pid] = mutant
+        pid, status = os.wait()
+        mutant, done = running.pop(pid), done + 1
+        if status == 0:
+            survivors.append(mutant)
+            print(f"survives: {mutant.module}.py:{mutant.line} {mutant.what} ({done} of {len(work)} done)", flush=True)
     return survivors
 
 
@@ -229,27 +219,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--modules", nargs="*", default=list(TESTS), choices=list(TESTS))
+    parser.add_argument("--modules", nargs="*", default=MODULES, choices=MODULES)
     parser.add_argument("--sample", type=int, default=0, help="so many of each module, drawn at random; 0 = all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(arguments)
     os.chdir(ROOT)
+    warnings.simplefilter("ignore")
     import hypothesis
+    import megatron.core.models.gpt.gpt_model  # noqa: F401  # once, and not in each child; nothing of learner, which would keep the module
     import torch
+    import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    hypothesis.settings.register_profile("mutants", deadline=None, database=None)
+    hypothesis.settings.register_profile("mutants", deadline=None, database=None, derandomize=True)
     hypothesis.settings.load_profile("mutants")
+    seen = of = 0
     for module in args.modules:
+        found = list(mutants(module))
+        if not found:
+            print(f"RATIO {module}: 0 of 0 mutants killed (it has nothing to change)", flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
             child(None, module)
         assert os.waitpid(pid, 0)[1] == 0, f"{module}: its tests fail without any mutation"
-        found = list(mutants(module))
         work = random.Random(args.seed).sample(found, min(args.sample or len(found), len(found)))
         survivors = run(work, args.jobs)
-        print(f"RATIO {module}: {len(work) - len(survivors)} of {len(work)} mutants seen ({len(found)} there are)", flush=True)
+        print(f"RATIO {module}: {len(work) - len(survivors)} of {len(work)} mutants killed ({len(found)} there are)", flush=True)
+        seen, of = seen + len(work) - len(survivors), of + len(work)
+    print(f"RATIO of all: {seen} of {of} mutants killed, {of - seen} survived", flush=True)
 
 
 if __name__ == "__main__":

@@ -147,9 +147,11 @@ def test_the_loss_of_a_sample_does_not_depend_on_other_samples(objective: Object
 
 
 def test_tokens_marked_as_clipped_have_no_gradient(objective: Objective) -> None:
+    """None by their advantage: that of a penalty stays."""
     log_probs_T, tokens = row(spread=1.5)
-    loss = made(objective, log_probs_T, tokens)
-    assert not gradient(objective, log_probs_T, tokens)[loss.clipped_T].any()
+    clipped_T = made(objective, log_probs_T, tokens).clipped_T
+    without = gradient(objective, log_probs_T, replace(tokens, advantages_T=torch.zeros_like(tokens.advantages_T)))
+    assert torch.equal(gradient(objective, log_probs_T, tokens)[clipped_T], without[clipped_T])
 
 
 def test_arguments_are_not_modified(objective: Objective) -> None:

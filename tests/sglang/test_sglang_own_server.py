@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from actors.config import EngineConfig
-from actors.errors import EngineFailed, UpdateRefused
+from actors.errors import EngineError, EngineFailed, UpdateRefused
 from actors.serving.authority import Authority
 from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.server_process import ServerProcess
+from actors.sglang_arguments import TRIED
 from tests.sglang.server import ARGUMENTS, config
 from tests.whole.running import ROOT
 
@@ -156,6 +158,50 @@ def test_a_server_ends_with_the_process_that_started_it(python: str, directories
         finally:
             owner.kill()
     asyncio.run(_until_gone(whole))
+
+
+PASSED_ON = {
+    "max_total_tokens": 3000,
+    "max_running_requests": 5,
+    "context_length": 64,
+    "chunked_prefill_size": 32,
+    "max_prefill_tokens": 640,
+    "schedule_policy": "random",
+    "disable_radix_cache": True,
+    "disable_cuda_graph": True,
+    "dtype": "bfloat16",
+    "mem_fraction_static": 0.45,
+    "random_seed": 7,
+    "watchdog_timeout": 555,
+}
+"""Arguments with values that are not those of the shipped configuration."""
+SHOWN_ELSEWHERE = {"tp_size", "enable_return_routed_experts", "enable_memory_saver", "api_key"}
+"""Arguments of other tests: a run on two ranks, test_sglang_routing, colocated servers on a GPU, the generated key."""
+
+
+def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: list[Path], tmp_path: Path) -> None:
+    assert {*ARGUMENTS, *PASSED_ON} | SHOWN_ELSEWHERE == TRIED.keys()
+
+    async def run() -> None:
+        settings = config(python, log=str(tmp_path / "sglang.log"))
+        settings = replace(settings, sglang=replace(settings.sglang, arguments=ARGUMENTS | PASSED_ON))
+        server = await ServerProcess.open(directories[0], settings)
+        try:
+            info = await server.api.call("GET", "/server_info")
+            given = ARGUMENTS | PASSED_ON
+            assert {name: info[name] for name in given} == given
+            assert info["internal_states"][0]["memory_usage"]["token_capacity"] == 3000
+            prompt = {"input_ids": list(range(5, 45)), "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+            for _ in range(2):
+                answer = await server.api.call("POST", "/generate", prompt)
+                assert answer["meta_info"]["cached_tokens"] == 0, "disable_radix_cache"
+            with pytest.raises(EngineError, match="64"):
+                await server.api.call("POST", "/generate", prompt | {"input_ids": [5] * 80})
+        finally:
+            await server.close()
+        assert " INFO" not in (tmp_path / "sglang.log").read_text(), "log_level"
+
+    asyncio.run(run())
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, directories: list[Path], tmp_path: Path) -> None:

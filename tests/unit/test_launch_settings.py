@@ -34,9 +34,9 @@ def test_of_several_files_the_later_one_wins(tmp_path: Path) -> None:
     first = write(tmp_path, "learner: {steps: 1, groups_per_step: 2}\n")
     second = tmp_path / "more.yaml"
     second.write_text("learner: {steps: 3}\nengine: {sglang: {arguments: {tp_size: 2}}}\n")
-    loaded = load([first, second], ["engine.sglang.arguments.dp_size=1"])
+    loaded = load([first, second], ["engine.sglang.arguments.random_seed=1"])
     assert (loaded.config.learner.steps, loaded.config.learner.groups_per_step) == (3, 2)
-    assert loaded.config.engine.sglang.arguments == {"tp_size": 2, "dp_size": 1}
+    assert loaded.config.engine.sglang.arguments == {"tp_size": 2, "random_seed": 1}
     assert loaded.config.run == "digits-more"
     assert f"steps: 3{' ' * 38} # {second}:1" in render(loaded)
 

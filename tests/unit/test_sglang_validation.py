@@ -1,5 +1,6 @@
-"""Requests that the proxy of a SGLang server refuses, and those that it passes on."""
+"""Requests that the proxy of a SGLang server refuses, and those that it passes on; and arguments of the server."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from actors.errors import BadRequest
 from actors.request import Limits
 from actors.serving.sglang.server_process import command_line, server_arguments
 from actors.serving.sglang.validation import responses_in
+from actors.sglang_arguments import SAME, TRIED, UNTRIED
+from launch.settings.run_config import RunConfig
 
 LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
 IDS = {"input_ids": [5, 6, 7]}
@@ -101,3 +104,34 @@ def test_arguments_become_words_that_sglang_reads() -> None:
     ]
     with pytest.raises(ValueError, match=r"arguments\.model_path: set by the engine itself"):
         command_line("python", Path("m"), 1, {"model_path": "x"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "fp8"}, "quantization: not passed to SGLang: a push sends the learner's tensors, in their names and data type"),
+        ({"kv-cache-dtype": "fp8_e5m2"}, "kv-cache-dtype: not passed to SGLang: a push sends"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: not passed to SGLang: a push does not reach the draft model"),
+        ({"speculative-num-steps": 3}, "speculative-num-steps: not passed to SGLang: a push does not reach the draft model"),
+        ({"enable_lora": True}, "enable_lora: not passed to SGLang: a push sends merged weights"),
+        ({"lora_target_modules": ["all"]}, "lora_target_modules: not passed to SGLang: a push sends merged weights"),
+        ({"modelopt_checkpoint_save_path": "x"}, "not passed to SGLang: a push sends the learner's tensors"),
+        ({"pp": 2}, "pp: not passed to SGLang: servers of several pipeline stages or replicas have not been tried"),
+        (
+            {"reasoning_parser": "qwen3"},
+            "reasoning_parser: not passed to SGLang: it has no effect: the engine renders and parses chats itself",
+        ),
+        ({"config": "/some/file"}, "config: not passed to SGLang: the arguments in it would not be checked; give them by name; remove it"),
+        ({"mem_fraction_statik": 0.5}, "got 0.5; did you mean mem_fraction_static?"),
+        ({"plugin": "a.b"}, "got 'a.b'; remove it, or start a server with it yourself and set engine.sglang.url (docs/sglang.md)"),
+    ],
+)
+def test_arguments_that_have_not_been_tried_are_refused_when_the_file_is_read(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"engine\.sglang\.arguments\." + f".*{re.escape(message)}"):
+        RunConfig(run="r", engine=EngineConfig(kind="sglang", sglang=SglangConfig(arguments=arguments)))
+
+
+def test_arguments_that_are_tried_and_those_left_out_by_another_file_are_taken() -> None:
+    arguments = {**TRIED, "tp-size": 2, "tp": 2, "quantization": None, "enable_lora": False}
+    assert RunConfig(run="r", engine=EngineConfig(sglang=SglangConfig(arguments=arguments)))
+    assert not {*TRIED, *SAME} & {*UNTRIED}

@@ -132,7 +132,7 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
     settings, arguments = config.sglang, server_arguments(config) | end_of_turn(model_dir)
     port = stack.enter_context(KeptPort())  # it takes a minute until the server listens
     key = str(arguments.get("api_key") or "")
-    if not key and "config" not in arguments:  # SGLang reads only one such file
+    if not key:
         key = KEY_PREFIX + secrets.token_hex(24)
         directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-sglang-"))  # mode 0700
         secret.push_async_callback(asyncio.to_thread, shutil.rmtree, directory, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): those that are passed on, and why others are not. Pure."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from bus.wire.json_object import JsonMapping
+
+TRIED: Mapping[str, str] = {
+    "device": "cpu: the server computes on the CPU",
+    "dtype": "data type of weights and activations, in place of engine.dtype",
+    "tp_size": "ranks that divide each layer, one device each",
+    "attention_backend": "kernels of attention",
+    "sampling_backend": "kernels of sampling",
+    "mem_fraction_static": "share of the memory for weights, keys and values",
+    "max_total_tokens": "tokens with keys and values at once",
+    "max_running_requests": "responses decoded together, in place of engine.max_running",
+    "context_length": "tokens of prompt and response, in place of engine.max_context",
+    "chunked_prefill_size": "prompt tokens of a forward pass",
+    "max_prefill_tokens": "prompt tokens of a batch",
+    "schedule_policy": "order of the requests that wait",
+    "disable_radix_cache": "no prompt shares the keys and values of another",
+    "disable_cuda_graph": "no CUDA graphs",
+    "disable_overlap_schedule": "scheduling between the forward passes, not beside them",
+    "skip_server_warmup": "no first request of the server's own",
+    "sleep_on_idle": "an idle server takes no CPU",
+    "log_level": "lines of the server's log",
+    "random_seed": "seed of the server's sampling",
+    "watchdog_timeout": "seconds of a forward pass after which the server ends itself",
+    "enable_memory_saver": "memory that a colocated server releases for each step",
+    "enable_return_routed_experts": "the experts of each token, for learner.routing_replay: rollout",
+    "api_key": "key of the server, in place of a generated one",
+}
+"""Arguments that are passed on, and the effect of each: ``tests/sglang/test_sglang_own_server.py`` starts a server with them."""
+SAME = {"tensor_parallel_size": "tp_size", "tp": "tp_size"}
+"""Other names of these."""
+ELSEWHERE = ("model_path", "host", "port", "weight_version", "base_gpu_id", "gpu_id_step")
+"""Arguments that the engine sets, and refuses with reasons of their own."""
+
+_QUANTISED = "a push sends the learner's tensors, in their names and data type, which a quantised server does not have"
+_SPECULATIVE = "a push does not reach the draft model, and the log-probs of its tokens have not been compared with the learner's"
+_ADAPTERS = "a push sends merged weights: adapters of the server's would be added to them"
+_RANKS = "servers of several pipeline stages or replicas have not been tried with pushes; start more engines (up.engines)"
+_CHATS = "it has no effect: the engine renders and parses chats itself, and asks the server for tokens alone"
+_FILE = "the arguments in it would not be checked; give them by name"
+UNTRIED: Mapping[str, str] = {
+    **dict.fromkeys(("quantization", "quantization_param_path", "torchao_config", "kv_cache_dtype", "load_format"), _QUANTISED),
+    **dict.fromkeys(("modelopt_quant", "fp8_gemm_runner_backend", "enable_fp32_lm_head"), _QUANTISED),
+    **dict.fromkeys(("enable_lora", "lora_paths", "max_loras_per_batch", "lora_backend", "max_lora_rank"), _ADAPTERS),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "pp_size", "pipeline_parallel_size", "pp", "enable_dp_attention"), _RANKS),
+    **dict.fromkeys(("reasoning_parser", "tool_call_parser", "chat_template", "completion_template", "served_model_name"), _CHATS),
+    "config": _FILE,
+}
+"""Reasons against some of the others."""
+FAMILIES: Mapping[str, str] = {"speculative_": _SPECULATIVE, "lora_": _ADAPTERS, "modelopt_": _QUANTISED}
+"""Reasons by the beginning of a name."""
+OWN_SERVER = "start a server with it yourself and set engine.sglang.url (docs/sglang.md)"
+
+
+def refuse_untried(arguments: JsonMapping) -> None:
+    """Raise ValueError for an argument that is passed on and not known to work with pushes. Nothing is passed on for null and false."""
+    for given, value in arguments.items():
+        name = given.replace("-", "_")
+        if value is None or value is False or SAME.get(name, name) in TRIED or name in ELSEWHERE:
+            continue
+        if reason := UNTRIED.get(name) or next((why for start, why in FAMILIES.items() if name.startswith(start)), ""):
+            raise ValueError(f"engine.sglang.arguments.{given}: not passed to SGLang: {reason}; remove it")
+        near = get_close_matches(name, [*TRIED, *SAME], 1, 0.8)
+        cure = f"did you mean {near[0]}?" if near else f"remove it, or {OWN_SERVER}"
+        want = f"an argument that has been tried ({', '.join(TRIED)})"
+        raise ValueError(f"engine.sglang.arguments.{given}: want {want}, got {value!r}; {cure}")
