@@ -47,6 +47,11 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
         return
     if engine.kind != "sglang" or engine.sglang.url:
+        user = "a server that is running (engine.sglang.url)" if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
+        for name in ("arguments", "environment"):
+            if given := getattr(engine.sglang, name):
+                cure = "remove them, or give them to the server where it is started"
+                report.warning("engine", report.at(f"engine.sglang.{name}"), want=f"none with {user}", got=given, cure=cure)
         return
     severity = report.error if here else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)

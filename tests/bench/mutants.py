@@ -7,12 +7,14 @@ printed with their line: each is a missing test, or a change without effect.
 
 import argparse
 import ast
+import functools
 import importlib.util
 import os
 import random
 import resource
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,16 +147,17 @@ class _Mutator(ast.NodeTransformer):
         return node
 
 
-def tests_of(module: str) -> list[str]:
-    """Return the files of tests that import a module, those that are named after it first."""
+def files_for(module: str) -> list[str]:
+    """Return the files of tests that import a module or are named after it, the latter first."""
     files = [*ROOT.glob("tests/unit/test_*.py"), *ROOT.glob("tests/contract/test_custom_algorithms.py")]
-    found = [file for file in files if f"learner.algorithms.{module}" in _imports(file)]
+    found = [file for file in files if f"learner.algorithms.{module}" in _imports(file) or file.stem.endswith(f"_{module}")]
     return [
         str(file.relative_to(ROOT))
         for file in sorted(found, key=lambda file: (module not in file.stem, "algorithms" not in file.stem, file))
     ]
 
 
+@functools.cache
 def _imports(file: Path) -> set[str]:
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
     return {str(node.module) for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
@@ -173,7 +176,7 @@ def mutants(module: str) -> Iterator[Mutant]:
         yield Mutant(module, number, line, what)
 
 
-def child(mutant: Mutant | None, module: str) -> None:
+def child(mutant: Mutant | None, files: list[str]) -> None:
     """Run in a forked process: replace the module by the mutant and run the tests; exit code 0 = they passed."""
     import pytest
 
@@ -193,7 +196,7 @@ def child(mutant: Mutant | None, module: str) -> None:
         except Exception:
             os._exit(1)
     quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    os._exit(int(pytest.main([*quiet, *tests_of(module)])))
+    os._exit(int(pytest.main([*quiet, *files])))
 
 
 def run(work: list[Mutant], jobs: int) -> list[Mutant]:
@@ -205,13 +208,14 @@ def run(work: list[Mutant], jobs: int) -> list[Mutant]:
             mutant = waiting.pop()
             pid = os.fork()
             if pid == 0:
-                child(mutant, mutant.module)
+                child(mutant, files_for(mutant.module))
             running[pid] = mutant
         pid, status = os.wait()
         mutant, done = running.pop(pid), done + 1
         if status == 0:
             survivors.append(mutant)
-            print(f"survives: {mutant.module}.py:{mutant.line} {mutant.what} ({done} of {len(work)} done)", flush=True)
+        verdict = "survives" if status == 0 else "killed"
+        print(f"{verdict}: {mutant.module}.py:{mutant.line} {mutant.what} ({done} of {len(work)} done)", flush=True)
     return survivors
 
 
@@ -234,21 +238,18 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("mutants", deadline=None, database=None, derandomize=True)
     hypothesis.settings.load_profile("mutants")
-    seen = of = 0
-    for module in args.modules:
-        found = list(mutants(module))
-        if not found:
-            print(f"RATIO {module}: 0 of 0 mutants killed (it has nothing to change)", flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            child(None, module)
-        assert os.waitpid(pid, 0)[1] == 0, f"{module}: its tests fail without any mutation"
-        work = random.Random(args.seed).sample(found, min(args.sample or len(found), len(found)))
-        survivors = run(work, args.jobs)
-        print(f"RATIO {module}: {len(work) - len(survivors)} of {len(work)} mutants killed ({len(found)} there are)", flush=True)
-        seen, of = seen + len(work) - len(survivors), of + len(work)
-    print(f"RATIO of all: {seen} of {of} mutants killed, {of - seen} survived", flush=True)
+    pid = os.fork()
+    if pid == 0:
+        child(None, sorted({file for module in args.modules for file in files_for(module)}))
+    assert os.waitpid(pid, 0)[1] == 0, "the tests fail without any mutation"
+    made = {module: list(mutants(module)) for module in args.modules}
+    work = {module: random.Random(args.seed).sample(all_, min(args.sample or len(all_), len(all_))) for module, all_ in made.items()}
+    survivors = Counter(mutant.module for mutant in run([mutant for chosen in work.values() for mutant in chosen], args.jobs))
+    for module, chosen in work.items():
+        killed = len(chosen) - survivors[module]
+        print(f"RATIO {module}: {killed} of {len(chosen)} mutants killed ({len(made[module])} there are)", flush=True)
+    of = sum(map(len, work.values()))
+    print(f"RATIO of all: {of - survivors.total()} of {of} mutants killed, {survivors.total()} survived", flush=True)
 
 
 if __name__ == "__main__":

@@ -288,6 +288,20 @@ def test_a_critic_with_experts_has_its_optimizer_on_the_device(tmp_path: Path) -
     assert "learner.offload_optimizer: want false with a critic that has experts (qwen3_moe" in found
 
 
+@pytest.mark.parametrize(
+    ("where", "user"),
+    [
+        (("engine.kind=sglang", "engine.sglang.url=http://127.0.0.1:1"), "a server that is running (engine.sglang.url)"),
+        ((), "engine.kind: builtin"),
+    ],
+)
+def test_settings_of_a_server_that_is_not_started_are_named(tmp_path: Path, where: tuple[str, ...], user: str) -> None:
+    settings = ("engine.sglang.arguments.tp_size=2", "engine.sglang.environment.A=b")
+    warnings = [text for text in texts(checked(tmp_path, *where, *settings).warnings) if "engine.sglang." in text]
+    assert [f"want none with {user}, got " in text for text in warnings] == [True, True]
+    assert not [text for text in texts(checked(tmp_path, *where).warnings) if "engine.sglang.arguments" in text]
+
+
 @pytest.mark.parametrize(("release", "supported"), [("0.5.20", False), ("0.5.21", True), ("0.6.0.post1", True), ("", True)])
 def test_an_old_sglang_is_found_without_starting_it(tmp_path: Path, release: str, supported: bool) -> None:
     """In the environment of the interpreter; where no release is found there, the engine checks it when it starts."""
