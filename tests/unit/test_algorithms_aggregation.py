@@ -12,7 +12,7 @@ from torch import Tensor
 from learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from learner.algorithms.choices import AGGREGATIONS
 from learner.algorithms.policy_losses import Clip, ppo
-from learner.algorithms.supervised import sft_loss
+from learner.algorithms.supervised import Supervised, sft_loss
 from tests.examples import examples
 
 CONSTANT = 7.5
@@ -236,3 +236,8 @@ def test_supervised_loss_is_the_cross_entropy() -> None:
     mask_T = torch.tensor([True, False, True, True, False])
     wanted_T = torch.nn.functional.cross_entropy(logits_TV, torch.where(mask_T, target_T, -100), reduction="none")
     _close(sft_loss(log_probs_T, mask_T), wanted_T)
+    sample_T = torch.tensor([0, 0, 0, 1, 1])
+    term = Supervised(coef=0.5, mode="token_mean", denominators=_denominators(mask_T, sample_T, 2))
+    total, sums = term.term(log_probs_T, mask_T, sample_T)
+    _close(total, 0.5 * wanted_T[mask_T].mean())
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx({"sft_tokens": 3, "sft_loss": wanted_T.sum().item()})
