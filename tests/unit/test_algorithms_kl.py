@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.choices import KL_ESTIMATORS
-from learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, kl_T, next_coefficient
+from learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, counted_samples, kl_T, next_coefficient
 
 LEVELS = ("sequence", "token")
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -253,3 +253,9 @@ def test_a_coefficient_that_could_turn_its_sign_is_refused() -> None:
     assert next_coefficient(0.5, 0.0, target=0.1, horizon=201, num_samples=1000) > 0
     with pytest.raises(ValueError, match="target"):
         next_coefficient(0.5, 0.1, target=0.0, horizon=10_000, num_samples=1000)
+
+
+def test_a_step_of_any_size_takes_99_percent_of_a_coefficient_at_most() -> None:
+    assert counted_samples(5, 200) == 5
+    left = next_coefficient(1.0, 0.0, target=0.1, horizon=200, num_samples=counted_samples(10**6, 200))
+    assert left == pytest.approx(0.01)
