@@ -16,7 +16,7 @@ NAMES = {
     "grouped_experts": "a step with the experts of a rank in one product, against one product for each",
     "learner_step": "a step of the learner, against plain transformers and torch",
     "output_layer": "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)",
-    "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
+    "mutants": "whether the tests of learner/algorithms see a wrong formula (1,890 mutants, 3 s of CPU each; --sample 4 for less)",
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
