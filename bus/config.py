@@ -8,8 +8,12 @@ SINGLE_TURN = "single_turn"
 """Name of the rollout that is none: an engine is asked once."""
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
+UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them."""
 MAX_REPLICAS = 5
 """Copies of a stream that nats-server keeps at most."""
+STORE_SHARE = 0.75
+"""Share of a disk's free room that an embedded server takes for its store, beside what the store holds already."""
 OLDEST_SERVER = (2, 10)
 """Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
 
@@ -99,6 +103,8 @@ class BusConfig:
         return max(self.replicas, self.cluster)
 
     def _check_secrets(self) -> None:
+        for name in ("tls_cert", "tls_key", "tls_ca"):
+            refuse_odd(name, getattr(self, name))
         if "@" in self.url:
             raise ValueError("url: want no user and password in it (other users can read this file); set TIDEMILL_BUS_CREDENTIALS")
         if self.auth_users < 0:
@@ -125,6 +131,12 @@ class BusConfig:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
         if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):
             raise ValueError(f"cluster_listen: {self.cluster_listen} is open to other machines; want auth: true, or insecure: true")
+
+
+def refuse_odd(name: str, text: str) -> None:
+    """Raise ValueError for a setting, by its name, that cannot be written."""
+    if (odd := UNQUOTABLE.search(text)) is not None:
+        raise ValueError(f"{name}: want a name without control characters, in UTF-8, got {odd[0]!r} in {text!r}; use another name")
 
 
 def is_loopback(host: str) -> bool:

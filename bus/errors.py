@@ -18,6 +18,13 @@ class BusUnavailable(BusError):
         return f"{self.where}: bus unavailable: {self.reason}"
 
 
+class BusFull(BusUnavailable):
+    """The bus stores nothing at present: its disk has no room, or cannot be written. It is waited for without end."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: the bus stores nothing: {self.reason}"
+
+
 class Denied(BusError):
     """The bus refuses the connection: user or password are wrong or missing, or a certificate is not trusted."""
 
@@ -51,6 +58,19 @@ class ServerFailed(BusError):
 
     def __str__(self) -> str:
         return f"nats-server: {self.reason}" + (f"\n{self.log_tail}" if self.log_tail else "")
+
+
+class Unquotable(BusError, ValueError):
+    """A text, such as the path of a directory, with characters that cannot be written into the configuration of nats-server."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, text: str, odd: str) -> None:
+        super().__init__(text, odd)
+        self.text, self.odd = text, odd
+
+    def __str__(self) -> str:
+        return f"{self.text!r}: want a name without control characters, in UTF-8, got {self.odd!r} in it; use another name"
 
 
 class ConfigMismatch(BusError):

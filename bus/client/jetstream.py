@@ -61,7 +61,7 @@ class JetStream:
 
     def __init__(self, connection: Connection, run: str, config: BusConfig) -> None:
         self.connection, self.run, self.config = connection, run, config
-        self.outbox = Outbox(connection)
+        self.outbox = Outbox(connection, subjects.full(run))
         self.refusals = Refusals()
 
     async def call(self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> JsonObject:
@@ -75,8 +75,11 @@ class JetStream:
         async def ask() -> JsonObject:
             """Send the request once, when the connection is up."""
             await self.connection.wait_up(deadline - time.monotonic(), verb)
-            answer = await self.connection.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
-            return _fields(verb, answer.data)
+            try:
+                answer = await self.connection.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
+                return _fields(verb, answer.data)
+            except BusUnavailable as error:  # servers of a cluster that cannot write give no answer to reads either
+                raise await self.outbox.explained(error) from None
 
         return await retry(self.connection, ask, pause_s=RETRY_S, deadline=deadline)
 

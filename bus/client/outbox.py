@@ -12,7 +12,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.client.connection import FOREIGN, Connection
-from bus.errors import BusUnavailable, Forbidden, Refused
+from bus.errors import BusFull, BusUnavailable, Forbidden, Refused
 from bus.system.coroutines import heard
 from bus.wire.json_object import JsonObject
 
@@ -26,6 +26,8 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 """Error codes of a message with another expected last sequence than that of its stream or subject."""
 _ANSWER_S = 5.0
 """Seconds to wait for the acknowledgement before sending again."""
+_FULL_S = 3.0
+"""Seconds to wait for the reason for which the bus stores nothing; without one the server itself answers at once."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
 """Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment."""
@@ -46,8 +48,9 @@ class Outbox:
     which keeps waiting for an answer after the connection that should bring it has broken.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, full_subject: str) -> None:
+        """``full_subject``: requests on it are answered with the reason while the bus stores nothing."""
+        self._connection, self._full_subject = connection, full_subject
         self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
         """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
@@ -60,7 +63,7 @@ class Outbox:
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> PublishAck:
         """Send once, and return the acknowledgement.
 
-        Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same.
+        Raises Refused; Forbidden; BusFull; BusUnavailable, after which the message may be stored all the same.
         """
         self._connection.check_allowed(subject)
         if not self._inbox:
@@ -81,7 +84,23 @@ class Outbox:
             raise self._connection.unavailable(subject, error) from None
         finally:
             self._waiting.pop(token, None)
-        return _read(subject, answer)
+        try:
+            return _read(subject, answer)
+        except BusUnavailable as error:
+            raise await self.explained(error) from None
+
+    async def explained(self, error: BusUnavailable) -> BusUnavailable:
+        """Return the error of a request without success; in its place BusFull while that is the reason."""
+        reason = await self.full() if self._connection.connected else ""
+        return BusFull(error.where, reason) if reason else error
+
+    async def full(self) -> str:
+        """Return the reason for which the bus stores nothing; empty when none is known."""
+        try:
+            answer = await self._connection.request(self._full_subject, b"", _FULL_S)
+        except (BusUnavailable, Forbidden):  # no process answers while messages are stored
+            return ""
+        return answer.data.decode(errors="replace")
 
     async def store(
         self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
@@ -208,7 +227,7 @@ def _read(subject: str, answer: Msg | None) -> PublishAck:
     if stored.error is not None:
         code, reason = stored.error.err_code, stored.error.description
         if code in _NO_ROOM:
-            raise BusUnavailable(subject, f"no storage left on the server (disk full?): {reason} ({code})")
+            raise BusFull(subject, f"no storage left on the server (disk full?): {reason} ({code})")
         if code in _NOT_NOW or (stored.error.code == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)

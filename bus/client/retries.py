@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 from bus.client.connection import Connection
-from bus.errors import BusUnavailable
+from bus.errors import BusFull, BusUnavailable
 
 RETRY_S = 0.1
 """Seconds between two tries of one request."""
 CANCEL_AGAIN_S = 0.2
 """Interval of the cancellations of work that has forgotten one."""
+
+AFTER_FULL_S = 15.0
+"""Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
 
 T = TypeVar("T")
 
@@ -28,12 +31,16 @@ async def retry(
 ) -> T:
     """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
 
-    ``report`` is called with each error that another try follows. With ``outage_s`` that try waits for the connection, at most so long.
+    A full bus is waited for without end. ``report`` is called with each error that another try follows.
+
+    With ``outage_s`` that try waits for the connection, at most so long.
     """
     while True:
         try:
             return await ask()
         except BusUnavailable as error:
+            if isinstance(error, BusFull):
+                deadline = max(deadline, time.monotonic() + AFTER_FULL_S)
             await before_retry(connection, error, pause_s=pause_s, deadline=deadline)
             if report is not None:
                 report(error)

@@ -17,9 +17,10 @@ from bus.client.ids import new_id
 from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from bus.client.pull import Delivered, present
+from bus.client.repeated import Repeated
 from bus.client.retries import RETRY_S, retry
 from bus.client.waiter import Waiter
-from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 from bus.wire.row_shapes import read_row
@@ -30,6 +31,8 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 """Keys that every NATS tool accepts in a bucket."""
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
+_LOG_EVERY_S = 15.0
+"""Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
 """Most rows that ``all`` reads at the same time."""
 
@@ -207,15 +210,20 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline = time.monotonic() + RETRY_FOR_S
+        deadline, report = time.monotonic() + RETRY_FOR_S, Repeated(_log, every_s=_LOG_EVERY_S)
 
         async def attempt() -> PublishAck:
             """Send the write once, when the connection is up."""
             await self._jet.connection.wait_up(deadline - time.monotonic(), subject)
             return await self._jet.outbox.attempt(subject, payload, headers)
 
+        def report_full(error: BusUnavailable) -> None:
+            """Log a wait for a full bus, which may be long."""
+            if isinstance(error, BusFull):
+                report("bus: not stored yet", str(error))
+
         try:
-            return (await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline)).seq
+            return (await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline, report=report_full)).seq
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise

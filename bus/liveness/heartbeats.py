@@ -87,7 +87,7 @@ class HeartbeatPublisher:
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.wake()
             except (BusError, TimeoutError) as error:
-                self.last_error = str(error) or f"no answer for {_PERIODS * self._every_s:.1f} s"
+                self.last_error = str(error) or await self._bus.full() or f"no answer for {_PERIODS * self._every_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from bus.client.connection import inbox_prefix
 from bus.client.layout import stream_configs
 from bus.config import BusConfig
+from bus.server.quoting import quoted, quoted_list
 from bus.system.files import write_whole
 from bus.wire import subjects
 
@@ -58,6 +59,8 @@ class Permissions:
     """Filter of the subjects on which its answers arrive."""
     denied: tuple[str, ...] = ()
     """Subjects that it may not publish to although ``publish`` covers them."""
+    answers: bool = False
+    """It may also answer each request that it receives, once."""
 
 
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
@@ -67,7 +70,9 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
         raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
     publish, subscribe, denied = getattr(rights, role)()
     unique = tuple(dict.fromkeys(publish))
-    return Permissions(publish=unique, subscribe=tuple(subscribe), inbox=f"{inbox_prefix(name)}.>", denied=tuple(denied))
+    return Permissions(
+        publish=unique, subscribe=tuple(subscribe), inbox=f"{inbox_prefix(name)}.>", denied=tuple(denied), answers=role == LEARNER
+    )
 
 
 _Lists = tuple[list[str], list[str], list[str]]
@@ -131,7 +136,7 @@ class _Rights:
 
     def viewer(self) -> _Lists:
         """Reads everything but secret rows. It creates consumers of its own to read with; those of tasks it may not touch."""
-        publish = [_api("INFO"), _api("STREAM.NAMES")]
+        publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
             publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
@@ -159,6 +164,7 @@ class _Rights:
         """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
         yield subjects.metric(self._run)
+        yield subjects.full(self._run)
         yield _api("INFO")  # an account that does not import this gets a JetStream API of its own, without streams
         yield _api("STREAM.NAMES")
         yield from self._reading(_PUBLIC_BUCKETS)
@@ -264,32 +270,33 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
     yield "    jetstream: enabled"
     yield "    exports: ["
     for subject in services:
-        yield f"      {{ service: {json.dumps(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
+        yield f"      {{ service: {quoted(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
     for subject in streams:
-        yield f"      {{ stream: {json.dumps(subject)} }}"
+        yield f"      {{ stream: {quoted(subject)} }}"
     yield "    ]"
     yield from _user_lines(LEARNER, passwords[LEARNER], allowed[LEARNER])
     yield "  }"
     for user, rights in members.items():
-        yield f"  {json.dumps(user)} {{"
+        yield f"  {quoted(user)} {{"
         yield "    imports: ["
         for kind, subjects_ in (("service", rights.publish), ("stream", rights.subscribe)):
             for subject in subjects_:
-                yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}"
+                yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {quoted(subject)} }} }}"
         yield "    ]"
         yield from _user_lines(user, passwords[user], rights)
         yield "  }"
 
 
 def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
-    quoted = json.dumps
     subscribe = [allowed.inbox, *allowed.subscribe]
-    deny = f", deny: {quoted(list(allowed.denied))}" if allowed.denied else ""
+    deny = f", deny: {quoted_list(allowed.denied)}" if allowed.denied else ""
     yield "    users: [{"
     yield f"      user: {quoted(user)}"
     yield f"      password: {quoted(password)}"
     yield "      permissions {"
-    yield f"        publish {{ allow: {quoted(list(allowed.publish))}{deny} }}"
-    yield f"        subscribe {{ allow: {quoted(subscribe)} }}"
+    yield f"        publish {{ allow: {quoted_list(allowed.publish)}{deny} }}"
+    yield f"        subscribe {{ allow: {quoted_list(subscribe)} }}"
+    if allowed.answers:
+        yield "        allow_responses: true"
     yield "      }"
     yield "    }]"

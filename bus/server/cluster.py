@@ -1,7 +1,6 @@
 """The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if wanted."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from bus.errors import ServerFailed
 from bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
+from bus.server.quoting import quoted, quoted_list
 
 _CLUSTER_NAME = "tidemill"
 
@@ -74,11 +74,11 @@ class EmbeddedBus:
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
         """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a password and TLS."""
-        quoted, config = json.dumps, self._config
+        config = self._config
         password = route_password(self._auth_dir) if config.auth else ""
         login = f"routes:{password}@" if password else ""
         lines = [f"server_name: {quoted(name)}", "cluster {", f"  name: {_CLUSTER_NAME}", f"  listen: {quoted(listen)}"]
-        lines.append(f"  routes: {quoted([f'nats-route://{login}{route}' for route in routes])}")
+        lines.append(f"  routes: {quoted_list(f'nats-route://{login}{route}' for route in routes)}")
         if password:
             lines.append(f"  authorization {{ user: routes, password: {quoted(password)} }}")
         if config.tls_cert and config.tls_ca:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Self
 
 from bus.client.reach import in_url
-from bus.config import BusConfig
+from bus.config import STORE_SHARE, BusConfig
 from bus.errors import ServerFailed
+from bus.server.monitoring import Monitor
 from bus.server.ports import KeptPort
+from bus.server.quoting import quoted
 from bus.server.readonly import ReaderLock, ask_to_end, holder
 from bus.system.files import write_whole
 from bus.system.processes import die_with_parent, tail
@@ -26,6 +28,8 @@ _START_S = 30.0
 """Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
 _PORTS = 3
 """Number of ports that are tried at a first start."""
+_BLOCK_BYTES = 512
+"""Unit of ``st_blocks``."""
 _STOP_S = 5.0
 """Time that a server, or a reader of its store, has to end."""
 
@@ -75,7 +79,7 @@ class EmbeddedServer:
         self._reader = ReaderLock(self.directory) if read_only else None
         self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
-        self._url = ""
+        self._url, self.monitor = "", Monitor()
         self._kept: KeptPort | None = None
 
     @property
@@ -130,13 +134,25 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """Stop it by SIGTERM, and by SIGKILL after 5 s."""
+        self._end()
+        self._let_go()
+
+    def restart(self) -> None:
+        """Stop it if it runs, and start it on the same port. Raises ServerFailed."""
+        self._end()
+        self.start()
+
+    def write_fault(self) -> str:
+        """Return why it stores nothing until it is started again; empty when it does, or gives no answer."""
+        return self.monitor.write_fault()
+
+    def _end(self) -> None:
         if self._process is not None and self.running:
             self._process.terminate()
             try:
                 self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self._let_go()
 
     def kill(self) -> None:
         """Send SIGKILL (for tests)."""
@@ -252,13 +268,14 @@ class EmbeddedServer:
 
     def _write_config(self) -> Path:
         """Write the configuration and return its path. One field a line: on one line nats-server requires commas."""
-        quoted = json.dumps
         lines = [
             f"listen: {quoted(f'{in_url(self.config.host)}:{self._port()}')}",
             f"ports_file_dir: {quoted(str(self.directory))}",
+            *self.monitor.lines,
             f"max_payload: {self.config.max_payload_bytes}",
             "jetstream {",
             f"  store_dir: {quoted(str(self.store))}",
+            f"  max_file_store: {self._most_stored()}",
             *(["  sync_interval: always"] if self.config.sync_always else []),
             "}",
             *self._tls_lines(),
@@ -268,8 +285,13 @@ class EmbeddedServer:
         write_whole(path, "\n".join(lines) + "\n", private=True)
         return path
 
+    def _most_stored(self) -> int:
+        """Return the limit of the store. By default nats-server takes a share of the free room, less than a store may hold already."""
+        files = [entry.stat() for entry in self.store.rglob("*") if entry.is_file()]
+        return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(STORE_SHARE * shutil.disk_usage(self.directory).free)
+
     def _tls_lines(self) -> list[str]:
-        config, quoted = self.config, json.dumps
+        config = self.config
         if not config.tls_cert:
             return []
         verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
@@ -283,7 +305,9 @@ class EmbeddedServer:
             if self._process.poll() is not None:
                 raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
             try:
-                return _reachable(str(json.loads(ports.read_text())["nats"][0]), self.config)
+                addresses = json.loads(ports.read_text())
+                self.monitor.found(addresses["monitoring"][0])
+                return _reachable(str(addresses["nats"][0]), self.config)
             except (FileNotFoundError, ValueError):  # not written yet, or half written
                 time.sleep(0.005)
         self.kill()

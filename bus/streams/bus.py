@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from bus.client.connection import Connection, open_connection
@@ -98,6 +99,22 @@ class Bus:
         if bucket not in self._rows:
             self._rows[bucket] = Rows(self.jet, bucket)
         return self._rows[bucket]
+
+    async def full(self) -> str:
+        """Return the reason for which the bus stores nothing, with the cure; empty when messages are stored, or the bus is away."""
+        return await self.jet.outbox.full()
+
+    @asynccontextmanager
+    async def reporting_full(self, reason: Callable[[], str]) -> AsyncIterator[None]:
+        """Answer ``full`` of every process with ``reason()`` while entered: a core message, which needs no disk."""
+
+        async def answer(message: Msg) -> None:
+            """Send the reason to a requester."""
+            if message.reply:
+                await self._connection.try_send(message.reply, reason().encode())
+
+        async with self._connection.subscribed(subjects.full(self.run), answer):
+            yield
 
     async def announce(self, source: str, metric: Mapping[str, object]) -> None:
         """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""

@@ -243,6 +243,11 @@ def metric(run: str, source: str = ">") -> str:
     return f"tm.{run}.metric.{source}"
 
 
+def full(run: str) -> str:
+    """Return the subject of requests for the reason for which the bus stores nothing; only while there is one it is answered."""
+    return f"tm.{run}.full"
+
+
 def everything(run: str) -> str:
     """Return the filter of every subject of the run, except its rows."""
     return f"tm.{run}.>"

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from actors.errors import EngineFailed
 from actors.serving.sglang.releases import OLDEST, release_of, written
 from bus.client.address import parse
-from bus.config import OLDEST_SERVER
+from bus.config import OLDEST_SERVER, STORE_SHARE
+from bus.server.store_disk import lacking, needed_bytes
 from bus.wire.budget import Budget
 from bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from launch.checks.data import Prompts
@@ -27,7 +28,6 @@ from learner.settings.checkpoint_store import MOST_PENDING
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
-STORE_SHARE = 0.75
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
@@ -224,6 +224,11 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         want = f"<= three quarters of what is free on the disk of the directory, which nats-server takes for its store: {got}"
         cure = "lower it, or set directory to a larger disk"
         report.error("disk", report.at("bus.samples_max_bytes"), want=want, got=_gb(stored), cure=cure)
+    elif not config.bus.url and (lack := lacking(config.root / "bus", needed_bytes(config.bus))):
+        # No error: a learner that starts beside a bus on a full disk waits for it, as all processes do.
+        report.warning(
+            "disk", report.at("directory"), want="room for the bus, which waits for it", got=lack, cure="or set another directory"
+        )
     elif kept + stored > free:
         want = f"room for {_gb(kept)} of checkpoints beside {_gb(stored)} of samples (bus.samples_max_bytes)"
         cure = "lower bus.samples_max_bytes or learner.keep_checkpoints, or set directory to a larger disk"

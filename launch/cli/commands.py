@@ -152,10 +152,10 @@ def bus(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import process, roles
+    from launch.run import bus_role, process
 
     process.set_up_logging("bus")
-    return process.run(lambda draining: roles.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
+    return process.run(lambda draining: bus_role.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
 
 
 def engine(args: argparse.Namespace) -> int:

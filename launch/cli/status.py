@@ -1,6 +1,7 @@
 """``tidemill status``: the processes of a run and the state of its tasks and samples. It only reads."""
 
 import argparse
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from launch.run.summary import SKIPPED
 from launch.samples.text import plain
 from learner.debug.report import LOOKS
 
+_FULL_READ_S = 10.0
+"""Seconds for the reads while the bus stores nothing."""
 _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
 _OF_EPISODES = (
@@ -128,16 +131,26 @@ class RunStatus(TypedDict):
     samples: SampleCounts
     cursors: dict[str, CursorStatus]
     processes: list[ProcessStatus]
+    full: str
+    """Reason for which the bus stores nothing; empty while it does."""
     unreadable: str
 
 
 async def show_status(bus: Bus, args: argparse.Namespace) -> int:
-    """Print the processes of a run and the state of its tasks and samples; return 0."""
-    status = await read_status(bus)
+    """Print the processes of a run and the state of its tasks and samples; return 0, or 1 when they cannot be read."""
+    console, reason = Console(highlight=False), await bus.full()
+    if reason and not args.json:
+        console.print(f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False)
+    try:
+        async with asyncio.timeout(_FULL_READ_S if reason else None):
+            status = await read_status(bus)
+    except TimeoutError:  # servers of a cluster that cannot write give no answer to reads either
+        print(json.dumps({"run": bus.run, "full": reason}) if args.json else "its streams cannot be read meanwhile")
+        return 1
     if args.json:
         print(json.dumps(status))
     else:
-        print_status(Console(highlight=False), status)
+        print_status(console, status)
     return 0
 
 
@@ -181,6 +194,7 @@ async def read_status(bus: Bus) -> RunStatus:
             if place.created == state.created
         },
         "processes": [_process(row, age, alive) for row, age in rows],
+        "full": await bus.full(),
         "unreadable": str(bus.refusals),
     }
 

@@ -1,4 +1,7 @@
-"""The body of every process but the learner's (``learner_roles.py``), made from the run's configuration: settings become arguments here."""
+"""The bodies of processes, made from the run's configuration: settings become arguments here.
+
+Those of the learner are in ``learner_roles.py``, that of the bus in ``bus_role.py``.
+"""
 
 import asyncio
 import dataclasses
@@ -6,7 +9,6 @@ import fcntl
 import gc
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from actors.rollout_settings import parse_rollouts
 from bus.system.coroutines import first_of
-from bus.system.files import write_whole
-from launch.run.access import LEARNER, address_line, auth_dir
+from launch.run.access import LEARNER, address_line
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 
 BUS_URL_FILE = "bus.url"
 """File in the run's directory with the address of its embedded bus."""
-CHECK_SERVER_S = 0.2
-"""Interval in seconds at which the nats-server is checked."""
 HOST_RESTART_WINDOW_S = 300.0
 """Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 LONG_WAIT_S = 300.0
@@ -50,39 +49,6 @@ def run_prepare(config: RunConfig) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may call this at the same time; the second finds it done
             prepare(config.prepare, config.root / "prepared")
     return 0
-
-
-async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
-    """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
-    from bus.liveness.heartbeats import HeartbeatPublisher
-    from bus.server.cluster import EmbeddedBus
-    from bus.streams.bus import connect
-    from bus.wire.messages import LiveRow
-
-    servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
-    url = await asyncio.to_thread(servers.start)
-    try:
-        async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
-            await bus.jet.retry_for_ever(bus.create_layout)
-            write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
-            log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
-            id = config.bus.server_name or "bus"
-            row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
-            async with HeartbeatPublisher(bus, row) as heartbeat:
-
-                async def keep_up() -> None:
-                    """Start every server again that has ended, without end."""
-                    while True:
-                        await asyncio.sleep(CHECK_SERVER_S)
-                        for server in servers.ended():
-                            log.warning("nats-server ended and is started again; its last log lines:\n%s", server.log_tail(5))
-                            await asyncio.to_thread(server.start)
-                            heartbeat.update(pid=servers.pid)
-
-                await first_of(keep_up(), draining.wait())
-    finally:
-        (config.root / BUS_URL_FILE).unlink(missing_ok=True)
-        await asyncio.to_thread(servers.stop)
 
 
 def own_address(config: RunConfig, url: str) -> str:

@@ -25,6 +25,7 @@ from rich.console import Console
 from bus import exit_codes
 from bus.errors import BusError, ServerFailed
 from bus.server.nats_server import end_reader
+from bus.server.store_disk import lacking, needed_bytes
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
@@ -251,6 +252,8 @@ class Up:
     async def _start_bus(self) -> str:
         if self._config.bus.url:
             return self._config.bus.url
+        if lack := lacking(self._root / "bus", needed_bytes(self._config.bus)):
+            raise CheckFailed([f"the bus is not started: {lack}"])
         address = self._root / roles.BUS_URL_FILE
         address.unlink(missing_ok=True)  # of an earlier start that was killed
         keeper = self._supervisor.keep("bus", self._arguments("bus"))

@@ -111,6 +111,7 @@ class RunWatch:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_outcomes(), name="outcomes")
             group.create_task(self._look_around(), name="look around")
+            group.create_task(self._watch_room(), name="room of the bus")
 
     async def _follow_outcomes(self) -> None:
         async for _, record in self._bus.plans.follow():
@@ -153,6 +154,16 @@ class RunWatch:
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
+
+    async def _watch_room(self) -> None:
+        """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster may not answer."""
+        before = ""
+        while True:
+            reason = await self._bus.full()
+            if self._bus.connected and bool(reason) != bool(before):
+                self.event(f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on")
+                before = reason
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
         """Record a trouble: the first of a process is an event, the newest goes to the summary."""

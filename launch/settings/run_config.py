@@ -13,7 +13,7 @@ from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
 from actors.sglang_arguments import refuse_untried
 from actors.teacher_settings import parse_teachers
-from bus.config import RUN_NAME, SINGLE_TURN, BusConfig
+from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
@@ -140,6 +140,7 @@ class RunConfig:
     """Settings of ``tidemill up`` itself."""
 
     def __post_init__(self) -> None:
+        refuse_odd("directory", self.directory)
         _refuse_contradictions(self)
 
     @property

@@ -2,34 +2,27 @@
 
 import asyncio
 import contextlib
-import json
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import pytest
 
-from bus.config import BusConfig
 from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import find_binary
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, connect
-from bus.system.processes import die_with_parent
+from bus.streams.bus import Bus
 from bus.wire import subjects
 from bus.wire.messages import Done, LiveRow
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
+from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED)
-ROOM_BYTES = 5_000_000_000
-"""A size in bytes that the streams of a run never reach."""
 
 
 def test_a_full_stream_holds_publishers_back_visibly(tmp_path: Path) -> None:
@@ -53,26 +46,34 @@ async def _full(run: Parts) -> Verdict:
 
 @pytest.mark.slow
 def test_the_disk_of_the_bus_is_full_for_a_while(tmp_path: Path) -> None:
-    """No message can be stored: all processes wait, log the reason, and continue when there is space."""
-    with parts(tmp_path, *SETTINGS) as run, Server(tmp_path / "store") as server:
-        verdict = asyncio.run(_no_disk(run, server))
-        assert verdict.steps_taken_again == 0, f"a full disk is no reason to start again: {verdict}"
+    """No message can be stored: all processes wait, those that start meanwhile, too, and log the reason; all go on when there is room."""
+    small = small_disk(tmp_path / "run" / "bus", size_bytes=200_000_000)
+    with small as disk, parts(tmp_path, *SETTINGS, "bus.samples_max_bytes=120000000") as run:
+        asyncio.run(_no_disk(run, disk))
 
 
-async def _no_disk(run: Parts, server: "Server") -> Verdict:
-    async with connect(server.url, "smoke", BusConfig(lease_s=3), name="test") as bus:
-        await bus.create_layout()
-    await run.begin("engine", "actor", "learner", url=server.url)
+async def _no_disk(run: Parts, disk: SmallDisk) -> None:
+    await run.begin("engine", "actor", "learner")
+    (killed,) = _running(run, "learner")
     async with _witnessed(run) as (bus, seen):
         await _new_steps(bus, 5)
-        server.restart(room_bytes=100_000)
-        learner, actor = (part for role in ("learner", "actor") for part in _running(run, role))
-        async with asyncio.timeout(PATIENCE_S):
-            while not all("no storage left on the server" in part.log for part in (learner, actor)):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        server.restart(room_bytes=ROOM_BYTES)
+        disk.fill(leaving=0)
+        await _logged("no room: ", killed, *_running(run, "actor"))
+        killed.kill()
+        late = [run.start("learner", name="again"), run.start("actor", name="late")]
+        await _logged("the bus stores nothing: no room: ", *late)  # beyond the checks of a start
+        assert [part.name for part in _running(run, "learner") + _running(run, "actor")] == ["again", "actor", "late"]
+        disk.clear()
+        await _row(bus, "actor", lambda row: row.id == "late")
         await _new_steps(bus, 5)
-        return await _rest_and_judge(run, bus, seen)
+        await _rest_and_judge(run, bus, seen)
+
+
+async def _logged(text: str, *parts: Part) -> None:
+    """Wait until the text is in the log of every part."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(text in part.log for part in parts):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 def test_no_room_for_a_checkpoint_ends_the_learner_with_the_reason(tmp_path: Path) -> None:
@@ -100,38 +101,6 @@ async def _no_room_for_a_checkpoint(run: Parts) -> None:
         verdict = await _rest_and_judge(run, bus, seen)
     assert row is not None and f"step={row[0]['step']} recorded=" in run.started[-1].log, "it resumes from the last that was written"
     assert not torn.exists() and verdict.steps_taken_again > 0, verdict
-
-
-class Server:
-    """A nats-server with a limited store. The same port and directory at every start."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._kept = directory, KeptPort()
-        self.url = f"nats://127.0.0.1:{self._kept.number}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        self._directory.mkdir()
-        self.restart(room_bytes=ROOM_BYTES)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop()
-        self._kept.close()
-
-    def restart(self, *, room_bytes: int) -> None:
-        self._stop()
-        config = self._directory / "server.conf"
-        limits = f"store_dir: {json.dumps(str(self._directory))}, max_file_store: {room_bytes}"
-        config.write_text(f'listen: "127.0.0.1:{self._kept.number}"\nmax_payload: 8000000\njetstream: {{{limits}}}\n')
-        with (self._directory / "log").open("ab") as log:
-            command = [find_binary(), "-c", str(config)]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent())
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 def test_the_network_is_cut(tmp_path: Path) -> None:

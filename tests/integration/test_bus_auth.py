@@ -170,6 +170,17 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
 }
 
 
+@pytest.mark.parametrize("user", ["learner", "actor-0", "engine-0", "scorer-0", "host-0", "router", "viewer", "operator"])
+async def test_every_role_gets_the_reason_for_which_nothing_is_stored(as_user: As, user: str) -> None:
+    async with as_user("learner") as keeper, as_user(user) as bus:
+        for reason in ("no room", "no room still"):
+            await keeper.nc.flush()
+            assert await bus.full() == ""
+            async with keeper.reporting_full(lambda reason=reason: reason):  # type: ignore[misc]
+                await keeper.nc.flush()
+                assert await bus.full() == reason
+
+
 @pytest.mark.parametrize("what", FORBIDDEN)
 async def test_requests_outside_a_role_are_refused_at_once_by_name(as_user: As, what: str) -> None:
     user, act = FORBIDDEN[what]
@@ -231,12 +242,14 @@ async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: py
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
 async def test_an_answer_goes_only_to_its_requester(as_user: As, user: str) -> None:
     """The server itself writes the answer to a request: as the reply subject, a row of the run would be overwritten."""
-    async with as_user("learner") as learner, as_user(user) as bus:
+    async with as_user("learner") as learner, as_user(user) as bus, learner.reporting_full(lambda: '{"epoch": 9}'):
         revision = await learner.rows("run").put("epoch", {"epoch": 1})
         streams = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "PLAN")}
         for place in ("$KV.TM_r_run.epoch", "tm.r.task.train", "tm.r.plan.plan"):
             await bus.nc.publish("$JS.API.STREAM.MSG.GET.KV_TM_r_run", b'{"seq":1}', reply=place)
             await bus.nc.publish("tm.r.sample.train.1.actor-0", b"", reply=place)
+            await bus.nc.publish("tm.r.full", b"", reply=place)
+        assert await bus.full(), "answered after those"
         assert await bus.rows("run").get("epoch")  # requested and answered after those messages
         assert await learner.rows("run").get("epoch") == ({"epoch": 1}, revision)
         assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in streams} == streams
@@ -369,17 +382,16 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("verify", [False, True], ids=["server", "both"])
 async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
     """Clients that trust the signer connect, others get a clear error at once; without TLS none connects."""
-    files = {
-        "tls_cert": str(certificates / "server.pem"),
-        "tls_key": str(certificates / "server.key"),
-        "tls_ca": str(certificates / "ca.pem"),
-    }
+    odd = tmp_path / 'é $x "y" \\'
+    shutil.copytree(certificates, odd)
+    files = {"tls_cert": str(odd / "server.pem"), "tls_key": str(odd / "server.key"), "tls_ca": str(odd / "ca.pem")}
     servers = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(tls_verify=verify, **files))  # type: ignore[arg-type]
     url = servers.start()
     try:
         assert url.startswith("tls://")
-        shown = f"&cert={files['tls_cert']}&key={files['tls_key']}" if verify else ""
-        async with connect(f"{url}?ca={files['tls_ca']}{shown}", RUN, name="a", wait_s=60) as bus:
+        trusting = dataclasses.replace(parse(url), ca=files["tls_ca"])
+        client = dataclasses.replace(trusting, cert=files["tls_cert"], key=files["tls_key"]) if verify else trusting
+        async with connect(client.line(), RUN, name="a", wait_s=60) as bus:
             await bus.create_layout()
             assert await bus.samples.publish(make_sample(RUN)) == 1
         for line in (url, f"{url}?ca={certificates / 'stranger.pem'}"):
@@ -391,7 +403,7 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
                 pass
         if verify:
             with pytest.raises(BusError):
-                async with connect(f"{url}?ca={files['tls_ca']}", RUN, name="a", wait_s=1):
+                async with connect(trusting.line(), RUN, name="a", wait_s=1):
                     pass
     finally:
         servers.stop()

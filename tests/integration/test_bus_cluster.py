@@ -83,7 +83,7 @@ async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_str
 
 async def test_a_cluster_has_users_too_and_outlives_the_first_server_of_its_address(tmp_path: Path) -> None:
     config = BusConfig(cluster=3, auth=True, auth_users=1)
-    servers = EmbeddedBus(tmp_path / "bus", RUN, config, tmp_path / "auth")
+    servers = EmbeddedBus(tmp_path / "模型 $x", RUN, config, tmp_path / "auth")
     url = await asyncio.to_thread(servers.start)
     user, password = read_credentials(credentials_file(tmp_path / "auth", "learner"))
     line = dataclasses.replace(parse(url), user=user, password=password)

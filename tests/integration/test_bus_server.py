@@ -7,12 +7,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bus import exit_codes
 from bus.config import BusConfig
-from bus.errors import ServerFailed
+from bus.errors import ServerFailed, Unquotable
 from bus.server.nats_server import EmbeddedServer
+from bus.server.quoting import quoted
+from tests.examples import examples
 
 
 def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
@@ -102,6 +108,50 @@ def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(ServerFailed, match="another one is running on"):
             EmbeddedServer(tmp_path, BusConfig()).start()
         assert first.running
+
+
+ODD_NAMES = (
+    "é",
+    "模型",
+    "a b",
+    'say "hi"',
+    "it's",
+    "back\\slash",
+    "\\u00e9 \\n \\x41",
+    "$HOME",
+    "#no; comment",
+    "{[(",
+    "100k",
+    "\u3000",
+    "😀",
+)
+"""Names of directories that mean something else, or nothing, in a configuration of nats-server."""
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
+    with EmbeddedServer(tmp_path / name, BusConfig()) as server:
+        assert server.store.is_dir() and [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "tab\t", "\x7f", "\udce9"])
+def test_a_name_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Unquotable, match="want a name without control characters, in UTF-8, got '") as refused:
+        EmbeddedServer(tmp_path / name, BusConfig()).start()
+    assert refused.value.exit_code == exit_codes.CONFIG
+    for setting in ("tls_cert", "tls_key", "tls_ca"):
+        with pytest.raises(ValueError, match=f"{setting}: want a name without control characters"):
+            BusConfig(**{"tls_cert": "c", "tls_key": "k", setting: name})  # type: ignore[arg-type]
+
+
+@settings(max_examples=examples(5))
+@given(st.lists(st.text(st.characters(exclude_categories=["Cc", "Cs"])), min_size=20, max_size=60), st.data())
+def test_a_server_reads_the_texts_that_were_written(texts: list[str], data: st.DataObject) -> None:
+    special = st.text(st.sampled_from("\\\"'$#{}[](),:;=/*~<x41nu é"))
+    texts += data.draw(st.lists(special, min_size=20, max_size=20))
+    lines = ["server_metadata {", *(f"  k{number}: {quoted(text)}" for number, text in enumerate(texts)), "}"]
+    with TemporaryDirectory() as directory, EmbeddedServer(Path(directory), BusConfig(), extra=lines) as server:
+        assert server.monitor.read("varz")["metadata"] == {f"k{number}": text for number, text in enumerate(texts)}
 
 
 def test_before_the_start_it_has_no_url(tmp_path: Path) -> None:

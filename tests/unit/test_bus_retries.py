@@ -8,7 +8,7 @@ import pytest
 
 from bus.client.connection import Connection
 from bus.client.retries import before_retry, retry
-from bus.errors import BusUnavailable, NotFound
+from bus.errors import BusFull, BusUnavailable, NotFound
 
 
 class FakeConnection(Connection):
@@ -50,6 +50,21 @@ def test_a_call_is_repeated_while_the_bus_is_away_and_each_failure_is_reported()
     assert asyncio.run(retry(connection, asked, report=lambda error: errors.append(str(error)))) == 4
     assert [error.rpartition(" ")[2] for error in errors] == ["1", "2", "3"]
     assert connection.waits == [], "without outage_s the call itself waits for the connection"
+
+
+def test_a_full_bus_is_waited_for_without_end_and_its_restart_after_it() -> None:
+    errors: list[type[BusUnavailable]] = []
+    answers: list[BusUnavailable | int] = [BusFull("x", "no room"), BusFull("x", "no room"), BusUnavailable("x", "not connected"), 4]
+
+    async def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, BusUnavailable):
+            raise answer
+        return answer
+
+    late = time.monotonic() - 1
+    assert asyncio.run(retry(FakeConnection(), ask, deadline=late, report=lambda error: errors.append(type(error)))) == 4
+    assert errors == [BusFull, BusFull, BusUnavailable]
 
 
 def test_any_other_error_ends_it() -> None:

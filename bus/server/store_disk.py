@@ -1,0 +1,120 @@
+"""The disk under the servers: the room that it lacks, and the restart of servers whose writes have failed.
+
+    a server ended, or its own state has a write error
+      -> is there room, and can a file be written?        no: wait, with the reason
+      -> is the pause since the last restart over?        no: wait, with the reason
+      -> start it again
+
+The state is entered by an error alone and left at ``need_bytes`` of free room, so a disk that is full to the last megabyte causes no
+restarts; the pause between two restarts doubles, up to a minute, so an error of another kind causes one a minute.
+"""
+
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+from bus.server.nats_server import EmbeddedServer
+
+_log = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+"""Interval in seconds at which the state of the servers that run is read."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds between two restarts after write errors: doubled with each one, and the first again after the longest without any."""
+_MESSAGES = 4
+"""Number of the largest messages for which a disk must have room before a server is started on it."""
+_TRIAL_BYTES = 1 << 16
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def needed_bytes(config: BusConfig) -> int:
+    """Return the free room that a server is started with."""
+    return _MESSAGES * config.max_payload_bytes
+
+
+def lacking(directory: Path, need_bytes: int) -> str:
+    """Return why the disk of ``directory`` takes no ``need_bytes``, with the cure; empty when it does.
+
+    A small file is written, too: for quotas, inodes and mounts that are read-only there is no number to compare.
+    """
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    try:
+        disk = os.statvfs(there)
+        free = disk.f_bavail * disk.f_frsize
+        if free < need_bytes:
+            amounts = f"{_mb(free)} free on the disk of {there}, want {_mb(need_bytes)}"
+            return f"no room: {amounts}; free {_mb(need_bytes - free)} there"
+        with tempfile.TemporaryFile(dir=there) as trial:
+            trial.write(bytes(_TRIAL_BYTES))
+            trial.flush()
+            os.fsync(trial.fileno())
+    except OSError as error:
+        cause = "no inodes free" if disk.f_files and not disk.f_favail else error.strerror
+        room = "no room: " if error.errno in _NO_ROOM else ""
+        return f"{room}no file can be written in {there}: {cause}"
+    return ""
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+class StoreKeeper:
+    """The one place that decides on restarts of a bus's servers. Synchronous: call ``look`` from a thread."""
+
+    def __init__(self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._servers, self._need_bytes, self._clock = servers, need_bytes, clock
+        self._faults: dict[EmbeddedServer, str] = {}
+        """Servers that store nothing, with their errors, until they are started again."""
+        self._checked_s = self._restarted_s = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+        self.reason = ""
+        """Why messages are not stored at present, and what cures that; empty when they are."""
+
+    def look(self) -> None:
+        """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises ServerFailed."""
+        now = self._clock()
+        if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
+            return
+        self._checked_s = now
+        for server in self._servers:
+            if server.running and server not in self._faults and (fault := server.write_fault()):
+                self._faults[server] = fault
+        reasons = [reason for server in self._servers if (reason := self._cure(server, now))]
+        reason = reasons[0] if reasons else ""
+        if bool(reason) != bool(self.reason):
+            _log.warning("the bus stores %s", f"nothing: {reason}" if reason else "messages again")
+        self.reason = reason
+
+    def _cure(self, server: EmbeddedServer, now: float) -> str:
+        """Start a server again if it needs to be and can be. Returns the reason for which it is not, else nothing."""
+        fault = self._faults.get(server, "")
+        if server.running and not fault:
+            return ""
+        if lack := lacking(server.directory, self._need_bytes):
+            return lack
+        wait_s = self._restarted_s + self._pause_s - now
+        if server.running and wait_s > 0:
+            return f"{fault}; nats-server is started again in {wait_s:.0f} s"
+        _log.warning("nats-server %s and is started again; its last log lines:\n%s", fault or "ended", server.log_tail(5))
+        if fault:
+            since_s = now - self._restarted_s
+            self._pause_s = FIRST_PAUSE_S if since_s > 2 * LONGEST_PAUSE_S else min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._restarted_s = now
+        return self._restart(server)
+
+    def _restart(self, server: EmbeddedServer) -> str:
+        try:
+            server.restart()
+        except (OSError, ServerFailed):
+            if lack := lacking(server.directory, self._need_bytes):  # it was filled again meanwhile
+                return lack
+            raise
+        self._faults.pop(server, None)
+        return ""

@@ -1,0 +1,164 @@
+"""A disk of the bus that is really full: every process gets the reason, all waits, and all that was published is stored once."""
+
+import argparse
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bus.errors import BusFull
+from bus.exit_codes import CONFIG
+from bus.streams.bus import Bus, connect
+from bus.system.coroutines import beside
+from bus.wire import subjects
+from launch.checks.findings import Report
+from launch.checks.machine import check_places
+from launch.cli.status import show_status
+from launch.run.bus_role import run_bus
+from launch.run.roles import BUS_URL_FILE
+from launch.run.up import Up
+from launch.run.watch import RunWatch
+from launch.settings.config_loader import load
+from launch.settings.run_config import RunConfig
+from tests.bus_kit import make_sample
+from tests.small_disk import SmallDisk, small_disk
+
+MB = 1_000_000
+RUN = "full"
+SMOKE = Path(__file__).resolve().parents[2] / "launch/configs/smoke.yaml"
+LONG_S = 120.0
+TOKENS = 60_000
+"""Length of a response: half a megabyte a sample."""
+
+
+def config_in(disk: SmallDisk, *settings: str) -> RunConfig:
+    directory = f"directory={disk.root}/run"
+    return load(SMOKE, [f"run={RUN}", directory, f"bus.samples_max_bytes={20 * MB}", *settings]).config
+
+
+@asynccontextmanager
+async def running(config: RunConfig) -> AsyncIterator[Bus]:
+    """Run the bus in this process, and yield a connection to it."""
+    draining, address = asyncio.Event(), config.root / BUS_URL_FILE
+    keeping = asyncio.create_task(run_bus(config, draining))
+    try:
+        async with asyncio.timeout(LONG_S):
+            while not address.exists():
+                assert not keeping.done(), keeping.result()
+                await asyncio.sleep(0.02)
+        async with connect(address.read_text(), RUN, config.bus, name="test") as bus:
+            yield bus
+    finally:
+        draining.set()
+        await keeping
+
+
+async def full(bus: Bus, *, reason: str) -> str:
+    """Wait until the bus says why it stores nothing, or (``reason`` empty) that it stores."""
+    async with asyncio.timeout(LONG_S):
+        while not (reason in (got := await bus.full()) and bool(got) == bool(reason)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return got
+
+
+async def stored_ids(bus: Bus) -> Counter[tuple[int, int]]:
+    last = (await bus.samples.info()).last_seq
+    found: Counter[tuple[int, int]] = Counter()
+    for seq in range(1, last + 1):
+        sample = await bus.samples.fetch(seq)
+        assert sample is not None
+        found[sample.task, sample.index] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "reason"),
+    [("bytes", 1, "MB free on the disk of"), ("inodes", 1, "no inodes free"), ("bytes", 3, "MB free on the disk of")],
+    ids=["bytes", "inodes", "three servers"],
+)
+async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
+    tmp_path: Path, kind: str, cluster: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "nr_inodes=400" if kind == "inodes" else ""
+    with small_disk(tmp_path / "disk", size_bytes=150 * MB, options=options) as disk:
+        config = config_in(disk, f"bus.cluster={cluster}")
+        async with running(config) as bus, asyncio.timeout(LONG_S), beside((watch := RunWatch(bus, steps=1)).run()):
+            await bus.samples.publish(make_sample(RUN, task=1, length=TOKENS))
+            disk.fill_inodes() if kind == "inodes" else disk.fill(leaving=MB)
+            samples = [make_sample(RUN, task=2, index=index, group_size=24, length=TOKENS) for index in range(24)]
+            publishing = asyncio.gather(*[bus.samples.publish(sample) for sample in samples])
+            got = await full(bus, reason=reason)
+            assert got.startswith("no room: ") and str(disk.root) in got
+            with pytest.raises(BusFull, match=f"the bus stores nothing: no room: .*{reason}"):
+                await refused(bus)
+            writing = asyncio.gather(*[bus.rows("run").put(f"row.{number}", {"x": "x" * 900_000}) for number in range(3)])
+            assert not publishing.done()
+            shown = await status_of(bus, capsys)
+            assert shown.startswith("the bus stores nothing, the run waits: no room: ") and reason in shown, shown
+            disk.clear()
+            await full(bus, reason="")
+            await asyncio.gather(publishing, writing)
+            assert len(await bus.rows("run").all("row")) == 3
+            assert await stored_ids(bus) == {(1, 0): 1, **{(2, index): 1 for index in range(24)}}
+            while len(watch.events) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            began, over = list(watch.events)[:2]
+            assert "the run waits: no room" in began and "stores again" in over
+
+
+async def status_of(bus: Bus, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    await show_status(bus, argparse.Namespace(json=False))
+    return " ".join(capsys.readouterr().out.split())
+
+
+async def refused(bus: Bus) -> None:
+    """Send a sample again and again until the stream of samples gives no answer."""
+    number = 0
+    while True:
+        number += 1
+        await bus.jet.outbox.attempt(subjects.samples_of(RUN, "x"), bytes(MB), {subjects.MESSAGE_ID: f"x.{number}"})
+
+
+async def test_a_bus_that_is_started_on_a_full_disk_waits_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=100 * MB) as disk:
+        disk.fill(leaving=MB)
+        opening = running(config_in(disk))
+        beginning = asyncio.create_task(opening.__aenter__())
+        async with asyncio.timeout(LONG_S):
+            while "the bus is not started: no room: " not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            disk.clear()
+            bus = await beginning
+            assert await bus.samples.publish(make_sample(RUN)) == 1
+        await opening.__aexit__(None, None, None)
+
+
+async def test_the_limit_that_a_server_takes_at_its_start_grows_with_the_room(tmp_path: Path) -> None:
+    """It is three quarters of what was free then; nats-server refuses every write beyond it, with error 10023."""
+    with small_disk(tmp_path / "disk", size_bytes=200 * MB) as disk:
+        disk.fill(leaving=45 * MB)
+        async with running(config_in(disk, "bus.samples_max_bytes=1000000")) as bus, asyncio.timeout(LONG_S):
+            disk.clear()
+            subject = subjects.partial(RUN, 1, 0)
+            storing = [bus.jet.outbox.store(subject, bytes(MB), {subjects.MESSAGE_ID: f"p.{number}"}) for number in range(60)]
+            assert sorted(ack.seq for ack in await asyncio.gather(*storing)) == [*range(1, 61)]
+
+
+def test_a_disk_without_room_for_the_bus_is_named_before_a_start_and_refused_by_up(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=100 * MB) as disk:
+        disk.fill(leaving=MB)
+        config = dataclasses.replace(config_in(disk), prepare=None)
+        (config.root / "bus").mkdir(parents=True)  # of a run that goes on: its streams have their room, and grow
+        report = Report()
+        check_places(report, config, None)
+        (warning,) = report.warnings
+        assert "got no room: 1.0 MB free on the disk of " in warning.text and "want 32.0 MB" in warning.text
+        up = Up(config, Console(), resume=True)
+        asyncio.run(up.run(asyncio.Event()))
+        assert up.code == CONFIG and up.failure.startswith("the bus is not started: no room: "), up.failure
