@@ -96,18 +96,21 @@ class LiveView:
     """The rows with their revisions and the times of their last changes on this process' monotonic clock: no clocks are compared."""
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
-        self._rows, self._refusals, self._dead_after_s = bus.rows(_BUCKET), bus.refusals, dead_after_s
+        self._bus, self._rows, self._refusals, self._dead_after_s = bus, bus.rows(_BUCKET), bus.refusals, dead_after_s
         self._seen: dict[str, tuple[int, float]] = {}
 
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
         """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
         A row seen for the first time counts as just changed. Time in which the bus was away counts as age: check ``bus.connected``
-        too, or an outage of the bus looks like dead processes.
+        too, or an outage of the bus looks like dead processes. While the bus is full, so that no heartbeat is stored, every row counts as
+        just changed.
         """
         rows, now = await self._rows.all(role), time.monotonic()
         kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
         self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
+        if any(now - self._seen[key][1] > self._dead_after_s for key in rows) and await self._bus.full():
+            self._seen = kept | {key: (revision, now) for key, (_, revision) in rows.items()}
         found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
         return [(row, age) for row, age in found if row is not None]
 

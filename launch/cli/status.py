@@ -140,7 +140,7 @@ async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     """Print the processes of a run and the state of its tasks and samples; return 0, or 1 when they cannot be read."""
     console, reason = Console(highlight=False), await bus.full()
     if reason and not args.json:
-        console.print(f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False)
+        console.print(f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False, soft_wrap=True)
     try:
         async with asyncio.timeout(_FULL_READ_S if reason else None):
             status = await read_status(bus)

@@ -252,7 +252,7 @@ class Up:
     async def _start_bus(self) -> str:
         if self._config.bus.url:
             return self._config.bus.url
-        if lack := lacking(self._root / "bus", needed_bytes(self._config.bus)):
+        if lack := self._room():
             raise CheckFailed([f"the bus is not started: {lack}"])
         address = self._root / roles.BUS_URL_FILE
         address.unlink(missing_ok=True)  # of an earlier start that was killed
@@ -266,12 +266,16 @@ class Up:
             await asyncio.sleep(0.02)
         return address.read_text().strip()
 
+    def _room(self) -> str:
+        """Return why the run's own bus cannot be started; empty = it can."""
+        return "" if self._config.bus.url else lacking(self._root / "bus", needed_bytes(self._config.bus))
+
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
         for file in (metrics, self._root / evaluated.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
-        self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
+        self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier, room=self._room)
         async with self._shown():
             if not self._config.debug.trains_only:
                 for name, arguments in teacher.commands(self._config).items():

@@ -64,13 +64,15 @@ async def show_plain(watch: RunWatch, console: Console) -> None:
             printed_step = watch.step
             numbers = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
             console.print(f"{watch.elapsed_s:5.0f} s   {numbers}", markup=False, highlight=False, soft_wrap=True)
-        elif not watch.outcomes:
+        elif watch.full or not watch.outcomes:
             console.print(f"{watch.elapsed_s:5.0f} s   {waits(watch)}", markup=False, highlight=False, soft_wrap=True)
         await asyncio.sleep(PLAIN_EVERY_S)
 
 
 def waits(watch: RunWatch) -> str:
-    """Return the phases of the processes and their troubles, as shown before the first step is done."""
+    """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus stores nothing."""
+    if watch.full:
+        return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
     return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has sent a heartbeat yet")

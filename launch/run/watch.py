@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bus.client.jetstream import StreamState
@@ -31,8 +31,20 @@ RECENT_STEPS = 20
 class RunWatch:
     """The current state of a run, as far as it is known."""
 
-    def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
-        """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there."""
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        steps: int,
+        metrics_file: Path | None = None,
+        earlier: Mapping[int, float] | None = None,
+        room: Callable[[], str] = str,
+    ) -> None:
+        """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there.
+
+        ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
+        """
+        self._room = room
         self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
         self._resumed_at = max(earlier or {}, default=0)
         self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
@@ -58,6 +70,8 @@ class RunWatch:
         self.events: deque[str] = deque(maxlen=NUM_EVENTS)
         self.rate_generated = 0.0
         """Tokens per second, all actors."""
+        self.full = ""
+        """Reason for which the bus stores nothing; empty while it does."""
         self._refused: set[str] = set()
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
 
@@ -157,12 +171,11 @@ class RunWatch:
 
     async def _watch_room(self) -> None:
         """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster may not answer."""
-        before = ""
         while True:
-            reason = await self._bus.full()
-            if self._bus.connected and bool(reason) != bool(before):
+            reason = await self._bus.full() if self._bus.connected else await asyncio.to_thread(self._room) or self.full
+            if bool(reason) != bool(self.full):
                 self.event(f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on")
-                before = reason
+            self.full = reason
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:

@@ -1,4 +1,4 @@
-"""Ages of rows by the reader's own clock; time in which the bus cannot be read does not count."""
+"""Ages of rows by the reader's own clock; time in which the bus cannot be read, or stores nothing, does not count."""
 
 from collections.abc import Hashable, Mapping
 
@@ -13,11 +13,11 @@ class Silences:
         self._stamps: dict[int, Hashable] = {}
         self._silent: dict[int, float] = {}
         self._read_s: float | None = None
-        """Time of the last reading; None while the bus is away."""
+        """Time of the last reading; None while the bus is away or full."""
         self._count_from_s = float("-inf")
 
     def lost(self, now: float) -> None:
-        """Note that the bus cannot be read."""
+        """Note that the bus cannot be read, or stores nothing."""
         self._read_s, self._count_from_s = None, float("inf")
 
     def read(self, stamps: Mapping[int, Hashable], now: float) -> dict[int, float]:

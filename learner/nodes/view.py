@@ -12,7 +12,7 @@ from bus.errors import BusError
 from bus.streams.bus import Bus
 from learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
 from learner.nodes.rendezvous import Seen
-from learner.nodes.silence import Silences
+from learner.nodes.silence import GRACE_S, Silences
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,11 @@ class View:
             return
         rows = {row.node: (row, stamp) for key, (row_map, stamp) in found.items() if (row := self._node(key, row_map, stamp)) is not None}
         now = time.monotonic()
-        silent = self._silences.read({node: stamp for node, (_, stamp) in rows.items()}, now)
+        stamps = {node: stamp for node, (_, stamp) in rows.items()}
+        silent = self._silences.read(stamps, now)
+        if max(silent.values(), default=0.0) > GRACE_S and await self._bus.full():  # no row can be written, so none is silent
+            self._silences.lost(now)
+            silent = self._silences.read(stamps, now)
         seen = {node: Seen(row, silent[node]) for node, (row, _) in rows.items()}
         if writes == self._writes:  # else it may be older than an own write that ended meanwhile
             self.reading, self.read_s = Reading(seen, self._attempt(value, revision), revision), now

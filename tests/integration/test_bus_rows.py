@@ -155,6 +155,23 @@ async def test_a_heartbeat_outlives_an_outage(nats_server: EmbeddedServer, open_
         assert heartbeat.last_error == ""
 
 
+async def test_rows_do_not_age_while_the_bus_is_full(open_bus: BusOpener) -> None:
+    """No heartbeat is stored then, and no process is dead for that: learner and engines on one accelerator rely on it."""
+    async with open_bus() as bus, open_bus(run=bus.run, layout=False) as other, asyncio.timeout(60):
+        await bus.rows("live").put("actor.a1", dataclasses.asdict(row("a1")))
+        view = LiveView(other, dead_after_s=0.1)
+        while await view.alive():  # noqa: ASYNC110 - an age is no event
+            await asyncio.sleep(0.02)
+        async with bus.reporting_full(lambda: "no room"):
+            while not await other.full():  # noqa: ASYNC110 - the subscription of another connection is none, either
+                await asyncio.sleep(0.02)
+            for _ in range(5):
+                assert [alive.id for alive in await view.alive()] == ["a1"]
+                await asyncio.sleep(0.05)
+        while await view.alive():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
     async with open_bus(run="one") as one, open_bus(run="two") as two:
         await one.rows("run").put("epoch", {"epoch": 1})
