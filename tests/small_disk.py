@@ -12,7 +12,7 @@ import pytest
 
 @dataclass(frozen=True, slots=True)
 class SmallDisk:
-    """The mounted file system. What fills it is in files of its own, so that it can be freed again."""
+    """The mounted file system. Fillers are files of their own, so that it can be freed again."""
 
     root: Path
 
@@ -37,7 +37,7 @@ class SmallDisk:
             (self.root / f"filler-{number}").touch()
 
     def clear(self) -> None:
-        """Remove what fills it."""
+        """Remove the fillers."""
         for file in self.root.glob("filler*"):
             file.unlink()
 

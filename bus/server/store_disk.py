@@ -75,7 +75,7 @@ class StoreKeeper:
         self._checked_s = self._restarted_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self.reason = ""
-        """Why messages are not stored at present, and what cures that; empty when they are."""
+        """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
     def look(self) -> None:
         """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises ServerFailed."""

@@ -6,13 +6,16 @@ import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
 from bus.errors import BusFull
 from bus.exit_codes import CONFIG
+from bus.server.store_disk import lacking, needed_bytes
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.wire import subjects
@@ -59,7 +62,7 @@ async def running(config: RunConfig) -> AsyncIterator[Bus]:
 
 
 async def full(bus: Bus, *, reason: str) -> str:
-    """Wait until the bus says why it stores nothing, or (``reason`` empty) that it stores."""
+    """Wait until the bus gives this reason for storing nothing, or, without ``reason``, none. Return the whole text."""
     async with asyncio.timeout(LONG_S):
         while not (reason in (got := await bus.full()) and bool(got) == bool(reason)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -109,6 +112,22 @@ async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
                 await asyncio.sleep(0.05)
             began, over = list(watch.events)[:2]
             assert "the run waits: no room" in began and "stores again" in over
+
+
+async def test_a_server_that_ends_on_a_full_disk_is_started_again_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=100 * MB) as disk:
+        config = config_in(disk)
+        room = partial(lacking, config.root / "bus", needed_bytes(config.bus))
+        async with running(config) as bus, asyncio.timeout(LONG_S), beside((watch := RunWatch(bus, steps=1, room=room)).run()):
+            disk.fill(leaving=0)
+            (server,) = [child for child in psutil.Process().children() if child.name() == "nats-server"]
+            server.kill()
+            publishing = asyncio.create_task(bus.samples.publish(make_sample(RUN)))
+            while not watch.events:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert "the run waits: no room: 0.0 MB free" in watch.events[0] and not publishing.done()
+            disk.clear()
+            assert await publishing == 1
 
 
 async def status_of(bus: Bus, capsys: pytest.CaptureFixture[str]) -> str:
