@@ -1,9 +1,12 @@
 """Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that line.
 
+The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it.
 An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error class.
 """
 
+import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -39,8 +42,45 @@ def report(error: BaseException, log: logging.Logger) -> int:
     code = of(error)
     if code not in FINAL:
         log.error("crashed", exc_info=error)
-    sys.stderr.write(f"{LINE}{message(error)}\n")
+    write_reason(message(error))
     return code
+
+
+def write_reason(text: str) -> None:
+    """Write the last line of a process that ends, for its parent: to stderr and into the parent's ReasonFile, if it has made one."""
+    line = f"{LINE}{text}\n"
+    sys.stderr.write(line)
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if _file_name(os.getppid()) in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    os.write(int(descriptor), line.encode(errors="replace"))
+
+
+class ReasonFile:
+    """A file in memory that a child inherits and writes its last line into. Without such files (not Linux) it stays empty."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create(_file_name(os.getpid())) if hasattr(os, "memfd_create") else -1
+
+    def read(self) -> str:
+        """Return the message of the last line; empty when there is none."""
+        if self.descriptor < 0:
+            return ""
+        size = os.fstat(self.descriptor).st_size
+        return reason(os.pread(self.descriptor, size, 0).decode(errors="replace").splitlines())
+
+    def close(self) -> None:
+        """Free the file, once the child has ended."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def _file_name(parent: int) -> str:
+    """Return the name of the files that ``parent`` makes: a process writes into no file that it has made for its own children."""
+    return f"tidemill-reason-for-{parent}-"
 
 
 def run(work: Callable[[], None], log: logging.Logger) -> int:

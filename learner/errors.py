@@ -203,6 +203,17 @@ class FeederFailed(LearnerError):
         return f"feeder at {self.url}: {self.reason}"
 
 
+class RanksLeft(LearnerError):
+    """All ranks have left before the last step: a rank was drained, and the learner was not."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"a rank was drained by a signal of another program, and all ranks have left before step {self.step}"
+
+
 class RankFailed(LearnerError):
     """A rank ended with an error, which came over the feed with the exit code of its process."""
 

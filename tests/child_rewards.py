@@ -22,6 +22,12 @@ def length(request: RewardRequest, *, bonus: float = 0.0) -> float:
     return len(request.response) + bonus
 
 
+def loud(request: RewardRequest) -> float:
+    print("x" * 100_000, flush=True)
+    print("x" * 100_000, file=sys.stderr, flush=True)
+    return 1.0
+
+
 def of_episode(request: RewardRequest) -> dict[str, float]:
     found = {"all": request.response_length, "sampled": request.sampled_length, "turns": request.num_turns}
     return {"score": 1.0, **found, "messages": len(request.transcript)}

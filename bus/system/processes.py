@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bus import exit_codes
+from bus.system import killed
 from bus.system.proxies import without_proxy
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ LAST_BYTES = 1 << 16
 """Number of bytes at the end of a log file in which a child's last lines are searched."""
 _LINE_BYTES = 1 << 20
 """Size of the longest line of a child's output that is passed on, in bytes."""
+_LOOK_EVERY_S = 1.0
+"""Interval in seconds at which the memory of a child is read: the last value is reported when the kernel kills it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,6 +85,10 @@ class Child:
         self._log_began = 0
         """Size of the log when the process was started: the lines before are of an earlier process."""
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._last_look = killed.Look()
+        self._killed_by_us = False
+        self._reason_file: exit_codes.ReasonFile | None = None
+        self._reason = ""
 
     @property
     def pid(self) -> int:
@@ -100,6 +107,7 @@ class Child:
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
         """Start the process; ``pass_fds`` stay open in it. Output goes to the log file, or to a pipe that ``wait`` reads."""
+        self._reason, self._killed_by_us, self._last_look = "", False, killed.Look()
         with contextlib.ExitStack() as stack:
             output, error = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
             if self.log_file is not None:
@@ -107,6 +115,9 @@ class Child:
                 file = stack.enter_context(self.log_file.open("ab"))
                 self._log_began = file.tell()
                 output = error = file.fileno()
+                self._note_reason()
+                self._reason_file = exit_codes.ReasonFile()
+                pass_fds = (*pass_fds, *(one for one in (self._reason_file.descriptor,) if one >= 0))
             self.process = await self.spawn(output, error, pass_fds)
         self.started_s = time.monotonic()
 
@@ -127,12 +138,27 @@ class Child:
     async def wait(self) -> int:
         """Return the exit code when it has ended; output that is passed on has then been read to its end."""
         process = self._started()
-        if process.stdout is not None:
-            async for line in process.stdout:
-                text = line.decode(errors="replace").rstrip("\n")
-                self._passed_on.append(text)
-                sys.stderr.write(f"{self.name}: {text}\n")
-        return await process.wait()
+        looking = asyncio.create_task(self._look())
+        try:
+            if process.stdout is not None:
+                async for line in process.stdout:
+                    text = line.decode(errors="replace").rstrip("\n")
+                    self._passed_on.append(text)
+                    sys.stderr.write(f"{self.name}: {text}\n")
+            return await process.wait()
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            if not self.running:
+                self._note_reason()
+
+    async def _look(self) -> None:
+        """Look at the process now and then, for the case that the kernel kills it."""
+        while True:
+            seen = killed.look(self.pid)
+            if seen.rss_bytes:  # it has none when it has ended
+                self._last_look = seen
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def exited(self) -> int:
         """Return the exit code as soon as it has ended. Its output may be held open longer, by processes that it has started."""
@@ -183,10 +209,20 @@ class Child:
         return "\n".join(self.lines()[-count:])
 
     def reason(self) -> str:
-        """Return the message of the error that ended it; empty when it wrote none."""
-        return exit_codes.reason(self.lines())
+        """Return the message of the error that ended it, or the origin of a SIGKILL; empty when neither is known."""
+        return self._reason or exit_codes.reason(self.lines())
+
+    def _note_reason(self) -> None:
+        """Keep the message of a process that has ended, or the origin of its SIGKILL, and free the file of the message."""
+        if self._reason_file is not None:
+            self._reason = self._reason_file.read()
+            self._reason_file.close()
+            self._reason_file = None
+        if self.returncode == -signal.SIGKILL and not self._killed_by_us:
+            self._reason = self._reason or killed.cause(self._last_look)
 
     def _send_group(self, number: signal.Signals) -> None:
+        self._killed_by_us = self._killed_by_us or (number == signal.SIGKILL and self.running)
         with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop has not noticed yet
             os.killpg(self.pid, number)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bus.exit_codes import CRASHED
+from bus.system import output
 from launch.cli import debug_arguments as debug
 from launch.cli.parser import CommandParser, PrintVersion
 from launch.samples import arguments as samples
@@ -23,7 +25,22 @@ INNER = ("feeder", "rank")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. 2 = wrong use, 78 = a wrong configuration (``bus/exit_codes.py``)."""
+    if arguments is None:
+        output.guard_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except output.Unwritable as error:
+        if error.at_end:
+            return 0
+        print(f"tidemill {words[0] if words else ''}: {error}", file=sys.stderr)
+        return CRASHED
+
+
+def _run(words: Sequence[str]) -> int:
     args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
     _find_modules_here()
     try:
@@ -33,10 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(getattr(bad, "exit_code", 2))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Otherwise Python reports the broken pipe again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _function(command: str) -> Callable[[argparse.Namespace], int]:

@@ -48,7 +48,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
                     id = f"{role}-{number}"
-                    supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id], always=True)
+                    supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id])
             evaluating = asyncio.create_task(_scores(bus, plan, Path(config.model.path)), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())

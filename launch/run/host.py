@@ -162,7 +162,7 @@ class Host:
             self._unplaced[name] = str(error)
             return
         self._unplaced.pop(name, None)
-        self._supervisor.keep(name, self._arguments(role, name), always=True, environment=environment)
+        self._supervisor.keep(name, self._arguments(role, name), environment=environment)
 
     def _environment(self, role: str, name: str) -> dict[str, str]:
         """Return the variables of a process: its credentials and its devices. Raises DeviceError when there are none for it."""

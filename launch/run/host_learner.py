@@ -31,7 +31,7 @@ class HostLearner:
     async def kept(self, supervisor: Supervisor, *, drain_s: float) -> AsyncIterator[None]:
         """Keep the agent while entered: it is started again after a bad end, and ends well after the learner's last step."""
         environment = {} if self.users is None else {CREDENTIALS_VARIABLE: str(credentials_file(self.users, LEARNER))}
-        supervisor.keep(f"{LEARNER}-node-{self.rank}", self.arguments, environment=environment)
+        supervisor.keep(f"{LEARNER}-node-{self.rank}", self.arguments, finishes=True, environment=environment)
         try:
             yield
         finally:

@@ -1,7 +1,8 @@
 """Start, drain and stop of every process of the system, and the start of its children.
 
-The first SIGTERM or SIGINT drains; another one a second later or more, or the deadline, cancels. (Signals that follow at once are taken
-for the same: timeout(1) signals its child, and then the child's process group.) Exit codes: ``bus/exit_codes.py``.
+The first SIGTERM, SIGINT or SIGHUP (its terminal is gone) drains; another one a second later or more, or the deadline, cancels. (Signals
+that follow at once are taken for the same: timeout(1) signals its child, and then the child's process group.) Exit codes:
+``bus/exit_codes.py``.
 """
 
 import asyncio
@@ -14,12 +15,14 @@ from pathlib import Path
 from bus import exit_codes
 from bus.client.retries import cancellable
 from bus.exit_codes import DONE, NOT_IN_TIME
-from bus.system.coroutines import first_error
+from bus.system.coroutines import beside, first_error
 from bus.system.loop import new_event_loop
 from bus.system.processes import Child
+from bus.system.stopped import report_stopped
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_S = 1.0
 """Seconds after the first signal in which further ones count as the same."""
 
@@ -30,17 +33,26 @@ def run(
     drain_s: float,
     uvloop: bool = True,
     same_signal_s: float = SAME_SIGNAL_S,
+    on_event: Callable[[str], None] = log.warning,
 ) -> int:
     """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the code of its error.
 
-    ``drain_s``: seconds from the first signal to the cancellation.
+    ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process below is stopped.
+    After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
     """
+
+    async def observed(draining: asyncio.Event) -> None:
+        """Run ``main``, and report processes below this one that are stopped."""
+        async with beside(report_stopped(on_event)):
+            await main(draining)
+
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
-        return runner.run(_supervised(main, drain_s, same_signal_s))
+        return runner.run(_supervised(observed, drain_s, same_signal_s))
 
 
 async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup
     work = loop.create_task(cancellable(main(draining)), name="main")
     first_s = 0.0
 
@@ -48,7 +60,8 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, No
         """Drain at the first signal; cancel at one that comes ``same_signal_s`` seconds later or more."""
         nonlocal first_s
         if draining.is_set():
-            if loop.time() - first_s >= same_signal_s:
+            # A terminal that is closed sends SIGHUP more than once: from the kernel, and from its shell.
+            if loop.time() - first_s >= same_signal_s and number != signal.SIGHUP:
                 work.cancel(f"second {signal.Signals(number).name}")
             return
         first_s = loop.time()
@@ -56,7 +69,7 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, No
         draining.set()
         loop.call_later(drain_s, work.cancel, f"not drained after {drain_s:.0f} s")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await work
@@ -65,6 +78,11 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, No
         return NOT_IN_TIME
     except Exception as error:
         return exit_codes.report(first_error(error), log)
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            if draining.is_set():
+                signal.signal(number, signal.SIG_IGN)
     return DONE
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from actors.rollout_settings import parse_rollouts
 from bus.system.coroutines import first_of
+from bus.system.output import STANDARD_OUTPUT, lossy
 from launch.run.access import LEARNER, address_line
 from launch.settings.run_config import RunConfig
 
@@ -294,7 +295,7 @@ async def run_reward_server(reward: ServedReward, limits: "Limits", draining: as
             score = await stack.enter_async_context(opened(reward.name, reward.options, limits))
             server = RewardServer(reward.name, score, token=token)
         url = await stack.enter_async_context(serving(server, host, port, insecure=True))
-        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", flush=True)
+        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", file=lossy(STANDARD_OUTPUT))
         await draining.wait()
 
 

@@ -1,4 +1,4 @@
-"""Process supervision on one machine: starts processes, starts them again after bad ends, and gives up with an error.
+"""Process supervision on one machine: starts processes, starts them again when they end, and gives up with an error.
 
 One *keeper* task per process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for
 a back-off; unblocked by the child's end or by the supervisor's.
@@ -66,27 +66,25 @@ class Supervisor:
         """Number of restarts of each process."""
 
     def keep(
-        self, name: str, arguments: Sequence[str], *, always: bool = False, environment: Mapping[str, str] | None = None
+        self, name: str, arguments: Sequence[str], *, finishes: bool = False, environment: Mapping[str, str] | None = None
     ) -> asyncio.Task[None]:
-        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: start it again after that, too, until ``end``).
+        """Run ``python -m launch ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another program.
 
+        ``finishes``: code 0 means that its work is done; it is not started again then, and the returned task ends.
         The returned task raises GaveUp.
         """
         assert name not in self._keepers, f"{name} is kept already"
         self._children[name] = launched(name, arguments, self._logs / f"{name}.log", environment)
-        self._keepers[name] = asyncio.create_task(self._keep(self._children[name], always), name=f"keep {name}")
+        self._keepers[name] = asyncio.create_task(self._keep(self._children[name], finishes), name=f"keep {name}")
         return self._keepers[name]
 
-    async def _keep(self, child: Child, always: bool) -> None:
+    async def _keep(self, child: Child, finishes: bool) -> None:
         bad_ends: deque[float] = deque()
         while True:
-            await child.start()
-            log.info("started process=%s pid=%d", child.name, child.pid)
-            code = await child.wait()
-            if code == 0 and not always:
+            code, reason = await _run(child)
+            if code == 0 and finishes:
                 log.info("ended process=%s", child.name)
                 return
-            reason = child.reason()
             if code in exit_codes.FINAL:
                 raise GaveUp(child.name, code, 1, 0.0, child.last_lines(), reason)
             now = time.monotonic()
@@ -140,3 +138,14 @@ class Supervisor:
     def running(self) -> dict[str, int]:
         """Process ids by name."""
         return {name: child.pid for name, child in self._children.items() if child.running}
+
+
+async def _run(child: Child) -> tuple[int, str]:
+    """Run a child to its end. Returns its exit code, and the message of the error that ended it or prevented its start."""
+    try:
+        await child.start()
+    except OSError as error:  # no room for its log, no memory, too many processes: it may be gone by the next try
+        return exit_codes.CRASHED, f"it could not be started: {error}"
+    log.info("started process=%s pid=%d", child.name, child.pid)
+    code = await child.wait()
+    return code, child.reason()

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from actors.teacher_settings import TeacherConfig, parse_teachers
 from bus.server.ports import KeptPort
 from bus.system.coroutines import first_of
+from bus.system.output import STANDARD_OUTPUT, lossy
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Eve
         url = await engine.start()
         engine.phase = "serving"
         await engine.probe()
-        print(f"teacher {model} at {url}", flush=True)
+        print(f"teacher {model} at {url}", file=lossy(STANDARD_OUTPUT))
         await first_of(draining.wait(), engine.failed())
         if not await engine.drain(drain_s):
             log.warning("requests left unanswered after %.0f s", drain_s)

@@ -27,8 +27,9 @@ from bus.errors import BusError, ServerFailed
 from bus.server.nats_server import end_reader
 from bus.server.store_disk import lacking, needed_bytes
 from bus.streams.bus import Bus, connect
-from bus.system.coroutines import first_of
+from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
+from bus.system.output import STANDARD_OUTPUT, lossy
 from bus.wire.messages import Done, VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
@@ -52,6 +53,8 @@ LOCK_FILE = ".lock"
 """File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
 """Exit code of CannotBegin."""
+CANCELLED_S = 5.0
+"""Seconds that processes have to end after a second signal."""
 BUS_START_S = 60.0
 """Seconds for the run's bus to answer."""
 REPORTED = (
@@ -91,12 +94,12 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
         raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=lossy(STANDARD_OUTPUT), highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
         log_to_file(log_file)
         run = Up(config, console, resume=resume)
-        code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False)
+        code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False, on_event=run.event)
     if code and not run.failure:
         run.failure = "not drained in time" if code == process.NOT_IN_TIME else f"crashed; the reason is in {log_file}"
     if run.failure:
@@ -159,9 +162,9 @@ def _clear(root: Path) -> None:
 
 
 def log_to_file(file: Path) -> None:
-    """Send all log lines of this process to a file; the terminal belongs to the view."""
+    """Send all log lines of this process to a file; the terminal belongs to the view. Lines without room on its disk are lost."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file)
+    handler = logging.StreamHandler(lossy(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("nats").setLevel(logging.CRITICAL)
@@ -176,7 +179,7 @@ class Up:
         self._config, self._console, self._resume = teacher.placed(config, self._ports), console, resume
         self._root = config.root
         self._supervisor = Supervisor(
-            self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
+            self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self.event
         )
         self._watch: RunWatch | None = None
         self._host: Host | None = None
@@ -184,9 +187,16 @@ class Up:
         self.failure = ""
         self._ended_by = ""
         """Reason of an end before ``learner.steps``."""
+        self._viewed = False
+        """True while the view shows the watch's events."""
+        self._drain_s = config.up.drain_s
 
-    def _event(self, text: str) -> None:
-        self._watch.event(text) if self._watch is not None else log.warning("%s", text)
+    def event(self, text: str) -> None:
+        """Log an event and show it on the terminal."""
+        if self._watch is not None and self._viewed:
+            self._watch.event(text)
+        else:
+            self._print(text)
 
     async def run(self, draining: asyncio.Event) -> None:
         """Start the processes, wait for the learner and drain them; the result is in ``code`` and ``failure``."""
@@ -202,15 +212,19 @@ class Up:
                 await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)
         except asyncio.CancelledError:
+            self._drain_s = min(self._drain_s, CANCELLED_S)
             self.failure = f"not drained in time; still running: {', '.join(self._supervisor.running) or 'no process'}"
             raise
         except (CannotBegin, CheckFailed) as error:
             self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
         except (GaveUp, BusError) as error:
             self.code, self.failure = exit_codes.of(error), str(error)
+        except OSError as error:  # of a disk without room: the log has none for the traceback either
+            log.error("crashed", exc_info=error)
+            self.code, self.failure = exit_codes.CRASHED, f"{error.filename or self._root}: {error.strerror or error}; {self._cure}"
         finally:
             await self._drain()
-            await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
+            await self._supervisor.end(self._supervisor.names("bus"), within_s=self._drain_s)
             self._ports.close()
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
@@ -280,7 +294,8 @@ class Up:
             if not self._config.debug.trains_only:
                 for name, arguments in teacher.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
-            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()])
+            words = [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()]
+            learner = self._supervisor.keep("learner", words, finishes=True)
             self._host = Host(
                 bus,
                 self._supervisor,
@@ -298,12 +313,17 @@ class Up:
                 enough.set()
                 await asyncio.gather(hosting, return_exceptions=True)
             finished = ended and await self._trained_to_the_end(bus)
+            if ended and not finished:
+                self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
         if not finished:
-            cure = f"resume with: tidemill up {self._root / CONFIG_FILE} --resume"
-            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
+            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
             return
         await self._audit(bus, self._watch.elapsed_s)
+
+    @property
+    def _cure(self) -> str:
+        return f"resume with: tidemill up {self._root / CONFIG_FILE} --resume"
 
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
@@ -312,15 +332,12 @@ class Up:
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
         title = f"tidemill {self._config.run}"
         shown = view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
-        tasks = [asyncio.create_task(self._watch.run(), name="watch"), asyncio.create_task(shown, name="view")]
+        self._viewed = True
         try:
-            yield
+            async with beside(self._watch.run(), shown):
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception):
-                    log.error("the live view failed: %s", result, exc_info=result)
+            self._viewed = False
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
@@ -342,7 +359,7 @@ class Up:
         counts = dict.fromkeys(counts, 0) if alone else counts
         now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:
-            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
+            self.event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
         """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors, and GaveUp."""
@@ -351,7 +368,9 @@ class Up:
 
     async def _drain(self) -> None:
         """Drain actors and learner first, then the engines and scorers that they need to finish."""
-        within_s = self._config.up.drain_s
+        within_s = self._drain_s
+        if self._watch is not None:
+            self._watch.ending = True
         if self._host is not None:
             await self._host.settled()
         await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
@@ -432,7 +451,11 @@ def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
         extras.require("plots")
     except extras.PackagesMissing as missing:
         return f"not drawn ({missing})"
-    draw(lines, file, title=title)
+    try:
+        draw(lines, file, title=title)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        return f"not drawn ({error.strerror})"
     return str(file)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.wire.messages import LiveRow, Sample
-from launch.run.watch import RunWatch
+from launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines of the plain view."""
+EVENTS_EVERY_S = 1.0
+"""Seconds after which the plain view prints new events."""
 PLOT_HEIGHT = 9
 NUM_NUMBERS = 9
 """Number of lines of the block of numbers."""
@@ -29,8 +32,6 @@ COMFORTABLE_HEIGHT = 30
 """Lines of a terminal from which on the plot has its full height."""
 WIDEST = 140
 """Most columns of the view."""
-SILENT_S = 5.0
-"""Seconds without a change of its live row after which a process is shown as silent."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """Braille dots of a cell from bottom to top, (left, right)."""
@@ -53,20 +54,37 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
-    """Background loop: print a line every few seconds if a step was done, and every event once."""
+    """Background loop: print every event once, and a line every few seconds if a step was done or the bus does not answer."""
     printed: set[str] = set()
-    printed_step = -1
-    while True:
-        for event in [event for event in watch.events if event not in printed]:
-            printed.add(event)
-            console.print(event, markup=False, highlight=False)
-        if watch.step > printed_step and watch.outcomes:
-            printed_step = watch.step
-            numbers = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
-            console.print(f"{watch.elapsed_s:5.0f} s   {numbers}", markup=False, highlight=False, soft_wrap=True)
-        elif watch.full or not watch.outcomes:
-            console.print(f"{watch.elapsed_s:5.0f} s   {waits(watch)}", markup=False, highlight=False, soft_wrap=True)
-        await asyncio.sleep(PLAIN_EVERY_S)
+    printed_step, next_s = -1, 0.0
+
+    def show(*lines: str) -> None:
+        """Print new events, then these lines."""
+        events = [event for event in watch.events if event not in printed]
+        printed.update(events)
+        for line in (*events, *lines):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        while True:
+            show()
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + PLAIN_EVERY_S
+                if line := _progress_line(watch, printed_step):
+                    show(f"{watch.elapsed_s:5.0f} s   {line}")
+                printed_step = printed_step if watch.bus_silence else watch.step
+            await asyncio.sleep(EVENTS_EVERY_S)
+    finally:
+        show()
+
+
+def _progress_line(watch: RunWatch, printed_step: int) -> str:
+    """Return the silence of the bus, the numbers of a new step, or what the processes wait for; empty without news."""
+    if watch.full or not (watch.bus_silence or watch.outcomes):
+        return waits(watch)
+    if watch.bus_silence:
+        return watch.bus_silence
+    return "   ".join(f"{name} {value}" for name, value in watch.flat().items()) if watch.step > printed_step else ""
 
 
 def waits(watch: RunWatch) -> str:
@@ -82,6 +100,8 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
     """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others stay."""
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
+    if watch.bus_silence:
+        events = [*events[1 - NUM_EVENTS :], watch.bus_silence]
     plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
     room = height - 9 - (plot_height + 1) - len(events)
     blocks: list[Table | Text] = [

@@ -1,12 +1,14 @@
 """The observed state of a run, collected from the bus alone; no process is queried.
 
 Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``RunWatch``, which views read at any time.
-Waits for the bus; a value that is not known yet is None.
+Waits for the bus; a value that is not known yet is None. A bus that does not answer, a process without heartbeats and a disk without room
+are events.
 """
 
 import asyncio
-import json
 import logging
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,11 +20,16 @@ from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Evaluated, LiveRow, Sample
 from launch.run import evaluated
+from launch.run.growing_file import GrowingFile
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-NUM_EVENTS = 6
+UNANSWERED_S = 3.0
+"""Seconds without an answer of the bus after which it counts as silent."""
+SILENT_S = 4.0
+"""Seconds without a change of its live row after which a process counts as silent."""
+NUM_EVENTS = 20
 """Number of events kept for the view."""
 RECENT_STEPS = 20
 """Number of steps over which rates and the time left are computed."""
@@ -45,7 +52,14 @@ class RunWatch:
         ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
         """
         self._room = room
-        self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
+        self._bus, self.steps = bus, steps
+        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(evaluated.EVALUATIONS_FILE))
+        self._files = [GrowingFile(file) for file in files]
+        """Of metrics and of evaluations."""
+        self._unwritten = ""
+        """Reason why lines wait to be written; empty while none do."""
+        self._answered_s = self._steady_s = time.monotonic()
+        """Times of the bus's last answer, and since which it has answered without a gap."""
         self._resumed_at = max(earlier or {}, default=0)
         self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
         self.outcomes: dict[int, Done] = {}
@@ -72,7 +86,15 @@ class RunWatch:
         """Tokens per second, all actors."""
         self.full = ""
         """Reason for which the bus stores nothing; empty while it does."""
+        self.bus_silence = ""
+        """Sentence on a bus that does not answer, with the time; empty while it does."""
+        self.ending = False
+        """Set when the processes are drained on purpose, so that their drains are no events."""
         self._refused: set[str] = set()
+        self._beating: dict[str, bool] = {}
+        """Whether a row has changed while it was watched: one of an earlier start, whose process was killed, does not."""
+        self._named: dict[str, str] = {}
+        """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
 
     @property
@@ -126,28 +148,62 @@ class RunWatch:
             group.create_task(self._follow_outcomes(), name="outcomes")
             group.create_task(self._look_around(), name="look around")
             group.create_task(self._watch_room(), name="room of the bus")
+            group.create_task(self._await_answers(), name="answers")
 
     async def _follow_outcomes(self) -> None:
         async for _, record in self._bus.plans.follow():
             if isinstance(record, Done):
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
-                self._note({"step": record.step, "epoch": record.epoch, "seconds": round(self.reached_s[record.step], 3), **record.metrics})
+                seconds = round(self.reached_s[record.step], 3)
+                self._note(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated):
                 self.evaluated[record.version, record.dataset] = record
-                self._note(evaluated.line_of(record), evaluated.EVALUATIONS_FILE)
+                self._note(1, evaluated.line_of(record))
 
-    def _note(self, line: Mapping[str, object], name: str = "") -> None:
-        """Append a line to metrics.jsonl, or to a file beside it, at once; at the end the file is written again, in order."""
-        if self._metrics_file is not None:
-            with (self._metrics_file.with_name(name) if name else self._metrics_file).open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+    def _note(self, file: int, line: Mapping[str, object]) -> None:
+        """Append a line to metrics.jsonl, or to the file beside it, at once; at the end the files are written again, in order."""
+        if self._files:
+            self._files[file].append(line)
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        """Write the lines that wait. A disk without room is an event, and so is the first line written after that."""
+        late = sum(file.num_waiting for file in self._files)
+        try:
+            for file in self._files:
+                file.write()
+        except OSError as error:
+            if not self._unwritten:
+                self._unwritten = f"{self._files[0].file}: cannot be written: {error.strerror}"
+                self.event(f"{self._unwritten}; its lines wait in memory until they can be")
+        else:
+            if self._unwritten:
+                self.event(f"{self._files[0].file}: written again, with {late} lines that waited")
+            self._unwritten = ""
+
+    async def _await_answers(self) -> None:
+        """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
+        while True:
+            silent_s = time.monotonic() - self._answered_s
+            silence = f"the bus has not answered for {silent_s:.0f} s" if silent_s > UNANSWERED_S else ""
+            if silence and not self.bus_silence:
+                self.event(silence)
+            elif self.bus_silence and not silence:
+                self.event(f"the bus answers again ({self.bus_silence})")
+            self.bus_silence = silence
+            await asyncio.sleep(LOOK_EVERY_S / 2)
 
     async def _look_around(self) -> None:
         view = LiveView(self._bus)
         while True:
+            self._write_lines()
             try:
-                self._take_rows(await view.refresh())
+                rows, now = await view.refresh(), time.monotonic()
+                if now - self._answered_s > UNANSWERED_S:
+                    self._steady_s = now
+                self._answered_s = now
+                self._take_rows(rows)
                 self.samples = await self._bus.samples.info()
                 self.backlog = await self._bus.tasks.backlog()
                 if self.samples.messages:
@@ -158,9 +214,10 @@ class RunWatch:
 
     def _take_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
         self.rows = rows
-        for row, _ in rows:
+        for row, age in rows:
             self.loads[f"{row.role}.{row.id}"] = row.load
             self._take_trouble(row)
+            self._take_state(row, age)
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
         self._note_refused()
@@ -185,6 +242,20 @@ class RunWatch:
         if row.id not in self.troubles:
             self.event(f"{row.id}: {row.trouble}")
         self.troubles[row.id] = row.trouble
+
+    def _take_state(self, row: LiveRow, age: float) -> None:
+        """Add an event when a process becomes silent, or drains while it is needed."""
+        name = row.id if row.id.startswith(row.role) else f"{row.role} {row.id}"
+        steady = time.monotonic() - self._steady_s > SILENT_S  # before that, rows are as old as the silence of the bus
+        self._beating[name] = self._beating.get(name, False) or (name in self._beating and age < LOOK_EVERY_S / 2)
+        state = ""
+        if age > SILENT_S and steady and self._beating[name] and not _ended_here(row):
+            state = "sends no heartbeats, is it stopped or cut off?"
+        elif row.phase == "draining" and age <= SILENT_S and not self.ending:
+            state = "drains"
+        if state and state != self._named.get(name):
+            self.event(f"{name} {state}")
+        self._named[name] = state
 
     def _note_refused(self) -> None:
         """Add an event for every actor that the feeder has begun to refuse."""
@@ -215,3 +286,16 @@ class RunWatch:
             "actors wait": f"{self.share('actor') or 0:.0%}",
             **({"eval": "; ".join(evaluated.newest_in_words(self.evaluated.values()))} if self.evaluated else {}),
         }
+
+
+def _ended_here(row: LiveRow) -> bool:
+    """Return whether the process of a row was one of this machine and has ended: its supervisor reports that."""
+    if row.host != socket.gethostname():
+        return False
+    try:
+        os.kill(row.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

@@ -7,7 +7,6 @@ heartbeat every second, which the feeder answers. Either ends when it has not re
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +29,7 @@ SILENCE_S = 50.0
 
 def end_this_process(reason: str) -> None:
     """End this process although its main thread may never return from a collective; ``reason`` is its last line, for its parent."""
-    sys.stderr.write(f"{exit_codes.LINE}{reason}\n")
-    sys.stderr.flush()
+    exit_codes.write_reason(reason)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -17,7 +17,7 @@ from bus.client.waiter import Waiter
 from bus.exit_codes import CRASHED
 from bus.wire.json_object import JsonMapping, JsonObject
 from learner.data.batch_frames import Frame
-from learner.errors import FeedError, RankFailed, RankSilent
+from learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
 from learner.feed.feed_gate import Gate
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Frames = Sequence[Frame]
 """Frames of a ZMQ message."""
+LEAVE_S = 3.0
+"""Seconds between the leave of all ranks and the drain of this node, of which other nodes may know before."""
 _HELLO = 0
 """Value of ``_Rank.waits`` for a rank that waits for its start; steps begin at 1."""
 _LOG_REFUSED_S = 60.0
@@ -181,6 +183,14 @@ class FeedServer:
         except TimeoutError:
             return False
         return True
+
+    async def refuse_leave(self, draining: asyncio.Event) -> None:
+        """Wait until all ranks have left while they are needed, then raise RanksLeft. Does not return when ``draining`` is set."""
+        await self.all_ended.wait()
+        await asyncio.sleep(LEAVE_S)
+        if not draining.is_set():
+            raise RanksLeft(self.asked)
+        await asyncio.Event().wait()
 
     async def beat(self, waits_for: str) -> None:
         """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no heartbeats."""

@@ -216,7 +216,8 @@ class Feeder:
 
     async def _over(self, draining: asyncio.Event) -> None:
         """Wait until the run is finished and the ranks have received the end, or this process is drained."""
-        _, drained = await first_of(self._outcomes.finished.wait(), self._drained(draining))
+        works = self._outcomes.finished.wait(), self._drained(draining), self._server.refuse_leave(draining)
+        _, drained, _ = await first_of(*works)
         if drained.cancelled():  # the run has finished: ``first_of`` cancels the other wait
             self._row.phase, self._row.text = "ending", "the ranks to leave"
             if not await self._server.end_run(self._outcomes.steps, within_s=END_S):

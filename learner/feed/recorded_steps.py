@@ -144,7 +144,7 @@ class RecordedFeeder:
                 loop_task.cancel()
 
     async def _over(self, draining: asyncio.Event) -> None:
-        _, drained = await first_of(self._finished.wait(), draining.wait())
+        _, drained, _ = await first_of(self._finished.wait(), draining.wait(), self._server.refuse_leave(draining))
         if drained.cancelled():
             if not await self._server.end_run(self._recorded.steps, within_s=END_S):
                 log.warning("not every rank requested the end of the run within %.0f s", END_S)

@@ -7,7 +7,9 @@ collective over all ranks.
 
 import logging
 import random
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from learner.checkpoints.peers import CheckpointFiles
-from learner.errors import CheckpointCorrupt, ConfigRefused
+from learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.critic import Critic
@@ -73,9 +75,23 @@ def stage(
         content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
         content["facts"] = _facts(step, policy, proximal, beside) | {"optimizer": optimizer.kind, "numbers": dict(numbers or {})}
-        dist_checkpointing.save(content, str(directory), strategy)
+        with _torch_reason(directory):
+            dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
+
+
+@contextmanager
+def _torch_reason(directory: Path) -> Iterator[None]:
+    """Raise CheckpointUnwritten for a file that torch could not write: its own error names neither the file nor the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "iostream" not in str(error):
+            raise
+        free_mb = shutil.disk_usage(directory).free / 1e6
+        reason = f"rank {dist.get_rank()}: torch could not write its part ({error}), and {free_mb:.0f} MB are free on the disk"
+        raise CheckpointUnwritten(str(directory), reason) from error
 
 
 def save(

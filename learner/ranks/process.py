@@ -6,8 +6,9 @@ can only wait. It knows no bus and no model, and loads no torch.
     parent -- feeder            one, on the first node
            -- rank 0 .. R-1     R = data x tensor x pipeline x context parallel, in equal parts on the nodes
 
-Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the
-current step), and the feeder when all ranks have ended.
+Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then all get SIGTERM. Ranks finish the current
+step, and the feeder waits for the ranks to leave. Ranks that leave without it were drained by another program: the feeder ends with an
+error then.
 """
 
 import asyncio
@@ -36,10 +37,11 @@ for their dead peer, and all that was promised to last is stored already."""
 class ChildFailed(LearnerError):
     """The feeder or a rank has ended with an error, or was killed (a negative code)."""
 
-    def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
-        super().__init__(name, code, last_lines)
+    def __init__(self, name: str, code: int, last_lines: tuple[str, ...], reason: str = "") -> None:
+        """``reason``: the message of the error that ended it, if it is known; without it, that in its last lines."""
+        super().__init__(name, code, last_lines, reason)
         self.name, self.code, self.last_lines = name, code, last_lines
-        self.reason = exit_codes.reason(last_lines)
+        self.reason = reason or exit_codes.reason(last_lines)
 
     @property
     def exit_code(self) -> int:
@@ -168,12 +170,10 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
             if drain in done and deadline is None:
                 deadline = loop.time() + drain_s
                 log.info("draining: the ranks finish their step")
-                _signal(ranks or feeders, signal.SIGTERM)
+                _signal((*feeders, *ranks), signal.SIGTERM)  # the feeder first: it must not take the ranks' leave for a surprise
             for task in [task for task in left if task in done]:
                 left.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
-            if deadline is not None and {ends[task] for task in left} == set(feeders):
-                _signal(feeders, signal.SIGTERM)  # all ranks of this node have ended
     finally:
         for task in (*ends, drain):
             task.cancel()
@@ -188,7 +188,7 @@ def _judge(child: Child, code: int, *, drained: bool) -> None:
 
 def _failed(child: Child) -> ChildFailed:
     assert child.returncode is not None
-    return ChildFailed(child.name, child.returncode, tuple(child.lines()))
+    return ChildFailed(child.name, child.returncode, tuple(child.lines()), child.reason())
 
 
 def _signal(children: Sequence[Child], number: signal.Signals) -> None:

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 
+from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonObject
 from rewards.children import limits, worker
 from rewards.contract import contract_at
@@ -55,6 +56,7 @@ def main() -> None:
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
+    lossy_standard_files()  # a function that prints must not fail because the log's disk is full
     limits.become_subreaper()
     try:
         function = bind(start["name"], start["options"], contract_at(start["contract"]))

@@ -16,6 +16,7 @@ from collections.abc import Awaitable
 from functools import partial
 
 from bus.system.foreign import repr_of
+from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonMapping
 from rewards.children import frames, limits
 from rewards.contract import contract_at
@@ -29,6 +30,7 @@ MAX_REASON = 2000
 def main() -> None:
     """Run a worker that imports the reward by itself; its settings are on stdin."""
     start, parent = json.load(sys.stdin), os.getppid()
+    lossy_standard_files()
     connection = socket.socket(fileno=int(sys.argv[1]))
     serve(connection, bind(start["name"], start["options"], contract_at(start["contract"])), limits.Limits(**start["limits"]), parent)
 

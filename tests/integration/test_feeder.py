@@ -26,7 +26,18 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
 from learner.data.snapshot import read_state
-from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
+from learner.errors import (
+    CheckpointCorrupt,
+    ConfigRefused,
+    FeederFailed,
+    NoCheckpoint,
+    NoProgress,
+    RankFailed,
+    RanksLeft,
+    ReplayMismatch,
+    RunLost,
+)
+from learner.feed import feed_server
 from learner.feed.episode_age import SHARE, EpisodeAge
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
@@ -590,6 +601,15 @@ async def test_draining_ends_when_the_ranks_have_left(open_world: OpenWorld) -> 
         row = await world.bus.rows("run").get(CHECKPOINT_KEY)
         assert row is not None
         assert row[0]["step"] == 2
+
+
+async def test_ranks_that_leave_while_they_are_needed_end_the_feeder(open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has sent a rank SIGTERM: it ends with code 0, and the feeder would wait for the next one without end."""
+    monkeypatch.setattr(feed_server, "LEAVE_S", 0.01)
+    async with open_world() as world, world.actors(), world.feeder() as (url, feeding):
+        await world.train(url, stop=lambda did, at: (did, at) == ("done", 2))
+        with pytest.raises(RanksLeft, match="a rank was drained by a signal of another program, and all ranks have left before step "):
+            await feeding
 
 
 async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> None:

@@ -47,13 +47,14 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s:
     [
         ("await draining.wait()", [signal.SIGTERM], 30, 0),
         ("await draining.wait()", [signal.SIGINT], 30, 0),
+        ("await draining.wait()", [signal.SIGHUP], 30, 0),
         ("await asyncio.Event().wait()", [signal.SIGTERM], 0.1, 75),
         ("raise RuntimeError('no good')", [], 30, 1),
         ("e = RuntimeError('no good'); e.exit_code = 78; raise e", [], 30, 78),
         ("async with asyncio.TaskGroup() as g: g.create_task(asyncio.wait_for(draining.wait(), 0.01))", [], 30, 1),
         ("pass", [], 30, 0),
     ],
-    ids=["drained", "ctrl-c", "not-in-time", "crashed", "config", "crashed-group", "done"],
+    ids=["drained", "ctrl-c", "terminal-closed", "not-in-time", "crashed", "config", "crashed-group", "done"],
 )
 def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, code: int, uvloop: bool) -> None:
     child = start(body, drain_s=drain_s, uvloop=uvloop)
@@ -93,6 +94,49 @@ def test_a_second_signal_does_not_wait() -> None:
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=30)
     assert child.returncode == 75
+
+
+def test_a_terminal_that_closes_twice_still_drains() -> None:
+    """The kernel and the shell of a closed terminal both send SIGHUP, at any distance."""
+    body = "await draining.wait(); print('drains', flush=True); await asyncio.to_thread(sys.stdin.readline)"
+    child = start(body, drain_s=300, same_signal_s=0)
+    child.send_signal(signal.SIGHUP)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "drains\n"
+    child.send_signal(signal.SIGHUP)
+    _, errors = child.communicate("go on\n", timeout=30)
+    assert child.returncode == 0, errors
+
+
+def test_nohup_ignores_a_closed_terminal() -> None:
+    code = BODY.format(body="await asyncio.to_thread(sys.stdin.readline)", drain_s=0, uvloop=True, same_signal_s=1)
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    child = subprocess.Popen(
+        [sys.executable, "-c", ignoring + code], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGHUP)
+    _, errors = child.communicate("go on\n", timeout=30)
+    assert child.returncode == 0, errors
+
+
+@pytest.mark.parametrize(("drain_s", "code"), [(30, 0), (0, 75)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Signals, drain_s: float, code: int) -> None:
+    """Ctrl-C, again and again: the process writes its last lines, and Python ends."""
+    body = f"await (draining.wait() if {drain_s} else asyncio.Event().wait())"
+    ending = "code = process.run(main, drain_s={drain_s}, uvloop={uvloop}, same_signal_s={same_signal_s})"
+    program = BODY.replace("sys.exit(process.run(", "(process.run(").rpartition("(process.run(")[0] + ending
+    program = program.format(body=body, drain_s=drain_s, uvloop=True, same_signal_s=1)
+    program += "\nprint('ended', flush=True); sys.stdin.readline(); sys.exit(code)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.stdout.readline() == "ended\n"
+    child.send_signal(number)
+    _, errors = child.communicate("go on\n", timeout=30)
+    assert child.returncode == code, errors
 
 
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
@@ -140,10 +184,10 @@ async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path:
     file = tmp_path / "wrong.yaml"
     file.write_text(f"run: wrong\ndirectory: {tmp_path}/run\nmodel: {{path: {tmp_path}/none}}\ndata: {{path: none.jsonl}}\n")
     supervisor = Supervisor(tmp_path, restarts=5, window_s=60, on_event=events.append)
-    for always in (False, True):
+    for finishes in (False, True):
         with pytest.raises(GaveUp) as error:
-            await supervisor.keep(f"learner{always}", ["learner", "--config", str(file), "--bus", nats_server.url], always=always)
-        assert str(error.value).startswith(f"learner{always}: {file}:3: model.path: want a directory with a Hugging Face model")
+            await supervisor.keep(f"learner{finishes}", ["learner", "--config", str(file), "--bus", nats_server.url], finishes=finishes)
+        assert str(error.value).startswith(f"learner{finishes}: {file}:3: model.path: want a directory with a Hugging Face model")
         assert error.value.exit_code == 78
     assert events == []
     assert supervisor.restarted == {}
@@ -155,7 +199,7 @@ async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus:
         config = load(Path("launch/configs/smoke.yaml"), [f"run={bus.run}", "engine.kind=sglang", "engine.sglang.python=/tmp/x"]).config
         await bus.rows("run").put("config", to_map(config))
         with pytest.raises(GaveUp) as error:
-            await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run], always=True)
+            await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run])
     assert str(error.value) == (
         f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; not accepted from the bus unless this "
         "machine allows it: --allow engine.sglang.python=/tmp/x (or TIDEMILL_ALLOW)"
@@ -174,7 +218,7 @@ async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:
 
 async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, restarts=3, window_s=60, on_event=lambda text: None)
-    await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"])
+    await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"], finishes=True)
     assert supervisor.restarted == {}
     supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"])
     first = await _running(supervisor, "bus")
@@ -185,6 +229,38 @@ async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     await _until_exists(tmp_path / "run" / "bus.url")
     assert await supervisor.end(["bus"], within_s=30) == {"bus": 0}
     assert supervisor.running == {}
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGTERM, "ended with code 0"), (signal.SIGKILL, "killed by signal 9 (SIGKILL)")])
+async def test_a_child_that_ends_while_it_is_needed_is_started_again(tmp_path: Path, number: signal.Signals, how: str) -> None:
+    """Another program ends it, or asks it to end: a stop of one container."""
+    events: list[str] = []
+    supervisor = Supervisor(tmp_path, restarts=3, window_s=60, on_event=events.append)
+    keeper = supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"])
+    await _until_exists(tmp_path / "run" / "bus.url")
+    first, url = supervisor.running["bus"], (tmp_path / "run" / "bus.url").read_text()
+    (tmp_path / "run" / "bus.url").unlink()
+    os.kill(first, number)
+    await _until_exists(tmp_path / "run" / "bus.url")
+    assert supervisor.running["bus"] != first and not keeper.done()
+    assert (tmp_path / "run" / "bus.url").read_text() == url, "the other processes of the run know this address"
+    assert len(events) == 1 and events[0].startswith(f"bus {how}") and "started again in" in events[0], events
+    assert await supervisor.end(["bus"], within_s=30) == {"bus": 0}
+    assert len(events) == 1, "ended on purpose"
+
+
+async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """No room for its log, say: here a file is where the directory should be."""
+    events: list[str] = []
+    (tmp_path / "logs").touch()
+    supervisor = Supervisor(tmp_path / "logs", restarts=3, window_s=60, on_event=lambda text: (events.append(text), mend())[0])
+
+    def mend() -> None:
+        """Remove the obstacle, once it has been met."""
+        (tmp_path / "logs").unlink()
+
+    await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"], finishes=True)
+    assert len(events) == 1 and events[0].startswith("config ended with code 1: it could not be started: [Errno 17] File exists: ")
 
 
 async def test_one_that_does_not_drain_is_killed_and_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
+from bus.wire.messages import Done
 from launch.run.up import Up
 from launch.settings.config_loader import load
 from tests import data_kit
@@ -70,12 +71,31 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
     assert "has a run named smoke already" in result.stdout
 
 
-async def test_a_drained_learner_has_not_finished(tmp_path: Path) -> None:
+async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_terminal(tmp_path: Path) -> None:
+    """The bus is drained by another program, then its server is frozen; at last the learner is drained, and the run with it."""
+
+    async def shown(text: str) -> None:
+        """Wait until the terminal shows the text. (Bounded by the test's own limit.)"""
+        while text not in run.log:
+            assert run.process.returncode is None, run.log
+            await asyncio.sleep(0.05)
+
     with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
+            keeper = Path(f"{run.directory}/logs/up.log").read_text().partition("process=bus pid=")[2].split()[0]  # noqa: ASYNC240
+            os.kill(int(keeper), signal.SIGTERM)
+            await shown("bus ended with code 0; started again in ")
+            server = (await live(bus, "bus")).pid
+            os.kill(server, signal.SIGSTOP)
+            await shown(f"(process {server}) is stopped by a signal (SIGSTOP)")
+            await shown(" s   the bus has not answered for ")
+            os.kill(server, signal.SIGCONT)
+            await shown("the bus answers again (the bus has not answered for ")
+            await until_step(bus, max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]) + 1)
             os.kill((await live(bus, "learner")).pid, signal.SIGTERM)
         assert await asyncio.to_thread(run.wait) == 0, run.log
+    assert "the learner was drained by a signal of another program, so the run is drained" in run.log
     assert "the learner drained at step" in run.log
     assert f"tidemill up {run.directory}/config.yaml --resume" in run.log
     assert not (run.directory / "summary.json").exists()

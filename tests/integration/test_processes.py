@@ -4,12 +4,18 @@ import asyncio
 import os
 import signal
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bus.system.processes import Child
+from bus.system.stopped import report_stopped
+from tests.skips import inapplicable
+from tests.small_disk import small_disk
 
 PARENT = """
 import signal, subprocess, sys, time
@@ -89,3 +95,121 @@ async def test_the_exit_code_does_not_wait_for_output_that_another_process_holds
         assert await child.exited() == -signal.SIGKILL
     left.kill()
     assert await child.wait() == -signal.SIGKILL
+
+
+@pytest.fixture
+def full_log(tmp_path: Path) -> Iterator[Path]:
+    """An empty file on a disk without room."""
+    with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
+        (disk.root / "log").touch()
+        disk.fill(leaving=0)
+        yield disk.root / "log"
+
+
+async def test_the_reason_of_a_child_is_known_although_its_log_has_no_room(full_log: Path) -> None:
+    """Three starts: the reason is of the last one."""
+    code = (
+        "import logging, sys; from bus import exit_codes; from bus.system import output; output.guard_standard_files()\n"
+        "sys.exit(exit_codes.report(KeyError(sys.argv[1]), logging.getLogger()))"
+    )
+    child = Child("it", [sys.executable, "-c", code, "a"], full_log)
+    await child.start()
+    assert await child.wait() == 1, "and so is its exit code"
+    assert child.lines() == [] and child.reason() == "KeyError: 'a'"
+    child.command = (*child.command[:-1], "b")
+    await child.start()
+    await child.wait()
+    assert child.reason() == "KeyError: 'b'"
+    child.command = (sys.executable, "-c", "")
+    await child.start()
+    assert await child.wait() == 0 and child.reason() == ""
+
+
+async def test_the_reason_is_not_written_into_a_file_of_the_childs_own_children(tmp_path: Path) -> None:
+    code = (
+        "import logging, os, sys; from bus import exit_codes\n"
+        "for_child = exit_codes.ReasonFile(); exit_codes.report(ValueError('mine'), logging.getLogger())\n"
+        "assert for_child.read() == ''"
+    )
+    child = Child("it", [sys.executable, "-c", code], tmp_path / "log")
+    await child.start()
+    assert await child.wait() == 0, child.last_lines()
+    assert child.reason() == "ValueError: mine"
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+async def test_only_a_kill_that_is_not_ours_has_a_cause(by_us: bool, tmp_path: Path) -> None:
+    child = Child("sleep", ["sleep", "3600"], tmp_path / "log")
+    await child.start()
+    ending = asyncio.create_task(child.wait())
+    while not child._last_look.rss_bytes:  # noqa: ASYNC110 - a value, not an event
+        await asyncio.sleep(0.01)
+    child.send(signal.SIGKILL) if by_us else os.kill(child.pid, signal.SIGKILL)
+    assert await ending == -signal.SIGKILL
+    assert child.reason() == "" if by_us else child.reason().startswith("not by Tidemill")
+    assert by_us or " MB" in child.reason()
+
+
+@contextmanager
+def _memory_limit(limit_bytes: int) -> Iterator[Path]:
+    """Make a control group with this much memory, of version 2 or 1; yield the file of its processes."""
+    for mount, name in ((Path("/sys/fs/cgroup"), "memory.max"), (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")):
+        group = mount / f"tidemill-test-{uuid.uuid4().hex[:8]}"
+        with ExitStack() as stack:
+            if not (mount / "cgroup.procs").exists():
+                continue
+            try:
+                group.mkdir()
+                stack.callback(group.rmdir)
+                (group / name).write_text(str(limit_bytes))
+            except OSError:
+                continue
+            yield group / "cgroup.procs"
+            return
+    inapplicable("this machine lets no test make a control group with a limit")
+
+
+async def test_a_child_that_the_kernel_kills_for_want_of_memory_is_named_so(tmp_path: Path) -> None:
+    with _memory_limit(64 << 20) as procs:
+        code = (
+            f"import os, sys; open({str(procs)!r}, 'w').write(str(os.getpid()))\n"
+            "kept = bytearray(b'x' * (24 << 20)); print('up', flush=True); os.read(int(sys.argv[1]), 1)\n"
+            "while True: kept += b'x' * (4 << 20)"
+        )
+        reader, writer = os.pipe()
+        child = Child("eater", [sys.executable, "-c", code, str(reader)], tmp_path / "log")
+        await child.start(pass_fds=(reader,))
+        ending = asyncio.create_task(child.wait())
+        while "tidemill-test" not in str(child._last_look.counters):  # noqa: ASYNC110 - a value, not an event
+            await asyncio.sleep(0.01)
+        os.write(writer, b"go")
+        assert await ending == -signal.SIGKILL, child.last_lines()
+        os.close(reader), os.close(writer)
+    assert child.reason().startswith("by the kernel's OOM killer, for want of memory (it had "), child.reason()
+
+
+async def test_stopped_processes_below_are_reported_once_and_when_they_continue(tmp_path: Path) -> None:
+    """A child, and a child of a child: the kernel's list of processes has both."""
+    child = Child("parent", [sys.executable, "-c", PARENT], tmp_path / "log")
+    await child.start()
+    while not child.lines():  # noqa: ASYNC110 - a file has no event
+        await asyncio.sleep(0.01)
+    grandchild = int(child.last_lines())
+    events: asyncio.Queue[str] = asyncio.Queue()
+    reporting = asyncio.create_task(report_stopped(events.put_nowait, every_s=0.01))
+    try:
+        for pid in (child.pid, grandchild):
+            os.kill(pid, signal.SIGSTOP)
+            text = await events.get()
+            assert f"(process {pid}) is stopped by a signal (SIGSTOP); kill -CONT {pid} continues it" in text
+            os.kill(pid, signal.SIGCONT)
+            assert f"(process {pid}) is no longer stopped, after 0 s" in await events.get()
+        os.kill(grandchild, signal.SIGSTOP)
+        await events.get()
+        os.kill(grandchild, signal.SIGKILL)
+        assert "is no longer stopped" in await events.get()
+        assert events.empty()
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        await child.end(120, group=True)

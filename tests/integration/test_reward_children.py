@@ -259,3 +259,15 @@ async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_i
                     return
                 except RewardFailed:  # the loop is blocked until the process is killed
                     continue
+
+
+async def test_a_function_that_prints_does_not_fail_because_the_disk_of_the_log_is_full() -> None:
+    before, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 2)
+    try:
+        async with scoring("loud") as score:
+            assert await score(request("abc")) == 1.0
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(full)

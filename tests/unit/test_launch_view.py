@@ -1,17 +1,25 @@
 """The terminal view: the curve, and one picture of a run in the middle."""
 
+import asyncio
 import io
+import json
+import os
+import socket
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from bus.wire.messages import Done, LiveRow
+from launch.run import view
 from launch.run.curves import draw, reward_limits, smooth
-from launch.run.view import picture, plot, waits
-from launch.run.watch import RunWatch
+from launch.run.view import picture, plot, show_plain, waits
+from launch.run.watch import SILENT_S, RunWatch
 from tests import data_kit
+from tests.small_disk import small_disk
 
 
 class NoBus:
@@ -184,3 +192,95 @@ def test_a_run_of_demonstrations_shows_its_cross_entropy() -> None:
     assert "cross-entropy 1.500   first 2.500, best 1.500" in console.file.getvalue()  # type: ignore[attr-defined]
     assert watch.flat()["cross-entropy"] == "1.500"
     assert "cross-entropy" not in watch_of([0.5], steps=10).flat()
+
+
+async def test_a_bus_that_does_not_answer_is_shown_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of its last answer, so no line would follow."""
+    monkeypatch.setattr(view, "EVENTS_EVERY_S", 0.01)
+    monkeypatch.setattr(view, "PLAIN_EVERY_S", 0.01)
+    watch, terminal = watch_of([0.5], steps=9), Console(file=io.StringIO(), width=100)
+    watch.bus_silence = "the bus has not answered for 60 s"
+    showing = asyncio.create_task(show_plain(watch, terminal))
+    while terminal.file.getvalue().count("the bus has not answered for 60 s") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    watch.bus_silence = ""
+    while "step 1/9" not in terminal.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    watch.event("the last one")
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    assert terminal.file.getvalue().endswith("the last one\n")  # type: ignore[attr-defined]
+    watch.bus_silence = "the bus has not answered for 60 s"
+    live = Console(file=io.StringIO(), width=100)
+    live.print(picture(watch, "a run"))
+    assert "the bus has not answered for 60 s" in live.file.getvalue()  # type: ignore[attr-defined]
+
+
+async def test_the_beginning_and_the_end_of_a_silence_of_the_bus_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.run.watch.LOOK_EVERY_S", 0.01)
+    watch = watch_of([0.5], steps=9)
+    watching = asyncio.create_task(watch._await_answers())
+    for answered_s, text in ((-7.0, "the bus has not answered for 7 s"), (0.0, "the bus answers again (")):
+        watch._answered_s = time.monotonic() + answered_s
+        while not any(text in event for event in watch.events):  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert len(watch.events) == 2
+
+
+HERE, ENDED_PID = socket.gethostname(), 2**22 + 1
+"""This machine, and a process id that Linux gives to no process."""
+
+
+@pytest.mark.parametrize(
+    ("row", "age", "steady", "event"),
+    [
+        ({"role": "actor", "id": "actor-0"}, SILENT_S + 1, True, "actor-0 sends no heartbeats"),
+        ({"role": "scorer", "id": "far"}, SILENT_S + 1, True, "scorer far sends no heartbeats"),
+        ({"role": "actor", "id": "actor-0", "pid": ENDED_PID}, SILENT_S + 1, True, ""),  # its supervisor has named it
+        ({"role": "actor", "id": "actor-0", "host": "far", "pid": ENDED_PID}, SILENT_S + 1, True, "actor-0 sends no heartbeats"),
+        ({"role": "actor", "id": "actor-0"}, SILENT_S + 1, False, ""),  # the bus was silent, and so all rows are
+        ({"role": "actor", "id": "actor-0"}, SILENT_S - 1, True, ""),
+        ({"role": "actor", "id": "actor-0", "phase": "draining"}, 0.0, True, "actor-0 drains"),
+    ],
+)
+def test_a_process_that_is_silent_or_drains_is_an_event_once(row: dict[str, object], age: float, steady: bool, event: str) -> None:
+    watch = watch_of([], steps=9)
+    values = {"host": HERE, "pid": os.getpid(), "phase": "working", **row}
+    working = LiveRow(**{**values, "phase": "working"})  # type: ignore[arg-type]
+    watch._steady_s = time.monotonic() - (2 * SILENT_S if steady else 0.0)
+    watch._take_rows([(working, 0.0)])
+    watch._take_rows([(working, 0.0)])
+    for _ in range(3):
+        watch._take_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
+    assert [text for text in watch.events if event not in text] == [] and len(watch.events) == bool(event), watch.events
+    watch.ending = True
+    watch._take_rows([(working, 0.0)])
+    watch._take_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
+    assert len(watch.events) == bool(event), "drained on purpose"
+
+
+def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
+    watch = watch_of([], steps=9)
+    watch._steady_s = time.monotonic() - 2 * SILENT_S
+    for age in (0.0, 1.0, 2.0, SILENT_S + 1):
+        watch._take_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
+    assert not watch.events
+
+
+def test_metrics_outlive_a_full_disk_and_the_terminal_names_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
+        watch = RunWatch(NoBus(), steps=9, metrics_file=disk.root / "metrics.jsonl")  # type: ignore[arg-type]
+        watch._note(0, {"step": 1, "text": "x" * 5000})
+        disk.fill(leaving=0)
+        for step in (2, 3):
+            watch._note(0, {"step": step, "text": "x" * 5000})
+            watch._note(1, {"version": step})
+        (text,) = watch.events
+        assert f"{disk.root}/metrics.jsonl: cannot be written: No space left on device; its lines wait in memory" in text
+        disk.clear()
+        watch._write_lines()
+        assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in watch.events[-1]
+        assert [json.loads(line)["step"] for line in (disk.root / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+        assert (disk.root / "evaluations.jsonl").read_text() == '{"version": 2}\n{"version": 3}\n'

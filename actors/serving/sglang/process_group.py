@@ -31,9 +31,15 @@ def main(command: list[str]) -> int:
     threading.Thread(target=_kill_at_eof, daemon=True).start()
     threading.Thread(target=_kill_without_part, args=(server, ending), daemon=True).start()
     code = server.wait()
-    print(f"the server ended with code {code}", file=sys.stderr, flush=True)
+    _note(f"the server ended with code {code}")
     _kill_others()
     return 128 - code if code < 0 else code
+
+
+def _note(text: str) -> None:
+    """Write a line to standard error, a log whose disk may be full."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 def _kill_at_eof() -> None:
@@ -63,7 +69,7 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
         if ending.is_set() or (gone and ending.wait(SIGTERM_S)):
             return
         if gone:
-            print(f"{parts[gone[0][0]]} has ended, so the server is ended", file=sys.stderr, flush=True)
+            _note(f"{parts[gone[0][0]]} has ended, so the server is ended")
             server.kill()
             return
 

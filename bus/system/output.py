@@ -1,0 +1,65 @@
+"""Standard output and error, and log files, of processes that a full disk, a closed pipe or a lost terminal must not end.
+
+Python keeps text that it could not write, tries again at exit, and replaces the exit code by 120 when that fails, too. Files made here
+forget such text. Lossy ones go on; a strict one, for a command whose output is its result, raises Unwritable once.
+"""
+
+import errno
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+
+
+class Unwritable(Exception):
+    """Standard output cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output cannot be written: {error.strerror}")
+        self.at_end = error.errno == errno.EPIPE
+        """True when its reader has ended, which is no failure: `tidemill tail | head`."""
+
+
+class _File(io.FileIO):
+    def __init__(self, descriptor: int, *, lossy: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._lossy, self._ended = lossy, False
+
+    def write(self, data: Any) -> int:
+        """Write what can be written; the bytes count as written when they cannot be. Raises Unwritable once, unless lossy."""
+        try:
+            return len(data) if self._ended else super().write(data) or len(data)
+        except OSError as error:
+            if self._lossy:
+                return len(data)
+            self._ended = True
+            raise Unwritable(error) from None
+
+
+def lossy(descriptor: int) -> TextIO:
+    """Return a text file on an open descriptor, which it does not close: a line is written at once, or lost."""
+    file = io.BufferedWriter(_File(descriptor, lossy=True))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def lossy_standard_files() -> None:
+    """Make standard output and error lossy, for a process whose output is a log."""
+    sys.stdout, sys.stderr = lossy(STANDARD_OUTPUT), lossy(STANDARD_ERROR)
+
+
+def guard_standard_files() -> None:
+    """Make standard error lossy, and standard output strict. Closed ones become /dev/null: another file would get their numbers."""
+    for descriptor in (STANDARD_OUTPUT, STANDARD_ERROR):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    file, before = io.BufferedWriter(_File(STANDARD_OUTPUT, lossy=False)), sys.stdout
+    if isinstance(before, io.TextIOWrapper):
+        lines = before.line_buffering or before.write_through
+        sys.stdout = io.TextIOWrapper(file, encoding=before.encoding, errors=before.errors, line_buffering=lines)
+    else:
+        sys.stdout = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = lossy(STANDARD_ERROR)

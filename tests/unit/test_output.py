@@ -1,0 +1,62 @@
+"""Standard output and error on a full disk, at the end of a pipe, and closed: commands end with their own exit codes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus.system.output import Unwritable, _File, lossy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_lossy_file_goes_on_when_it_can_be_written_again(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    full = os.open("/dev/full", os.O_WRONLY)
+    descriptor = os.dup(full)
+    output = lossy(descriptor)
+    for _ in range(3):
+        print("lost" * 10_000, file=output)
+    os.dup2(file, descriptor)
+    print("é\udc80", file=output)
+    assert (tmp_path / "log").read_bytes() == "é\\udc80\n".encode()
+    output.close()
+    for number in (file, full, descriptor):
+        os.close(number)
+
+
+def test_a_strict_file_raises_once(tmp_path: Path) -> None:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    file = _File(descriptor, lossy=False)
+    with pytest.raises(Unwritable, match="standard output cannot be written: No space left on device"):
+        file.write(b"lost")
+    assert file.write(b"lost") == 4, "Python's flush at exit succeeds"
+    file.close()
+    os.close(descriptor)
+
+
+SHOW, HELP, BAD = "config --reference", "--help", "config /no/such.yaml"
+FULL = "standard output cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("words", "redirections", "code", "complaint"),
+    [
+        (SHOW, "> /dev/full", 1, f"tidemill config: {FULL}"),
+        (HELP, "> /dev/full", 1, FULL),
+        (SHOW, "| head -c 10 > /dev/null", 0, ""),
+        (SHOW, ">&-", 0, ""),
+        (SHOW, "> /dev/full 2> /dev/full", 1, ""),
+        (BAD, "> /dev/full", 78, "cannot be read"),
+        (BAD, "2> /dev/full", 78, ""),
+        (BAD, "2>&-", 78, ""),
+        (BAD, ">&- 2>&-", 78, ""),
+    ],
+)
+def test_a_command_ends_with_its_exit_code_wherever_its_output_goes(words: str, redirections: str, code: int, complaint: str) -> None:
+    line = f"'{sys.executable}' -m launch {words} {redirections}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert complaint in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
