@@ -64,6 +64,11 @@ class ReasonFile:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_file_name(os.getpid())) if hasattr(os, "memfd_create") else -1
 
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """Descriptors that the child inherits: one, or none without such files."""
+        return (self.descriptor,) if self.descriptor >= 0 else ()
+
     def read(self) -> str:
         """Return the message of the last line; empty when there is none."""
         if self.descriptor < 0:

@@ -117,7 +117,7 @@ class Child:
                 output = error = file.fileno()
                 self._note_reason()
                 self._reason_file = exit_codes.ReasonFile()
-                pass_fds = (*pass_fds, *(one for one in (self._reason_file.descriptor,) if one >= 0))
+                pass_fds = (*pass_fds, *self._reason_file.inherited)
             self.process = await self.spawn(output, error, pass_fds)
         self.started_s = time.monotonic()
 

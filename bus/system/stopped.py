@@ -58,7 +58,7 @@ def program(pid: int) -> str:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield (process id, that of the parent, state)."""
+    """Yield (process id, process id of the parent, state)."""
     try:
         pids = [name for name in os.listdir("/proc") if name.isdigit()]
     except OSError:

@@ -55,7 +55,7 @@ class RunWatch:
         self._bus, self.steps = bus, steps
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(evaluated.EVALUATIONS_FILE))
         self._files = [GrowingFile(file) for file in files]
-        """Of metrics and of evaluations."""
+        """Files of metrics and of evaluations."""
         self._unwritten = ""
         """Reason why lines wait to be written; empty while none do."""
         self._answered_s = self._steady_s = time.monotonic()
@@ -92,7 +92,7 @@ class RunWatch:
         """Set when the processes are drained on purpose, so that their drains are no events."""
         self._refused: set[str] = set()
         self._beating: dict[str, bool] = {}
-        """Whether a row has changed while it was watched: one of an earlier start, whose process was killed, does not."""
+        """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does not change."""
         self._named: dict[str, str] = {}
         """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Frames = Sequence[Frame]
 """Frames of a ZMQ message."""
 LEAVE_S = 3.0
-"""Seconds between the leave of all ranks and the drain of this node, of which other nodes may know before."""
+"""Seconds between the leave of all ranks and the drain of this node: ranks of other nodes may be drained before."""
 _HELLO = 0
 """Value of ``_Rank.waits`` for a rank that waits for its start; steps begin at 1."""
 _LOG_REFUSED_S = 60.0

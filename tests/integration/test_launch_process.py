@@ -125,10 +125,8 @@ def test_nohup_ignores_a_closed_terminal() -> None:
 def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Signals, drain_s: float, code: int) -> None:
     """Ctrl-C, again and again: the process writes its last lines, and Python ends."""
     body = f"await (draining.wait() if {drain_s} else asyncio.Event().wait())"
-    ending = "code = process.run(main, drain_s={drain_s}, uvloop={uvloop}, same_signal_s={same_signal_s})"
-    program = BODY.replace("sys.exit(process.run(", "(process.run(").rpartition("(process.run(")[0] + ending
-    program = program.format(body=body, drain_s=drain_s, uvloop=True, same_signal_s=1)
-    program += "\nprint('ended', flush=True); sys.stdin.readline(); sys.exit(code)"
+    program = BODY.replace("sys.exit(", "code = (").format(body=body, drain_s=drain_s, uvloop=False, same_signal_s=1)
+    program += "print('ended', flush=True); sys.stdin.readline(); sys.exit(code)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
