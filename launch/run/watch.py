@@ -233,6 +233,8 @@ class RunWatch:
             if bool(reason) != bool(self.full):
                 self.event(f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on")
             self.full = reason
+            if reason:  # which is an answer; rows are as old as the first one
+                self._answered_s = self._steady_s = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
