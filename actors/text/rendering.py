@@ -34,8 +34,6 @@ UNSUPPORTED = {
 """Renderers of the library that cannot be used here, with the reason."""
 HARMONY = "gpt-oss"
 """The renderer that encodes by openai-harmony, with a vocabulary of its own."""
-NAMED_RESULTS = (HARMONY, "gemma4", "inkling")
-"""Renderers that write the name of the tool into a result, as the templates of these families do."""
 MOST_VARIANTS = 16
 """Renderers that are kept for different ``chat_template_kwargs``."""
 OF_REQUEST = ("tools", "add_generation_prompt")
@@ -58,8 +56,6 @@ class Renderer:
         self._variants: OrderedDict[str, Any] = OrderedDict()
         """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
         self.name = str(config.name)
-        self.names_results = self.name in NAMED_RESULTS
-        """True if a result needs the name of its tool."""
         self.stop_token_ids = tuple(dict.fromkeys(map(int, self._variant({}).get_stop_token_ids())))
         """Tokens that end a response."""
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.errors import BadRequest
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.json_object import JsonObject
@@ -11,7 +10,7 @@ from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Tokenize
+from learner.data.prompts import Tokenize, prompt_tokenizer
 
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
@@ -36,7 +35,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> T
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
-    return _tokenize(config, text, template, model.directory)
+    return _tokenize(config, text, template)
 
 
 def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
@@ -68,33 +67,20 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTem
     return template
 
 
-def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], said: JsonObject) -> str | None:
-    """Return the messages as text without tools; None where the template wants some."""
-    try:
-        return template.render(messages, **said)
-    except BadRequest:
-        return None
+def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None) -> Tokenize:
+    data = config.data
+    tokenize = prompt_tokenizer(
+        lambda given, add_special: text.encode(given, add_special=add_special),
+        template,
+        chat=data.apply_chat_template,
+        template_args=data.chat_template_args,
+    )
 
-
-def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+    def checked(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
         """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender."""
         try:
-            if isinstance(prompt, str) and whole:
-                return text.encode(prompt, add_special=False)
-            if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
-                return text.encode(prompt)
-            if template is None:
-                raise CannotRender(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            said = config.data.chat_template_args
-            rendered = template.render(messages, add_generation_prompt=not whole, **{**said, **({"tools": list(tools)} if tools else {})})
-            if tools and rendered == _rendered_without(template, messages, said):
-                raise CannotRender(f"tools, and the chat template of {directory} does not render any")
-            return text.encode(rendered, add_special=False)
-        except (CannotRender, BadRequest) as error:
-            raise CannotRender(str(error)) from None
+            return tokenize(prompt, tools, whole=whole)
         except ValueError as error:
-            raise CannotRender(f"rejected by the tokenizer: {error}") from None
+            raise CannotRender(str(error)) from None
 
-    return tokenize
+    return checked

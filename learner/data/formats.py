@@ -7,7 +7,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bus.wire.json_object import JsonMapping
+from bus.errors import WireError
+from bus.wire.chat_messages import chat_messages
+from bus.wire.json_object import JsonMapping, JsonObject
 from learner.data.row_functions import is_function, rows_of
 from learner.data.shards import SUFFIXES, is_pattern, matching, shards_in
 from learner.errors import PromptError
@@ -170,6 +172,14 @@ def refuse_unsendable(value: object, *, where: str, key: str) -> None:
             raise PromptError(where, f"values of JSON in {place!r}", f"a {type(one).__name__}; save the column as text or a number")
         elif not math.isfinite(one):
             raise PromptError(where, f"finite numbers in {place!r}", f"{one}; write null, or remove the row")
+
+
+def messages_in(value: object, *, where: str, key: str) -> list[JsonObject]:
+    """Return the chat messages under ``key`` in the form that templates read. Raises PromptError."""
+    try:
+        return chat_messages(value, key)
+    except WireError as error:
+        raise PromptError(where, f"{error.want} in {error.field!r}", error.got) from None
 
 
 def _joined(path: str, name: str) -> str:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt
 from learner.data.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
-from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
+from learner.data.formats import data_files, kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
 from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
 from learner.data.row_functions import add_rows, is_function
 from learner.data.saved_tokenizer import saved_tokenizer
 from learner.data.source import Source, rollout_named
 from learner.errors import PromptError
+from rewards.message_template import MessageTemplate
 
 log = logging.getLogger(__name__)
 
@@ -334,17 +335,31 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.
     """
-    tokenizer = saved_tokenizer(Path(model))
+    tokenizer, template = saved_tokenizer(Path(model)), MessageTemplate.read(Path(model))
+    return prompt_tokenizer(
+        lambda text, add_special: list(tokenizer.encode(text, add_special_tokens=add_special)),
+        template,
+        chat=apply_chat_template,
+        template_args=template_args or {},
+    )
+
+
+def prompt_tokenizer(
+    encode: Callable[[str, bool], Sequence[int]], template: MessageTemplate | None, *, chat: bool, template_args: JsonMapping
+) -> Tokenize:
+    """Return the tokenize function for a tokenizer and a chat template. It raises ValueError for prompts that the template refuses.
+
+    ``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``chat``: prompts of text are chats, too.
+    """
 
     def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
         """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
-        if isinstance(prompt, str) and whole:
-            return list(tokenizer.encode(prompt, add_special_tokens=False))
-        if isinstance(prompt, str) and not apply_chat_template and not tools:
-            return list(tokenizer.encode(prompt))
+        if isinstance(prompt, str) and (whole or not (chat or tools)):
+            return encode(prompt, not whole)
+        if template is None:
+            raise ValueError(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=not whole, tokenize=True, return_dict=False, **said))
+        return encode(template.render(messages, tools=list(tools), add_generation_prompt=not whole, **template_args), False)
 
     return tokenize
 
@@ -366,7 +381,6 @@ def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[st
 def _prompt(where: str, key: str, value: Any) -> Prompt:
     if isinstance(value, str) and value:
         return value
-    is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
-    if not is_chat:
+    if not isinstance(value, list) or not value:
         raise PromptError(where, f"text or chat messages with role and content in {key!r}", repr(value)[:80])
-    return list(value)
+    return messages_in(value, where=where, key=key)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import WireError
+from bus.wire.chat_messages import ASSISTANT
 from bus.wire.invariants import check_log_probs, check_reward
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
-from learner.data.formats import kind_of, refuse_unsendable, value_at
+from learner.data.formats import kind_of, messages_in, refuse_unsendable, value_at
 from learner.errors import PromptError
 
-ASSISTANT = "assistant"
 WEIGHT = "weight"
 """Key of an assistant's message: 0 = it is not trained, 1 or missing = it is (as in OpenAI's files for fine-tuning)."""
 MOST_RESPONSES = 1024
@@ -159,17 +159,15 @@ def _check_tokens(response: Response, *, where: str, key: str) -> None:
 
 
 def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
-    is_chat = isinstance(value, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in value
-    )
-    if not is_chat or not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in value):
+    messages = messages_in(value, where=where, key=key)
+    if not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in messages):
         raise PromptError(
             where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}"
         )
-    for turn in value:
+    for turn in messages:
         if turn.get(WEIGHT) not in (None, 0, 1) or (turn["role"] != ASSISTANT and turn.get(WEIGHT)):
             raise PromptError(where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}")
-    return tuple(value)
+    return tuple(messages)
 
 
 def _ids(value: Any, *, where: str, key: str, most: int = 2**31) -> tuple[int, ...]:
@@ -228,7 +226,7 @@ class Recordings:
         if response.tokens:
             return self._of_tokens(row, response)
         said = [turn["content"] for turn in response.messages if turn["role"] == ASSISTANT]
-        text = response.text if response.text is not None else said[-1] if isinstance(said[-1], str) else ""
+        text = response.text if response.text is not None else said[-1]
         if response.text is None or self._chat or row.tools or not isinstance(row.prompt, str):
             before = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             after = response.messages or ({"role": ASSISTANT, "content": response.text},)

@@ -121,7 +121,7 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ('{"prompt": "a", "label": 1}\n{"prompt": \n', r":2: want a JSON map, got '{\"prompt\":'"),
         ("3\n", r":1: want a JSON map, got a number"),
         ('{"prompt": "", "label": 1}\n', r":1: want text or chat messages"),
-        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
+        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or text parts in 'prompt\[0\]\.content', got no such key"),
     ],
 )
 def test_errors_name_file_line_expected_and_actual(tmp_path: Path, text: str, message: str) -> None:

@@ -139,7 +139,7 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
         ({"text": "a", "reward": "high"}, r"want a number in r\[0\].reward, got 'high'"),
         ({"text": "a", "reward": 1e9}, r"want a finite number within \+-1e\+06 in r\[0\].reward"),
         ({"messages": [turn("user", "a")]}, r"want chat messages .* of the assistant .* in r\[0\].messages"),
-        ({"messages": [{"role": ["assistant"], "content": "a"}]}, r"want chat messages .* of the assistant .* in r\[0\].messages"),
+        ({"messages": [{"role": ["assistant"], "content": "a"}]}, r"""want a map with text as "role", .* in 'r\[0\].messages\[0\]'"""),
         ({"messages": [turn("assistant", "a", weight=2)]}, r"want weight 0 or 1"),
         ({"messages": [turn("assistant", "a", weight=0)]}, r"one at least of the assistant with a weight of 1"),
     ],

@@ -301,7 +301,7 @@ def test_wrong_tools_are_refused_by_line(tmp_path: Path, tools: object, complain
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "tools, and the chat template of"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "tools: the model's chat template writes none"),
         (None, "tools, and"),
         ("{% for t in tools %}one {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}", ""),
     ],

@@ -26,6 +26,7 @@ from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 from bus.system.coroutines import to_the_end
+from bus.wire.chat_messages import chat_messages
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -147,7 +148,7 @@ class MultiTurn:
         if played is None:
             played = Played()
             if self._environment is None and self.protocol == "chat":
-                played.messages = _messages(data["prompt"], self.system)
+                played.messages = _messages(data["prompt"], "prompt", self.system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
         async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
@@ -229,7 +230,7 @@ class MultiTurn:
         else:
             observation = await _awaited(game.reset(dict(data)))
             if self.protocol == "chat":
-                played.messages = _messages(observation, self.system)
+                played.messages = _messages(observation, "the environment's observation", self.system)
             else:
                 played.text = _text(observation)
 
@@ -290,14 +291,15 @@ def _arguments(text: object) -> object:
         return text
 
 
-def _messages(prompt: object, system: str) -> list[Mapping[str, Any]]:
-    found = [dict(one) for one in prompt] if isinstance(prompt, list) else [{"role": "user", "content": _text(prompt)}]
-    return [{"role": "system", "content": system}, *found] if system else [*found]
+def _messages(given: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
+    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything else."""
+    messages = chat_messages(given, where) if isinstance(given, list) else [{"role": "user", "content": _text(given)}]
+    return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
 def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
     """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as they want it."""
-    seen = _messages(observation, "")
+    seen = _messages(observation, "the environment's observation") if observation != [] else []
     return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
 
 
