@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.rollout_settings import MULTI_TURN, parse_rollouts
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.json_object import JsonObject
@@ -11,7 +12,13 @@ from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Tokenize, prompt_tokenizer
+from rewards.message_template import NO_TOOLS
 
+CHAT = "chat"
+"""Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
+QUESTION = ({"role": "user", "content": "What is three plus four?"},)
+"""Chat that chat templates and renderers are tried with."""
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
@@ -65,6 +72,33 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTem
         cure = "add chat_template.jinja to the model, or set it to false and write data.template"
         report.error("tokenizer", report.at("data.apply_chat_template"), want=want, got="none", cure=cure)
     return template
+
+
+def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
+    """Report tools of ``multi_turn`` that the model's chat template leaves out. Those of a renderer are checked with the renderer."""
+    if model is None or model.directory is None or config.actor.gateway.renderer:
+        return
+    offering = [
+        name
+        for name, rollout in parse_rollouts(config.rollouts).items()
+        if rollout.use == MULTI_TURN and rollout.options.get("tools") and rollout.options.get("protocol", CHAT) == CHAT
+    ]
+    got = _leaves_out_tools(model.directory, config.data.chat_template_args) if offering else ""
+    for name in offering if got else ():
+        want, cure = "a chat template that writes tools, or the option protocol: text", f"change chat_template.jinja in {model.directory}"
+        report.error("rollouts", report.at(f"rollouts.{name}.options.tools"), want=want, got=got, cure=cure)
+
+
+def _leaves_out_tools(directory: Path, template_args: JsonObject) -> str:
+    """Return why the model would not see tools; empty = it would, or the template cannot be tried."""
+    try:
+        template = ChatTemplate.read(directory)
+        if template is None:
+            return "no chat template"
+        template.render(QUESTION, tools=[TOOL], **template_args)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # others are reported by the check of the tokenizer
+        return "one that writes none" if str(error) == NO_TOOLS else ""
+    return ""
 
 
 def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None) -> Tokenize:

@@ -317,6 +317,33 @@ def test_tools_that_the_model_would_not_be_told_are_found_before_the_start(tmp_p
     assert all(complaint in error.text for error in report.errors)
 
 
+SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["up", "eval"])
+@pytest.mark.parametrize(
+    ("template", "options", "complaint"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "rollouts.r.options.tools: want a chat template that writes tools"),
+        (None, {"protocol": "chat"}, "rollouts.r.options.tools: want a chat template that writes tools"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"protocol": "text"}, ""),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"tools": []}, ""),
+        (SHOWS_TOOLS, {}, ""),
+    ],
+)
+def test_tools_of_a_rollout_that_the_template_leaves_out_are_found_before_the_start(
+    tmp_path: Path, template: str | None, options: dict[str, Any], complaint: str, trains: bool
+) -> None:
+    config = write_run(tmp_path)
+    write_model(tmp_path / "model", chat_template=False)
+    if template is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    write_prompts(tmp_path / "prompts.jsonl", row())
+    rollout = {"use": "multi_turn", "options": {"tools": ["calculator"], **options}}
+    report = check(load(config, [f"rollouts={json.dumps({'r': rollout})}", "data.rollout=r"]), Purpose(trains=trains))
+    assert [complaint in error.text for error in report.errors if error.topic == "rollouts"] == ([True] if complaint else [])
+
+
 @pytest.mark.parametrize(
     ("own", "complaint"),
     [
