@@ -5,7 +5,6 @@
 503 = not serving now. ``weightstore.bodies`` has those of bodies.
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
 from actors.episodes.programs.gem_environment import Gem
@@ -49,6 +49,8 @@ class Played:
     """Rewards of the turns, by an environment."""
     spent: bool = False
     """True if the budget ended it."""
+    cut: bool = False
+    """True if ``max_turns`` ended it: a call was not made, or the environment had not ended."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -91,6 +93,8 @@ class MultiTurn:
     observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and ``restore(state)``; its
     ``close()`` is called at the end."""
     environment_options: Mapping[str, Any] | None = None
+    has_fixed_turns: ClassVar[bool] = False
+    """True for a game that ends with its last turn, whatever the answer: ``max_turns`` cuts no episode short."""
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -155,13 +159,16 @@ class MultiTurn:
             try:
                 while not played.done:
                     await turn(policy, played)
-                    played.done = played.done or len(played.ids) >= self.max_turns
+                    if not played.done and len(played.ids) >= self.max_turns:
+                        played.done, played.cut = True, not self.has_fixed_turns
                     if saves:
                         await policy.save(asdict(played))
             except BudgetSpent:
                 if not played.ids:  # the prompt alone is too long
                     raise
                 played.spent = True
+            if played.cut:
+                await policy.truncated("max_turns")
         return played
 
     def _offered(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
@@ -184,8 +191,8 @@ class MultiTurn:
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more))
         calls = message.get("tool_calls") or []
+        played.done = not calls
         if not calls or len(played.ids) == self.max_turns:
-            played.done = True
             return
         played.messages.append(message)
         for call in calls:
@@ -199,8 +206,8 @@ class MultiTurn:
     async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         said = await _completed(policy, played, self._more)
         found = self._call.search(said) if tools else None
+        played.done = found is None
         if found is None or len(played.ids) == self.max_turns:
-            played.done = True
             return
         groups = found.groupdict()
         name = groups.get("tool") or next(iter(tools))
