@@ -106,7 +106,7 @@ class MessageTemplate:
         """Return the first form of a call that the template writes; None for a template that leaves calls out."""
         shown = [self._shows(template, form, "") for form in CALL_FORMS]
         if True not in shown:
-            return CALL_FORMS[0] if None in shown else None  # a template that refuses this chat may take others
+            return None if False in shown else CALL_FORMS[0]  # a template that refuses this chat may take others
         form = CALL_FORMS[shown.index(True)]
         return replace(form, beside_content=self._shows(template, form, "tried_content") is not False)
 

@@ -114,11 +114,22 @@ def test_the_same_messages_have_the_same_ids_everywhere(name: str, paths: dict[s
         assert ways.ids(messages, tools) == dict.fromkeys(WAYS, wanted)
 
 
-def test_calls_and_tools_that_a_template_leaves_out_are_refused_everywhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", ["{{ m.content }}", "{{ '<' + m.content + '>' }}"], ids=["prints none", "refuses none"])
+def test_calls_and_tools_that_a_template_leaves_out_are_refused_everywhere(tmp_path: Path, message: str) -> None:
     write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(f"{{% for m in messages %}}{message}{{% endfor %}}")
     paths, asked = Paths(tmp_path), [{"role": "user", "content": "3 + 4?"}]
     assert all(paths.ids(asked).values())
     assert paths.ids(asked, [TOOL]) == dict.fromkeys(WAYS), "its template writes no tools"
+    for content in ("x", None):
+        assert paths.ids([*asked, {"role": "assistant", "content": content, "tool_calls": [CALL]}, *asked]) == dict.fromkeys(WAYS)
+
+
+def test_a_template_that_leaves_out_calls_beside_content_refuses_those_alone(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(NOTATIONS["text of calls without content"])
+    paths, asked = Paths(tmp_path), [{"role": "user", "content": "3 + 4?"}]
+    assert all(paths.ids([*asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *asked]).values())
     assert paths.ids([*asked, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, *asked]) == dict.fromkeys(WAYS)
 
 
