@@ -4,6 +4,7 @@ import json
 
 from actors.http_api import json_map
 from actors.router.dialects import DIALECTS
+from bus.wire.chat_messages import chat_messages
 from bus.wire.json_object import JsonMapping, JsonObject
 
 MAX_BYTES = 256_000
@@ -19,7 +20,7 @@ def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
     if not isinstance(messages, list):
         prompt = next((given[name] for name in ("prompt", "text", "input") if isinstance(given.get(name), str)), None)
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]
-    return bounded([*messages, {"role": "assistant", "content": answer}])
+    return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
 
 
 def bounded(messages: list[JsonObject], max_bytes: int = MAX_BYTES) -> tuple[JsonObject, ...]:

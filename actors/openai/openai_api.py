@@ -424,8 +424,14 @@ def _template(body: Mapping[str, object]) -> JsonObject:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
         raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
+    tools = _of(body, "tools", list, [])
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
+    return {
+        **more,
+        "tools": tools if tools and body.get("tool_choice") != "none" else None,
+        "add_generation_prompt": _of(body, "add_generation_prompt", bool, True),
+    }
 
 
 def _grammar(response_format: object) -> dict[str, str]:
