@@ -321,6 +321,18 @@ async def test_an_episode_that_max_turns_cut_is_truncated(model_dir: Path, optio
     assert sample.turns is not None and len(sample.turns.at) == max_turns
 
 
+async def test_the_sum_game_ends_with_its_second_turn_and_is_not_cut() -> None:
+    said = iter(("4+5", "009"))
+
+    async def answer(http: web.Request) -> web.Response:
+        text = next(said)
+        return web.json_response({"id": text, "choices": [{"text": text}]})
+
+    async with listening({"/v1/completions": answer}) as url:  # a report of truncation would be an error
+        played = await SumGame().play({"prompt": "4+5="}, url + "/v1", "key")
+    assert played.answers == ["4+5", "009"] and not played.cut
+
+
 def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
     game, data = SumGame(), {"prompt": "12+7.=", "label": "19"}
     assert game.reward(data, Played(answers=["12+7", "019"])) == {"score": 1.0, "call": 1.0, "answer": 1.0}
