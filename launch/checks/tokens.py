@@ -12,13 +12,10 @@ from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import Tokenize
+from learner.errors import CannotRender, TemplateLacks
 
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
-
-
-class CannotRender(ValueError):
-    """The tokenizer or the chat template refuses a prompt."""
 
 
 def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
@@ -78,21 +75,23 @@ def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], sa
 
 def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
     def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender."""
+        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender, TemplateLacks."""
         try:
             if isinstance(prompt, str) and whole:
                 return text.encode(prompt, add_special=False)
             if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
                 return text.encode(prompt)
             if template is None:
-                raise CannotRender(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
+                raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             said = config.data.chat_template_args
             rendered = template.render(messages, add_generation_prompt=not whole, **{**said, **({"tools": list(tools)} if tools else {})})
             if tools and rendered == _rendered_without(template, messages, said):
-                raise CannotRender(f"tools, and the chat template of {directory} does not render any")
+                raise TemplateLacks(f"tools, and the chat template of {directory} does not render any")
             return text.encode(rendered, add_special=False)
-        except (CannotRender, BadRequest) as error:
+        except TemplateLacks:
+            raise
+        except BadRequest as error:
             raise CannotRender(str(error)) from None
         except ValueError as error:
             raise CannotRender(f"rejected by the tokenizer: {error}") from None

@@ -29,7 +29,7 @@ class SetSize:
 
     name: str
     rows: tuple[int, ...]
-    """Numbers of the prompts in their file; those that are too long for the model are left out."""
+    """Numbers of the prompts in their file; those that cannot be used are left out."""
     samples: int
     passes_at: float
     identity: str

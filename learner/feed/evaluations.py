@@ -100,6 +100,16 @@ class Evaluations:
                     self.best.note(record.dataset, record.version, record.step, record.metrics)
 
     @property
+    def num_bad_rows(self) -> int:
+        """Number of rows of all sets that cannot be used."""
+        return sum(len(one.prompts.bad_rows) for one in self._plan.sets)
+
+    @property
+    def troubles(self) -> list[str]:
+        """Descriptions of these rows, for status."""
+        return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
+
+    @property
     def may_stop(self) -> bool:
         """True if scores may end the run."""
         return self._plan.stop_after > 0

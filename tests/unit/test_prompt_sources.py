@@ -14,7 +14,7 @@ import pytest
 
 from bus.wire.messages import Prompt
 from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile, read_rows, scan_rows
+from learner.data.prompts import PromptFile, RowRules, read_rows, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError
 
@@ -41,7 +41,8 @@ def save_arrow(directory: Path, parts: Sequence[Sequence[dict[str, Any]]]) -> Pa
 
 
 def opened(data: DataConfig, max_tokens: int = 1000) -> PromptFile:
-    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed)
+    rules = RowRules(policy=data.bad_rows)
+    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed, rules=rules)
 
 
 def drawn(prompts: PromptFile, count: int, epoch: int = 0, offset: int = 0) -> list[tuple[int, int, Prompt, object]]:
@@ -382,7 +383,7 @@ def test_the_digest_of_a_function_follows_its_rows(module: str) -> None:
 )
 def test_a_function_without_rows_is_refused_with_the_reason(module: str, path: str, reason: str) -> None:
     with pytest.raises(PromptError, match=reason):
-        opened(DataConfig(path=path.format(module)))
+        opened(DataConfig(path=path.format(module), bad_rows="refuse"))
 
 
 def test_every_bad_row_of_a_function_is_named(module: str) -> None:
