@@ -7,11 +7,12 @@ from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.checks.reading import Reading, all_rows
 from launch.checks.rows import row_check
+from launch.checks.tokens import CheckedTokenizer
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
 from learner.data.config import DataConfig
 from learner.data.mixing import Share
-from learner.data.prompts import Row, RowRules, RowTokens, Tokenize, refuse_template, row_in, with_responses
+from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, row_in, with_responses
 from learner.data.responses import Recordings
 from learner.errors import PromptError, TemplateLacks
 from rewards.end_tokens import EndTokens
@@ -34,7 +35,9 @@ class Prompts:
     """The first row read with a temperature of its own other than 1."""
 
 
-def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
+def check_data(
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: CheckedTokenizer | None, *, made: bool
+) -> Prompts | None:
     """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
 
     ``made``: ``prepare`` makes the file.
@@ -72,7 +75,7 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
     return Prompts(first=rows[0], longest=longest if counted else 0, warm=warm)
 
 
-def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None) -> Prompts | None:
+def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: CheckedTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
     first: Prompts | None = None
     for name, one in config.eval.parsed.items() if config.eval.every else ():
@@ -101,7 +104,7 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
 
 
 def read_sources(
-    config: RunConfig, data: DataConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, max_new_tokens: int
+    config: RunConfig, data: DataConfig, model: CheckedModel | None, tokenize: CheckedTokenizer | None, *, max_new_tokens: int
 ) -> list[Reading]:
     """Read and tokenize rows of each source. Raises PromptError for a source that cannot be read, TemplateLacks."""
     rules = RowRules(unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size))
@@ -113,7 +116,9 @@ def read_sources(
     return readings
 
 
-def tokens_of(config: RunConfig, data: DataConfig, model: CheckedModel, tokenize: Tokenize, *, max_new_tokens: int) -> RowTokens | None:
+def tokens_of(
+    config: RunConfig, data: DataConfig, model: CheckedModel, tokenize: CheckedTokenizer, *, max_new_tokens: int
+) -> RowTokens | None:
     """Return the tokens of rows; None where there is no room for a prompt, which is reported with the model."""
     limit = data.max_prompt_tokens or model.context - max_new_tokens
     recordings = None
@@ -124,6 +129,7 @@ def tokens_of(config: RunConfig, data: DataConfig, model: CheckedModel, tokenize
             end_ids=EndTokens.read(model.directory).ids,
             max_tokens=model.context,
             chat=config.data.apply_chat_template,
+            texts=tokenize,
         )
     return RowTokens(tokenize, max_tokens=limit, recordings=recordings) if limit > 0 else None
 

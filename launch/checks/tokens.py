@@ -11,14 +11,63 @@ from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Tokenize
 from learner.errors import CannotRender, TemplateLacks
 
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
 
-def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
+class CheckedTokenizer:
+    """The tokens of prompts as the learner makes them, by the engine's tokenizer and chat template. A ``Tokenize`` and ``ChatTexts``."""
+
+    def __init__(self, config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> None:
+        self._data, self._text, self._template, self._directory = config.data, text, template, directory
+
+    def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender, TemplateLacks."""
+        if isinstance(prompt, str) and whole:
+            return self.encode(prompt)
+        if isinstance(prompt, str) and not self._data.apply_chat_template and not tools:
+            return self._encoded(prompt, add_special=True)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        rendered = self.render(messages, tools, whole=whole)
+        if tools and rendered == self._without_tools(messages, whole=whole):
+            raise TemplateLacks(f"tools, and the chat template of {self._directory} does not render any")
+        return self.encode(rendered)
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
+        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender, TemplateLacks."""
+        if self._template is None:
+            raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and {self._directory} has no chat template")
+        said = {**self._data.chat_template_args, **({"tools": list(tools)} if tools else {})}
+        try:
+            return self._template.render(messages, add_generation_prompt=not whole, **said)
+        except BadRequest as error:
+            raise CannotRender(str(error)) from None
+
+    def _without_tools(self, messages: Sequence[JsonObject], *, whole: bool) -> str | None:
+        """Return the messages as text without tools; None where the template wants some."""
+        try:
+            return self.render(messages, whole=whole)
+        except CannotRender:
+            return None
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special tokens before or behind it. Raises CannotRender."""
+        return self._encoded(text, add_special=False)
+
+    def _encoded(self, text: str, *, add_special: bool) -> Sequence[int]:
+        try:
+            return self._text.encode(text, add_special=add_special)
+        except ValueError as error:
+            raise CannotRender(f"rejected by the tokenizer: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._text.decode(list(ids), skip_special=False)
+
+
+def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> CheckedTokenizer | None:
     """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
@@ -33,7 +82,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> T
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
-    return _tokenize(config, text, template, model.directory)
+    return CheckedTokenizer(config, text, template, model.directory)
 
 
 def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
@@ -63,37 +112,3 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTem
         cure = "add chat_template.jinja to the model, or set it to false and write data.template"
         report.error("tokenizer", report.at("data.apply_chat_template"), want=want, got="none", cure=cure)
     return template
-
-
-def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], said: JsonObject) -> str | None:
-    """Return the messages as text without tools; None where the template wants some."""
-    try:
-        return template.render(messages, **said)
-    except BadRequest:
-        return None
-
-
-def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender, TemplateLacks."""
-        try:
-            if isinstance(prompt, str) and whole:
-                return text.encode(prompt, add_special=False)
-            if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
-                return text.encode(prompt)
-            if template is None:
-                raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            said = config.data.chat_template_args
-            rendered = template.render(messages, add_generation_prompt=not whole, **{**said, **({"tools": list(tools)} if tools else {})})
-            if tools and rendered == _rendered_without(template, messages, said):
-                raise TemplateLacks(f"tools, and the chat template of {directory} does not render any")
-            return text.encode(rendered, add_special=False)
-        except TemplateLacks:
-            raise
-        except BadRequest as error:
-            raise CannotRender(str(error)) from None
-        except ValueError as error:
-            raise CannotRender(f"rejected by the tokenizer: {error}") from None
-
-    return tokenize

@@ -262,6 +262,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,
             chat=data.apply_chat_template,
+            texts=tokenize,
         ),
         chat_template_args=data.chat_template_args,
         rules=RowRules(policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)),

@@ -350,24 +350,42 @@ def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31
 
 
-def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> Tokenize:
-    """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template.
+class ModelTokenizer:
+    """Tokenizer and chat template of a Hugging Face model directory, by transformers. A ``Tokenize`` and ``ChatTexts``."""
+
+    def __init__(self, model: str, *, apply_chat_template: bool, template_args: JsonMapping) -> None:
+        self._tokenizer = saved_tokenizer(Path(model))
+        self._apply_chat_template, self._template_args = apply_chat_template, dict(template_args)
+
+    def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
+        if isinstance(prompt, str) and whole:
+            return self.encode(prompt)
+        if isinstance(prompt, str) and not self._apply_chat_template and not tools:
+            return list(self._tokenizer.encode(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.encode(self.render(messages, tools, whole=whole))
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
+        """Return the text of a conversation, with a generation prompt unless it is ``whole``."""
+        said = {**self._template_args, **({"tools": list(tools)} if tools else {})}
+        return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=not whole, tokenize=False, **said))
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special tokens before or behind it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> ModelTokenizer:
+    """Return the tokenizer of a Hugging Face model directory; chat messages always go through its template.
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.
     """
-    tokenizer = saved_tokenizer(Path(model))
-
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
-        if isinstance(prompt, str) and whole:
-            return list(tokenizer.encode(prompt, add_special_tokens=False))
-        if isinstance(prompt, str) and not apply_chat_template and not tools:
-            return list(tokenizer.encode(prompt))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=not whole, tokenize=True, return_dict=False, **said))
-
-    return tokenize
+    return ModelTokenizer(model, apply_chat_template=apply_chat_template, template_args=template_args or {})
 
 
 def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
