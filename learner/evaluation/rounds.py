@@ -200,6 +200,11 @@ class Rounds:
         """Register that no further sample of a task will come. Returns whether it was open."""
         return self._open is not None and self._open.tasks.pop(task, None) is not None
 
+    def leave_out(self, place: Place) -> None:
+        """Register that a prompt of the open round gets no task."""
+        if self._open is not None:
+            self._open.placed.add((place.set, place.row))
+
     @property
     def open_tasks(self) -> list[int]:
         """Ids of the tasks that are out."""

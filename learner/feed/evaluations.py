@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.client.waiter import Waiter
+from bus.errors import WireError
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Evaluated, Sample, Task
 from learner.data.groups import mismatch
+from learner.errors import PromptError
 from learner.evaluation.best import BestScore
 from learner.evaluation.prompts import EvalPrompts
 from learner.evaluation.rounds import Place, Result, Rounds
@@ -180,10 +182,20 @@ class Evaluations:
                     await self._record(result)
                 self._close()
             elif (place := self._rounds.wanted()) is not None:
-                await self._store(self._task(place))
+                await self._issue(place)
             else:
                 self._end_stalled()
                 await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
+
+    async def _issue(self, place: Place) -> None:
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can carry."""
+        try:
+            await self._store(self._task(place))
+        except WireError as error:
+            prompts = self._sets[place.set].prompts
+            bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
+            prompts.bad_rows.add(place.row, bad)
+            self._rounds.leave_out(place)
 
     def _close(self) -> None:
         # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Kind, Task
+from bus.wire.messages import Kind, Sampling, Task
 from learner.data.prompts import PromptFile
 from learner.errors import ConfigRefused, PromptError
+from learner.evaluation.prompts import EvalPrompts
+from learner.feed.evaluations import EvalPlan
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
+from tests.integration.test_evaluation import evaluated, respond
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
 
 __all__ = ["open_world"]
@@ -97,6 +100,25 @@ async def test_a_planned_row_that_has_changed_is_named(open_world: OpenWorld, st
         write(world, {last + 1: {"prompt": "other", "label": 0}})
         async with world.actors():
             await finish(world)
+
+
+async def test_a_row_larger_than_a_message_is_a_bad_row(open_world: OpenWorld, tmp_path: Path) -> None:
+    async with open_world() as world:
+        large = {"prompt": "large", "label": "x" * world.bus.plans.max_record_bytes}
+        write(world, {1: large})
+        held = tmp_path / "held.jsonl"
+        held.write_text(json.dumps({"prompt": "h", "label": 1}) + "\n" + json.dumps(large) + "\n")
+        prompts = PromptFile(held, tokenize=lambda prompt: [1] * len(prompt), max_tokens=8, shuffle=False)
+        tested = EvalPrompts(name="held", prompts=prompts, sampling=Sampling(max_new_tokens=8), samples=1, passes_at=1.0)
+        evaluation = EvalPlan(sets=[tested], every=100, at_end=False, last_step=5)
+        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
+            await world.train(url)
+            await feeding
+        await check_history(world)
+        tasks = [task async for task in world.bus.tasks.scan() if task.kind is Kind.TRAIN]
+        assert tasks and not any(task.prompt == "large" for task in tasks)
+        (record,) = await evaluated(world)
+        assert (record.version, record.metrics["prompts"]) == (0, 1.0)
 
 
 async def test_no_row_that_can_be_used_ends_a_run_with_the_reason(open_world: OpenWorld) -> None:

@@ -149,6 +149,9 @@ def test_a_bad_response_is_refused_by_file_and_line(tmp_path: Path, responses: o
     good = {"prompt": "q", "r": "fine"}
     with pytest.raises(PromptError, match=rf"a\.jsonl:2: .*{complaint}"):
         opened(write_prompts(tmp_path / "a.jsonl", good, {"prompt": "q", "r": responses}), responses_key="r", bad_rows="refuse")
+    skipped = opened(tmp_path / "a.jsonl", responses_key="r")
+    assert [(one.epoch, one.offset) for one in (skipped.after(0, 0), skipped.after(0, 1))] == [(0, 0), (1, 0)]
+    assert len(skipped.bad_rows) == 1
 
 
 def test_conversations_without_a_question_or_an_answer_are_refused(tmp_path: Path) -> None:
