@@ -33,6 +33,8 @@ class Reading:
     read: int = 0
     total: int | None = None
     """Rows of the source; None = not known."""
+    readable: int = 0
+    """Rows that had no error before they were tokenized."""
     tokenized: int = 0
     longest: int = 0
     """Tokens of the longest prompt that is used."""
@@ -67,6 +69,7 @@ class Reading:
 
         In random order, because of a file that is sorted by length the rows tokenized in time would all be short, or all long.
         """
+        self.readable = len(self.rows)
         others = random.Random(0).sample(range(1, len(self.rows)), max(0, len(self.rows) - 1))
         until, bad = time.monotonic() + READ_S, dict[int, PromptError]()
         for number in chain([0] if self.rows else [], others):
@@ -88,7 +91,7 @@ class Reading:
         if not self.complete:
             share = "" if self.total is None else f" of {self.total} ({100 * self.read / self.total:.2g} %)"
             size = f"the first {self.read} prompts read{share}"
-        part = f", {self.tokenized} of them tokenized" if 0 < self.tokenized < self.read else ""
+        part = f", {self.tokenized} of them tokenized" if self.tokenized < self.readable else ""
         return size + part + ("" if self.complete and not part else " (tidemill data check reads all)")
 
     def report(self, report: Report, topic: str, policy: str, *, cure: str) -> None:

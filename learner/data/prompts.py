@@ -270,14 +270,6 @@ def with_responses(row: Row, rollouts: Collection[str]) -> Row:
     return replace(row, prompt=prompt, responses=(response,))
 
 
-def read_rows(source: Source) -> Iterator[Row]:
-    """Iterate over the rows of a source in the order of its file, reading lazily. Raises PromptError for the first bad row."""
-    for row in scan_rows(source):
-        if isinstance(row, PromptError):
-            raise row
-        yield row
-
-
 def scan_rows(source: Source) -> Iterator[Row | PromptError]:
     """Iterate over the rows of a source as they are used, with the error in the place of each bad one.
 

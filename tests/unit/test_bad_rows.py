@@ -11,12 +11,13 @@ import pytest
 
 from bus.errors import WireError
 from bus.wire.messages import Prompt, Sampling, Task
+from launch.checks.reading import Reading
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import SettingsError, load
 from learner.data.bad_rows import BadRows
 from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile, RowRules
+from learner.data.prompts import PromptFile, RowRules, RowTokens
 from learner.data.source import Source
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
@@ -223,6 +224,16 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("learner.data.formats.COUNTED_BYTES", 1)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read (tidemill data check reads all)" in said
+
+
+def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = run_with(tmp_path, [*GOOD, "no JSON"])
+    assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
+    reading = Reading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
+    monkeypatch.setattr("launch.checks.reading.READ_S", 0)
+    monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 4)
+    reading.tokenize(RowTokens(tokenize, max_tokens=99))
+    assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
 
 
 def test_a_model_without_a_template_is_no_fault_of_a_row(tmp_path: Path) -> None:

@@ -14,13 +14,21 @@ import pytest
 
 from bus.wire.messages import Prompt
 from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile, RowRules, read_rows, scan_rows
+from learner.data.prompts import PromptFile, Row, RowRules, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError
 
 
 def letters(prompt: Prompt) -> Sequence[int]:
     return [ord(letter) for letter in str(prompt)]
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Yield the rows of a source; raise the error of the first bad one."""
+    for row in scan_rows(source):
+        if isinstance(row, PromptError):
+            raise row
+        yield row
 
 
 def write(path: Path, count: int, word: str = "question") -> Path:
