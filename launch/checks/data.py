@@ -71,7 +71,7 @@ def check_data(
     if complete and config.learner.num_epochs:
         _check_passes(report, config, _in_pass(readings))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
-    counted = complete and all(reading.tokenized >= len(reading.rows) for reading in readings)
+    counted = complete and all(reading.tokenized == reading.readable for reading in readings)
     return Prompts(first=rows[0], longest=longest if counted else 0, warm=warm)
 
 

@@ -30,6 +30,9 @@ class Reading:
     rows: list[Row] = field(default_factory=list)
     """Those that can be used."""
     bad: list[PromptError] = field(default_factory=list)
+    """Errors of rows that were read."""
+    rejected: list[PromptError] = field(default_factory=list)
+    """Errors of rows that were tokenized."""
     read: int = 0
     total: int | None = None
     """Rows of the source; None = not known."""
@@ -82,7 +85,7 @@ class Reading:
             self.tokenized += 1
             if self.tokenized >= SURE_ROWS and time.monotonic() > until:
                 break
-        self.bad += [error for _, error in sorted(bad.items())]
+        self.rejected = [error for _, error in sorted(bad.items())]
         self.rows = [row for number, row in enumerate(self.rows) if number not in bad]
 
     def __str__(self) -> str:
@@ -99,13 +102,15 @@ class Reading:
 
         ``policy``: ``data.bad_rows``. ``cure``: for causes other than the length.
         """
-        causes: dict[str, list[PromptError]] = {}
-        for error in self.bad:
-            causes.setdefault(error.want, []).append(error)
-        refused = policy == REFUSE or not self.rows
-        for errors in list(causes.values())[:MOST_CAUSES]:
+        causes: dict[tuple[str, str], list[PromptError]] = {}
+        tokenized = f"{self.read} rows read" if self.tokenized == self.readable else f"{self.tokenized} rows tokenized"
+        for errors, total in ((self.bad, f"{self.read} rows read"), (self.rejected, tokenized)):
+            for error in errors:
+                causes.setdefault((error.want, total), []).append(error)
+        refused = policy == REFUSE or not self.rows or 0 < self.tokenized == len(self.rejected)
+        for (_, total), errors in list(causes.items())[:MOST_CAUSES]:
             first, remedy = errors[0], ROOM if isinstance(errors[0], RowTooLong) else cure
-            got = f"{first.got}; {len(errors)} of {self.read} rows read are such"
+            got = f"{first.got}; {len(errors)} of {total} are such"
             if refused:
                 report.error(topic, first.where, want=first.want, got=got, cure=remedy)
             else:

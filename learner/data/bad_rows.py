@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 
 SKIP, REFUSE = "skip", "refuse"
 POLICIES = (SKIP, REFUSE)
+MOST_LOGGED = 1000
+"""Most rows that are named in the log."""
 
 
 class RowTooLong(PromptError):
@@ -37,7 +39,10 @@ class BadRows:
             return
         self._numbers.add(number)
         self._first = self._first or error
-        log.warning("row skipped count=%d %s", len(self), error)
+        if len(self) <= MOST_LOGGED:
+            log.warning("row skipped count=%d %s", len(self), error)
+        elif len(self) == MOST_LOGGED + 1:
+            log.warning("further bad rows are counted alone; tidemill data check names all of them")
 
     def trouble(self, total: int) -> str:
         """Return their number and the first of them, for status; empty while there are none. ``total``: number of rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Kind, Sampling, Task
+from bus.wire.messages import Done, Kind, Sampling, Task
 from learner.data.prompts import PromptFile
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
@@ -64,6 +64,7 @@ async def test_bad_rows_of_any_cause_are_skipped_and_shown(open_world: OpenWorld
                 await feeding
         await check_history(world)
         assert not BAD.keys() & set(await offsets(world))
+        assert [record.metrics["data/bad_rows"] for record in await world.records() if isinstance(record, Done)] == [4.0] * 5
 
 
 @pytest.mark.parametrize("stop", [("batch", 1), ("publish", 3)], ids=["no checkpoint", "a checkpoint"])

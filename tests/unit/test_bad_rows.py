@@ -11,11 +11,12 @@ import pytest
 
 from bus.errors import WireError
 from bus.wire.messages import Prompt, Sampling, Task
+from launch.checks.findings import Report
 from launch.checks.reading import Reading
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import SettingsError, load
-from learner.data.bad_rows import BadRows
+from learner.data.bad_rows import MOST_LOGGED, BadRows
 from learner.data.planned_rows import PlannedRows
 from learner.data.prompts import PromptFile, RowRules, RowTokens
 from learner.data.source import Source
@@ -234,6 +235,22 @@ def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
+    reading = Reading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user(5)])] * 20)), RowRules(), ())
+    reading.total, reading.tokenized = 20, 0
+    reading.tokenize(RowTokens(tokenize, max_tokens=99))
+    report = Report()
+    reading.report(report, "data", "skip", cure="fix it")
+    (finding,) = report.errors
+    assert f"{len(reading.rejected)} of {reading.read} rows read are such; fix it" in finding.text, "none of those tokenized can be used"
+
+
+def test_a_file_of_bad_rows_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    bad = BadRows()
+    with caplog.at_level(logging.WARNING):
+        for number in range(3 * MOST_LOGGED):
+            bad.add(number, PromptError(f"p.jsonl:{number}", "a", "b"))
+    assert len(caplog.records) == MOST_LOGGED + 1 and len(bad) == 3 * MOST_LOGGED
+    assert "further bad rows are counted alone" in caplog.records[-1].message
 
 
 def test_a_model_without_a_template_is_no_fault_of_a_row(tmp_path: Path) -> None:
