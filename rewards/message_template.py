@@ -31,6 +31,10 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class ToolsLeftOut(ValueError):
+    """The chat template writes no tools, whatever the messages."""
+
+
 class MessageTemplate:
     """The chat template of a model. Thread-safe."""
 
@@ -75,7 +79,7 @@ class MessageTemplate:
         if tools and not self._renders_tools:
             self._renders_tools = text != self._text_without_tools(written, given)
             if not self._renders_tools:
-                raise ValueError(NO_TOOLS)
+                raise ToolsLeftOut(NO_TOOLS)
         return text
 
     def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **given: object) -> str:

@@ -1,18 +1,15 @@
 """Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from actors.rollout_settings import MULTI_TURN, parse_rollouts
-from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Tokenize, prompt_tokenizer
-from rewards.message_template import NO_TOOLS
+from learner.data.prompts import PromptTokenizer
+from rewards.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
@@ -23,11 +20,7 @@ WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
 
-class CannotRender(ValueError):
-    """The tokenizer or the chat template refuses a prompt."""
-
-
-def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
+def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> PromptTokenizer | None:
     """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
@@ -42,7 +35,13 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> T
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
-    return _tokenize(config, text, template)
+    return PromptTokenizer(
+        lambda given, add_special: text.encode(given, add_special=add_special),
+        lambda ids: text.decode(ids, skip_special=False),
+        template,
+        chat=config.data.apply_chat_template,
+        template_args=config.data.chat_template_args,
+    )
 
 
 def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
@@ -60,10 +59,10 @@ def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) ->
     return text
 
 
-def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTemplate | None:
+def _template(report: Report, config: RunConfig, model: CheckedModel) -> MessageTemplate | None:
     assert model.directory is not None
     try:
-        template = ChatTemplate.read(model.directory)
+        template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="fix it in tokenizer_config.json")
         return None
@@ -92,29 +91,12 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
 def _leaves_out_tools(directory: Path, template_args: JsonObject) -> str:
     """Return why the model would not see tools; empty = it would, or the template cannot be tried."""
     try:
-        template = ChatTemplate.read(directory)
+        template = MessageTemplate.read(directory)
         if template is None:
             return "no chat template"
         template.render(QUESTION, tools=[TOOL], **template_args)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # others are reported by the check of the tokenizer
-        return "one that writes none" if str(error) == NO_TOOLS else ""
+    except ToolsLeftOut:
+        return "one that writes none"
+    except (ValueError, KeyError, TypeError, AttributeError):  # reported by the check of the tokenizer
+        return ""
     return ""
-
-
-def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None) -> Tokenize:
-    data = config.data
-    tokenize = prompt_tokenizer(
-        lambda given, add_special: text.encode(given, add_special=add_special),
-        template,
-        chat=data.apply_chat_template,
-        template_args=data.chat_template_args,
-    )
-
-    def checked(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender."""
-        try:
-            return tokenize(prompt, tools, whole=whole)
-        except ValueError as error:
-            raise CannotRender(str(error)) from None
-
-    return checked

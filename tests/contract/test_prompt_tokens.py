@@ -14,7 +14,9 @@ from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import load
-from learner.data.prompts import model_tokenizer
+from learner.data.prompts import Row, RowTokens, model_tokenizer
+from learner.data.responses import RecordedRow, Recordings, Response
+from learner.errors import PromptError
 from tests.chat_kit import CALL, TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.tiny_models import FAMILIES, write_tiny_model, write_tiny_tokenizer
@@ -153,3 +155,33 @@ def test_chats_with_tools_have_the_template_of_their_own(tmp_path: Path, beside:
     for tools in ([], [TOOL]):
         wanted = tokenizer.apply_chat_template(asked, tools=tools or None, add_generation_prompt=True)
         assert Paths(tmp_path).ids(asked, tools) == dict.fromkeys(WAYS, wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tmp_path: Path, family: str) -> None:
+    model = write_tiny_model(tmp_path / "model", family, tied=family == "qwen3")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+        "{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {model}}}\n")
+    config, report = load(file).config, Report()
+    found = check_model(report, config, made=False)
+    assert found is not None
+    tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model))
+    assert tokenize is not None and not report.errors
+    question = {"role": "user", "content": "What is three?"}
+    for answer in ("\n\nThree", "  Three", "\n", "Three\n\n", "\tThree"):
+        response = Response(messages=({"role": "assistant", "content": answer}, question, {"role": "assistant", "content": answer}))
+        row = RecordedRow(prompt=[question], responses=(response,), tools=(), where="a:1")
+        made = [Recordings(one, rollouts={"a"}, end_ids=(), max_tokens=999, texts=one) for one in (tokenize, theirs)]
+        (ours,), (learners,) = (one.sequences(row) for one in made)
+        assert ours.tokens.tolist() == learners.tokens.tolist() and ours.loss_mask.tolist() == learners.loss_mask.tolist()
+        assert ours.prompt_tokens.tolist() == list(theirs([question]))
+        assert theirs.decode(ours.tokens.tolist()) == theirs.render([question, *response.messages], whole=True)
+    for content, role in ((5, "user"), (True, "user"), ("a", "wizard"), ({"a": 1}, "user")):
+        row_of_file = Row(number=0, prompt=[{"role": role, "content": content}], where="a:1")
+        for one in (tokenize, theirs):
+            with pytest.raises(PromptError, match="a:1: want a prompt that tokenizer and chat template accept, got "):
+                RowTokens(one, max_tokens=99).of(row_of_file)
