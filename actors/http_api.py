@@ -5,7 +5,6 @@
 503 = not serving now. ``weightstore.bodies`` has those of bodies.
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from aiohttp import web
 from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from bus.client.reach import AUTO, LOOPBACK
-from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
 from weightstore.access import Handler
 from weightstore.bodies import body_in, json_in
 from weightstore.listener import Listener
@@ -70,26 +69,17 @@ def body_of(request: web.Request) -> Mapping[str, object]:
 
 
 def json_map(raw: bytes) -> JsonObject:
-    """Return a body as a map. Raises BadRequest unless it is a JSON map that can be encoded again."""
+    """Return a body as a map. Raises BadRequest unless it is a JSON map.
+
+    Halves of surrogate pairs are replaced here, for all texts of programs and their tools: they end no episode.
+    """
     try:
         body = json_in(raw)
     except ValueError as error:
         raise BadRequest(str(error)) from error
     if not isinstance(body, dict):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
-    if SURROGATE.search(raw):
-        _want_unicode(body)
-    return body
-
-
-def _want_unicode(body: Mapping[str, object]) -> None:
-    """Raise BadRequest for a lone surrogate (half of an emoji that a client has cut): it is no character and cannot be encoded."""
-    for name, value in body.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise BadRequest(f"{ascii(name)[1:-1]}: want Unicode text, got a lone surrogate ({half!a})") from error
+    return with_whole_characters(body) if SURROGATE.search(raw) else body
 
 
 def seconds_in(body: Mapping[str, object], name: str, default: float) -> float:

@@ -37,6 +37,14 @@ class PromptError(LearnerError, ValueError):
         return f"{self.where}: want {self.want}, got {self.got}"
 
 
+class CannotRender(LearnerError, ValueError):
+    """The tokenizer or the chat template rejects a row."""
+
+
+class TemplateLacks(LearnerError, ValueError):
+    """The model has no chat template, or one that leaves out what rows have: no cause that is a row's own."""
+
+
 class DebugFileRefused(LearnerError, ValueError):
     """A file of recorded samples, or a dump of a step, is missing or cannot be read."""
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Self
@@ -12,6 +13,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from bus.wire.json_object import JsonMapping
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of a model's templates: for chats without tools, and for chats with some where the model has one of its own."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -26,45 +31,137 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class ToolsLeftOut(ValueError):
+    """The chat template writes no tools, whatever the messages."""
+
+
 class MessageTemplate:
     """The chat template of a model. Thread-safe."""
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens."""
+    def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
+        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens. ``tool_use``: template of chats with tools."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        self._template, self._special = environment.from_string(source), dict(special)
-        self.source = source
+        self._special, self.source = dict(special), source
+        self._template = environment.from_string(source)
+        self._tool_template = environment.from_string(tool_use) if tool_use else self._template
+        self._call_forms: dict[jinja2.Template, CallForm | None] = {}
+        self._renders_tools = False
+        """True once a text with tools differed from the text without them."""
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
         """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
-        file = model_dir / "tokenizer_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        alone = model_dir / "chat_template.jinja"
-        source = alone.read_text(encoding="utf-8") if alone.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several templates by name
-            source = next((each["template"] for each in source if each["name"] == "default"), None)
-        if not source:
+        config, tokens = (_json_map(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+        given = config.get("chat_template") or ""
+        sources = {each["name"]: each["template"] for each in given} if isinstance(given, list) else {DEFAULT: given}
+        for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"additional_chat_templates/{TOOL_USE}.jinja")):
+            if (model_dir / file).exists():
+                sources[name] = (model_dir / file).read_text(encoding="utf-8")
+        if not sources.get(DEFAULT):
             return None
-        special = {name: token["content"] if isinstance(token, dict) else token for name in SPECIAL if (token := config.get(name))}
+        values = {name: config.get(name) or tokens.get(name) for name in SPECIAL}
+        special = {name: token["content"] if isinstance(token, dict) else token for name, token in values.items() if token}
         try:
-            return cls(source, special)
+            return cls(sources[DEFAULT], special, tool_use=sources.get(TOOL_USE, ""))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
-    def render(
-        self, messages: Sequence[Mapping[str, object]], *, tools: object = None, add_generation_prompt: bool = True, **more: object
-    ) -> str:
-        """Return the messages as text. Raises ValueError when the template refuses them."""
-        given = {**self._special, **more}
+    def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
+        """Return messages in the form of ``bus.wire.chat_messages`` as text.
+
+        Raises ValueError when the template refuses them, and for tools, or calls of tools, that it does not write.
+        """
+        template, given = self._tool_template if tools else self._template, {"add_generation_prompt": add_generation_prompt, **more}
+        written = self._with_calls(template, messages)
+        text = self._text(template, written, tools=tools or None, **given)
+        if tools and not self._renders_tools:
+            self._renders_tools = text != self._text_without_tools(written, given)
+            if not self._renders_tools:
+                raise ToolsLeftOut(NO_TOOLS)
+        return text
+
+    def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **given: object) -> str:
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **given
-            )
+            return template.render(messages=messages, documents=None, **{**self._special, **given})
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             raise ValueError(f"messages: rejected by the model's chat template: {error}") from error
+
+    def _text_without_tools(self, messages: Sequence[JsonMapping], given: JsonMapping) -> str | None:
+        """Return the text; None where the template wants tools."""
+        try:
+            return self._text(self._template, messages, tools=None, **given)
+        except ValueError:
+            return None
+
+    def _with_calls(self, template: jinja2.Template, messages: Sequence[JsonMapping]) -> Sequence[JsonMapping]:
+        """Return the messages, their calls of tools in the form that the template reads. Raises ValueError where it writes none."""
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if template not in self._call_forms:
+            self._call_forms[template] = self._call_form(template)
+        form = self._call_forms[template]
+        if form is None or (not form.beside_content and any(message.get("tool_calls") and message.get("content") for message in messages)):
+            raise ValueError(NO_CALLS if form is None else NO_CALLS_BESIDE_CONTENT)
+        return [form.of(message) if message.get("tool_calls") else message for message in messages]
+
+    def _call_form(self, template: jinja2.Template) -> "CallForm | None":
+        """Return the first form of a call that the template writes; None for a template that leaves calls out."""
+        shown = [self._shows(template, form, "") for form in CALL_FORMS]
+        if True not in shown:
+            return None if False in shown else CALL_FORMS[0]  # a template that refuses this chat may take others
+        form = CALL_FORMS[shown.index(True)]
+        return replace(form, beside_content=self._shows(template, form, "tried_content") is not False)
+
+    def _shows(self, template: jinja2.Template, form: "CallForm", content: str) -> bool | None:
+        """Return whether the template writes a call in this form, beside a content; None where it refuses the chat."""
+        chat = [TRIED_QUESTION, form.of({"role": "assistant", "content": content, "tool_calls": [TRIED_CALL]})]
+        try:
+            text = self._text(template, chat, tools=None, add_generation_prompt=False)
+        except ValueError:
+            return None
+        return all(part in text for part in TRIED_PARTS) and not any(part in text for part in MISREAD_PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The form in which a template reads an assistant's calls of tools."""
+
+    as_text: bool
+    """True = arguments are JSON text, as in OpenAI's API; False = they are maps."""
+    empty: str | None
+    """Content of a message with calls alone."""
+    beside_content: bool = True
+    """False for a template that leaves out the calls of a message with content."""
+
+    def of(self, message: JsonMapping) -> JsonMapping:
+        """Return a message with calls in this form."""
+        calls = message["tool_calls"]
+        if self.as_text:
+            calls = [{**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}} for call in calls]
+        return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
+
+
+CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
+"""Forms in the order in which they are tried. Templates of DeepSeek write calls only of messages whose content is none, and join texts."""
+TRIED_CALL = {"id": "triedcall", "type": "function", "function": {"name": "tried_name", "arguments": {"tried_key": "tried_value"}}}
+TRIED_QUESTION = {"role": "user", "content": "tried_question"}
+"""With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters."""
+TRIED_PARTS = ("tried_name", "tried_key", "tried_value")
+MISREAD_PARTS = ("{'tried_key'", '\\"tried_key')
+"""Beginnings of arguments that were written as Python has them, or as JSON of JSON text."""
+NO_TOOLS = "tools: the model's chat template writes none, which the model would not see; leave them out, or use another template"
+NO_CALLS = "messages: the model's chat template writes no tool_calls, which would be lost; write them as content, or use another template"
+NO_CALLS_BESIDE_CONTENT = (
+    "messages: the model's chat template leaves out the tool_calls of a message that has content; leave one of the two out, or use another "
+    "template"
+)
+
+
+def _json_map(file: Path) -> JsonMapping:
+    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _tojson(

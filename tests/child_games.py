@@ -13,6 +13,25 @@ def told(text: str) -> str:
     return "the tool says so"
 
 
+def halved(text: str) -> str:
+    """Cut a text within an emoji."""
+    return "\ud83d the tool"
+
+
+def halved_error(text: str) -> None:
+    raise ValueError("\udc80 no such file")
+
+
+class HalvedGame:
+    """Observes halves of characters."""
+
+    def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "text", "text": "\ud83d Play."}]}]
+
+    def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool]:
+        return [{"role": "user", "content": "\udc80 Go on."}], 1.0, False
+
+
 def hangs(text: str) -> None:
     """Never return."""
     threading.Event().wait()

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from actors.episodes.recorder import Output, Recorder
 from actors.episodes.transcript import bounded
 from actors.episodes.turn_log import StoredTurn, TurnLog, digest
 from actors.errors import BadRequest
+from bus.config import RUN_NAME
 from bus.wire.budget import Budget
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonObject
@@ -38,7 +39,7 @@ class Call:
 
     max_new_tokens: int
     limit: str
-    """Limit of the budget that makes ``max_new_tokens`` smaller than asked; empty = none."""
+    """Limit of the budget, or of the model's context, that leaves no more than ``max_new_tokens``; empty = none."""
     seed: int | None
     begin_s: float
     """Seconds of the episode at its begin."""
@@ -64,7 +65,9 @@ class Episode:
     clock: Clock = field(default_factory=Clock)
     log: TurnLog = field(default_factory=lambda: TurnLog(None))
     spent: str = ""
-    """Limit of the budget that refused a call, the first one; empty = none."""
+    """Limit of the budget that refused a call or cut an answer, the first one; empty = none."""
+    cut: str = ""
+    """Limit of the program's own at which it has ended the episode; empty = none."""
     failed: str = ""
     """Reason for which a model call failed for good: no sample comes of this episode."""
     refused: str = ""
@@ -121,12 +124,12 @@ class Episode:
             self.stopped.set()
 
     @contextmanager
-    def call(self, prompt: NDArray[np.int32], max_new_tokens: int) -> Iterator[Call]:
+    def call(self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT) -> Iterator[Call]:
         """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there is none.
 
-        The room is kept for the block, at the end of which the output must have been recorded.
+        The room is kept for the block, at the end of which the output must have been recorded. ``max_context``: the model's.
         """
-        limits = self.budget
+        limits = replace(self.budget, context=min(self.budget.context or NO_LIMIT, max_context))
         if limits.turns and len(self.recorder) + self._reserved.calls >= limits.turns:
             raise self._refusal("turns", f"{limits.turns} model calls")
         # While other calls are under way, one of them may take the place behind its parent: then this one begins a sequence of its own.
@@ -139,7 +142,7 @@ class Episode:
         least = min(room, key=lambda limit: room[limit])
         if room[least] < 1:
             raise self._refusal(least, f"{getattr(limits, least)} {_WHAT[least]}")
-        limit, max_new_tokens = (least, room[least]) if room[least] < max_new_tokens else ("", max_new_tokens)
+        limit, max_new_tokens = (least, room[least]) if room[least] <= max_new_tokens else ("", max_new_tokens)
         self._reserved.calls += 1
         self._reserved.tokens += max_new_tokens
         self._reserved.total_tokens += growth + max_new_tokens
@@ -201,6 +204,12 @@ class Episode:
             raise BadRequest("state: this rollout does not go on behind a state; want rollouts.NAME.again: resume")
         async with self.log.lock:
             await self.log.save({"state": state}, self._turns, self.turn_rewards)
+
+    def end_at(self, limit: object) -> None:
+        """Note the limit of the program's own at which it ends the episode. Raises BadRequest unless it is a name."""
+        if not isinstance(limit, str) or not RUN_NAME.fullmatch(limit):
+            raise BadRequest(f"limit: want a name of 1 to 64 of A-Z a-z 0-9 _ -, got {limit!r:.80}")
+        self.cut = self.cut or limit
 
     def note_malformed(self, count: int) -> None:
         """Count calls of tools that could not be read."""

@@ -161,6 +161,9 @@ class Gateway:
         try:
             if path == "/reward":
                 return self._reward(open.episode, body)
+            if path == "/truncated":
+                open.episode.end_at(json_map(body).get("limit"))
+                return web.json_response({"success": True})
             if path == "/state":
                 return await self._state(open.episode, body)
             if _streams(open.episode, path, body):

@@ -134,7 +134,7 @@ class ModelCalls:
     def _begun(self, prompt: NDArray[np.int32], given: JsonMapping, room: ExitStack) -> tuple[Call, Sampling]:
         """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
         sampling = _sampling(self._episode.sampling, given, self._own if self._trained else None)
-        call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens))
+        call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generated(

@@ -171,7 +171,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     if lost:
         raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
     turns = replace(found.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
-    task = episode.task
+    task, limit = episode.task, episode.spent or episode.cut
     scored = reward is not None
     sample = Sample(
         run=task.run,
@@ -187,14 +187,14 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         loss_mask=found.loss_mask,
         spans=found.spans,
         reward=reward if reward is not None else 0.0,
-        status=Status.TRUNCATED if episode.spent else Status.COMPLETED,
+        status=Status.TRUNCATED if limit else Status.COMPLETED,
         sampling=task.sampling,
         kind=task.kind,
         label=task.label,
         metadata={**task.metadata, **_remarks(episode)},
         engine=episode.engine,
         timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=before_s + sum(behind_s)),
-        finish_reason=f"budget.{episode.spent}" if episode.spent else "stop",
+        finish_reason=f"budget.{limit}" if limit else "stop",
         rollout=task.rollout,
         sequences=found.sequences if len(found.sequences) > 1 else (),
         turns=turns,

@@ -2,8 +2,10 @@
 
 import json
 
+from actors.http_api import json_map
 from actors.router.dialects import DIALECTS
-from bus.wire.json_object import JsonObject
+from bus.wire.chat_messages import chat_messages
+from bus.wire.json_object import JsonMapping, JsonObject
 
 MAX_BYTES = 256_000
 """Most bytes of a transcript as JSON. A longer one is cut in the middle."""
@@ -11,14 +13,14 @@ MAX_BYTES = 256_000
 
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
     """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
-    given = json.loads(body) if body else {}
+    given: JsonMapping = json_map(body) if body else {}
     if path in DIALECTS:
         given = DIALECTS[path].chat_of(given)
     messages = given.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
     if not isinstance(messages, list):
         prompt = next((given[name] for name in ("prompt", "text", "input") if isinstance(given.get(name), str)), None)
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]
-    return bounded([*messages, {"role": "assistant", "content": answer}])
+    return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
 
 
 def bounded(messages: list[JsonObject], max_bytes: int = MAX_BYTES) -> tuple[JsonObject, ...]:

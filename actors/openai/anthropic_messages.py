@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from actors.errors import BadRequest
+from actors.openai.openai_api import content_text
 from bus.wire.json_object import JsonMapping, JsonObject
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "min_version")
@@ -39,7 +40,7 @@ def chat_of(body: JsonMapping) -> JsonObject:
     if tools := body.get("tools"):
         chat["tools"] = _tools(tools)
     chat["tool_choice"] = _choice(body.get("tool_choice"))
-    system = _text(body.get("system") or "", "system")
+    system = content_text(body.get("system") or "", "system")
     chat["messages"] = [*([{"role": "system", "content": system}] if system else []), *_messages(body.get("messages"))]
     return chat
 
@@ -202,23 +203,12 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
             case {"type": "redacted_thinking"} if role == "assistant":
                 pass
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if role == "assistant":
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}})
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                results.append({"role": "tool", "tool_call_id": id, "content": _text(block.get("content") or "", f"{at}.content")})
+                results.append({"role": "tool", "tool_call_id": id, "content": content_text(block.get("content") or "", f"{at}.content")})
             case _:
                 raise BadRequest(f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), got {block!r}")
     if role == "assistant":
         more = {**({"reasoning_content": "".join(thoughts)} if thoughts else {}), **({"tool_calls": calls} if calls else {})}
         return [{"role": role, "content": "".join(texts), **more}]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]
-
-
-def _text(given: object, where: str) -> str:
-    """Return a text, given as it is or as text blocks."""
-    if isinstance(given, str):
-        return given
-    if isinstance(given, list) and all(
-        isinstance(one, Mapping) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in given
-    ):
-        return "".join(one["text"] for one in given)
-    raise BadRequest(f"{where}: want text or text blocks, got {given!r}")

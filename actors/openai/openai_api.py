@@ -21,6 +21,8 @@ from actors.text import tool_calls
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply
+from bus.errors import WireError
+from bus.wire.chat_messages import TEXTS, chat_messages, text_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.template_args import OF_TEMPLATE
 
@@ -404,36 +406,32 @@ def _count(logprobs: object) -> bool:
 
 
 def _messages(given: object) -> tuple[JsonMapping, ...]:
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"messages: want a list of at least one message, got {given!r}")
-    return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(given))
+    try:
+        return tuple(chat_messages(given))
+    except WireError as error:
+        raise BadRequest(str(error)) from None
 
 
-def _message(given: object, where: str) -> JsonMapping:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise BadRequest(f'{where}: want {{"role": ..., "content": ...}}, got {given!r}')
-    content = given.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest(f"{where}.content: want only text parts, got {content!r}")
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise BadRequest(f"{where}.content: want text, got {content!r}")
-    message = {**given, "content": content or ""}
-    if given.get("tool_calls"):
-        try:
-            message["tool_calls"] = tool_calls.with_maps(given["tool_calls"], f"{where}.tool_calls")
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-    return message
+def content_text(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
+    """Return the text of a content, which is text or text parts of these kinds. Raises BadRequest."""
+    try:
+        return text_of(content, where, kinds)
+    except WireError as error:
+        raise BadRequest(str(error)) from None
 
 
 def _template(body: Mapping[str, object]) -> JsonObject:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
         raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
+    tools = _of(body, "tools", list, [])
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
+    return {
+        **more,
+        "tools": tools if tools and body.get("tool_choice") != "none" else None,
+        "add_generation_prompt": _of(body, "add_generation_prompt", bool, True),
+    }
 
 
 def _grammar(response_format: object) -> dict[str, str]:

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
 from actors.errors import BadRequest
+from actors.openai.openai_api import content_text
 from bus.wire.json_object import JsonMapping, JsonObject
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs", "min_version")
@@ -30,9 +31,9 @@ REFUSED = {
 KNOWN = {*SAME, *WITHOUT_EFFECT, *REFUSED, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"}
 ID = "resp_"
 """Beginning of an answer's id."""
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Role of a message -> its role in a chat."""
-_TEXTS = ("input_text", "output_text", "reasoning_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+_THOUGHTS = {"reasoning_text": "text"}
+"""Type of a part of reasoning -> its field with the text."""
 
 
 def chat_of(body: JsonMapping) -> JsonObject:
@@ -257,7 +258,7 @@ def _messages(given: object) -> list[JsonObject]:
     for place, item in enumerate(given):
         where = f"input[{place}]"
         if isinstance(item, Mapping) and item.get("type") == "reasoning":
-            thought += _text(item.get("content") or "", f"{where}.content")
+            thought += content_text(item.get("content") or "", f"{where}.content", _THOUGHTS)
             continue
         message = _of_item(item, where)
         before = found[-1] if found else {}
@@ -287,20 +288,9 @@ def _of_item(item: object, where: str) -> JsonObject:
             call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
-            return {"role": "tool", "tool_call_id": id, "content": _text(output, f"{where}.output")}
+            return {"role": "tool", "tool_call_id": id, "content": content_text(output, f"{where}.output")}
     if isinstance(item, Mapping) and item.get("type", "message") == "message":
         role = item.get("role")
         if isinstance(role, str) and role in _ROLES:
-            return {"role": _ROLES[role], "content": _text(item.get("content"), f"{where}.content")}
+            return {"role": role, "content": content_text(item.get("content"), f"{where}.content")}
     raise BadRequest(f"{where}: want a message, reasoning, function_call or function_call_output, got {item!r}")
-
-
-def _text(given: object, where: str) -> str:
-    """Return a text, given as it is or as text parts."""
-    if isinstance(given, str):
-        return given
-    if isinstance(given, list) and all(
-        isinstance(one, Mapping) and one.get("type") in _TEXTS and isinstance(one.get("text"), str) for one in given
-    ):
-        return "".join(one["text"] for one in given)
-    raise BadRequest(f"{where}: want text or text parts, got {given!r}")

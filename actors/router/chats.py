@@ -8,7 +8,7 @@ messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -127,8 +127,6 @@ class RenderedChats:
             count, turn, key = self._longest(parsed, session)
         except RecursionError:
             raise BadRequest("messages: want values that are less deep") from None
-        if self._renderer.names_results:
-            messages = _with_names(messages)
         if turn is not None and (found := self._continued(turn, messages[count:], arguments)) is not None:
             return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
         return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(self._renderer.prompt(messages, arguments)))], key=key)
@@ -195,23 +193,6 @@ class RenderedChats:
         if not reasoning:
             return next(reversed(same.values()), None)
         return same.get(reasoning) if isinstance(reasoning, str) else None
-
-
-def _with_names(messages: Sequence[JsonMapping]) -> tuple[JsonMapping, ...]:
-    """Return the messages, each result of a tool with the name of the tool: clients send the id of the call alone."""
-    names: dict[object, object] = {}
-    found: list[JsonMapping] = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if isinstance(function, Mapping) and isinstance(call.get("id"), str):
-                names[call["id"]] = function.get("name")
-        of, name = message.get("tool_call_id"), message.get("name")
-        if message["role"] == "tool" and not name and isinstance(of, str) and of in names:
-            message = {**message, "name": names[of]}
-        found.append(message)
-    return tuple(found)
 
 
 def _without(reply: ParsedReply, stop: str) -> ParsedReply:

@@ -34,8 +34,6 @@ UNSUPPORTED = {
 """Renderers of the library that cannot be used here, with the reason."""
 HARMONY = "gpt-oss"
 """The renderer that encodes by openai-harmony, with a vocabulary of its own."""
-NAMED_RESULTS = (HARMONY, "gemma4", "inkling")
-"""Renderers that write the name of the tool into a result, as the templates of these families do."""
 MOST_VARIANTS = 16
 """Renderers that are kept for different ``chat_template_kwargs``."""
 OF_REQUEST = ("tools", "add_generation_prompt")
@@ -58,8 +56,6 @@ class Renderer:
         self._variants: OrderedDict[str, Any] = OrderedDict()
         """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
         self.name = str(config.name)
-        self.names_results = self.name in NAMED_RESULTS
-        """True if a result needs the name of its tool."""
         self.stop_token_ids = tuple(dict.fromkeys(map(int, self._variant({}).get_stop_token_ids())))
         """Tokens that end a response."""
 
@@ -84,7 +80,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
         """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
-        _check(messages, arguments)
+        _check(messages)
         renderer = self._variant(_template_arguments(arguments))
         with self._rejecting("messages"):
             ids = renderer.render_ids(
@@ -100,7 +96,7 @@ class Renderer:
         That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier reasoning is left
         out. Raises BadRequest.
         """
-        _check(messages, arguments)
+        _check(messages)
         renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
         try:
             with self._rejecting("messages"):
@@ -229,14 +225,11 @@ def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
 
 
-def _check(messages: Sequence[JsonMapping], arguments: JsonMapping) -> None:
-    """Refuse fields that some renderers would leave out without an error. Raises BadRequest."""
+def _check(messages: Sequence[JsonMapping]) -> None:
+    """Refuse roles that some renderers would leave out without an error. Raises BadRequest."""
     for place, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRequest(f"messages[{place}].role: want {', '.join(ROLES)}, got {message['role']!r}")
-    tools = arguments.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
 
 
 def _template_arguments(arguments: JsonMapping) -> JsonObject:

@@ -58,26 +58,6 @@ def call_of(name: object, arguments: object) -> Call | None:
         return None
 
 
-def with_maps(calls: object, where: str) -> list[dict[str, object]]:
-    """Return a message's ``tool_calls`` with the arguments as maps, as chat templates expect. Raises ValueError."""
-    if not isinstance(calls, list):
-        raise ValueError(f"{where}: want a list, got {calls!r}")
-    return [_with_map(call, f"{where}[{place}]") for place, call in enumerate(calls)]
-
-
-def _with_map(call: object, where: str) -> dict[str, object]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f'{where}: want {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, got {call!r}')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise ValueError(f"{where}.function.arguments: want JSON, got {arguments!r}") from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
 def _read_tags(text: str, finished: bool) -> ParsedReply:
     content, at = "", 0
     calls: list[Call] = []

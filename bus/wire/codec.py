@@ -130,7 +130,7 @@ _BUDGET = Table(Budget, "budget", turns=INT, tokens=INT, context=INT, total_toke
 _TASK = Table(
     Task,
     "task",
-    later=("rollout", "budget", "chat_template_args"),
+    later=("rollout", "budget", "chat_template_args", "row_digest"),
     run=TEXT,
     epoch=INT,
     kind=_KIND,
@@ -149,6 +149,7 @@ _TASK = Table(
     rollout=TEXT,
     budget=optional(_BUDGET.nested()),
     chat_template_args=optional(MAP),
+    row_digest=optional(INT),
 )
 _SAMPLE = Table(
     Sample,

@@ -1,5 +1,6 @@
-"""Names for decoded JSON and msgpack maps."""
+"""Decoded JSON and msgpack maps: their names, and their texts as whole characters."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,3 +8,16 @@ JsonObject = dict[str, Any]
 """A decoded map with text keys. Its values are of any type until they are checked."""
 JsonMapping = Mapping[str, Any]
 """A ``JsonObject`` that is only read."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def with_whole_characters(value: Any) -> Any:
+    """Return a JSON value with U+FFFD for each half of a surrogate pair in its texts: such a half cannot be encoded, and has no token.
+
+    Programs cut texts within a character, and read files with ``errors="surrogateescape"``.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {with_whole_characters(name): with_whole_characters(field) for name, field in value.items()}
+    return [with_whole_characters(field) for field in value] if isinstance(value, list) else value

@@ -103,6 +103,8 @@ class Task:
     """Limits of an episode; only with a rollout."""
     chat_template_args: JsonObject | None = None
     """Variables of the chat template in the chats of an episode; only with a rollout. None = none."""
+    row_digest: int | None = None
+    """Digest of the row of the prompts that it was made of, by which a later start finds that the row has changed; None = not known."""
     id: int = 0
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""

@@ -1,35 +1,26 @@
 """Checks of the prompt file: its rows, the keys that settings name, the lengths of its prompts. Reads for a second at most."""
 
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
-from launch.checks.rows import refuse_unfit
-from launch.checks.tokens import CannotRender
+from launch.checks.reading import Reading, all_rows
+from launch.checks.rows import row_check
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
 from learner.data.config import DataConfig
 from learner.data.mixing import Share
-from learner.data.prompts import Row, Tokenize, read_rows, recorded_row, refuse_template, row_in, row_tokens, with_responses
+from learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
 from learner.data.responses import Recordings
-from learner.data.source import Source
-from learner.errors import PromptError
+from learner.errors import PromptError, TemplateLacks
 from rewards.end_tokens import EndTokens
 from rewards.part_settings import fits
 
 SETTING = "data.path"
-READ_S = 0.5
-"""Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
-SURE_ROWS = 500
-"""Rows that are read and tokenized, however long it takes."""
+CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 EVALUATION = "eval"
 """Topic of the findings on evaluation sets."""
-CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +34,13 @@ class Prompts:
     """The first row read with a temperature of its own other than 1."""
 
 
-def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
-    """Report errors in ``data``; return the facts about its prompts, None after an error. ``made``: ``prepare`` makes the file."""
+def check_data(
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, made: bool
+) -> Prompts | None:
+    """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
+
+    ``made``: ``prepare`` makes the file.
+    """
     try:
         refuse_template(config.data.template)
         if made:
@@ -53,59 +49,93 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
             cure = "set one, or have a small one made: prepare: {kind: digits}"
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
-        rows, complete = _read(config.data)
-        rows = [with_responses(row, config.recorded_rollouts) for row in rows]
-        vocab_size = None if model is None else model.vocab_size
-        refuse_unfit(rows, config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=vocab_size)
-        _check_grouped(report, config, rows, complete=complete)
+        readings = read_sources(config, config.data, model, tokenize, max_new_tokens=config.sampling.max_new_tokens)
     except PromptError as error:
         where = report.at(error.where) if error.where.startswith("data.") else error.where
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
         return None
-    size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
-    longest, before = 0, len(report.errors)
-    if model is not None and tokenize is not None:
-        limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
-        recordings = recordings_of(config, model, tokenize)
-        longest = _check_lengths(report, limit, rows, tokenize, recordings=recordings)
-    if len(report.errors) == before:
-        report.good("data", f"{_place(config.data)}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
-        if complete and config.learner.num_epochs:
-            _check_passes(report, config, _in_pass(config.data))
+    except TemplateLacks as error:
+        _report_lack(report, "data", config.data, error)
+        return None
+    before = len(report.errors)
+    for reading in readings:
+        reading.report(report, "data", config.data.bad_rows, cure=f"{CURE} ({report.at(SETTING)})")
+    if len(report.errors) > before:
+        return None
+    rows, complete = list(all_rows(readings)), all(reading.complete for reading in readings)
+    _check_grouped(report, config, rows, complete=complete)
+    longest = max(reading.longest for reading in readings)
+    for reading in readings:
+        report.good("data", f"{reading.source}: {reading}" + (f", of up to {reading.longest} tokens" if reading.longest else ""))
+    if complete and config.learner.num_epochs:
+        _check_passes(report, config, _in_pass(readings))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
-    return Prompts(first=rows[0], longest=longest if complete else 0, warm=warm)
+    counted = complete and all(reading.tokenized == reading.readable for reading in readings)
+    return Prompts(first=rows[0], longest=longest if counted else 0, warm=warm)
 
 
-def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None) -> Prompts | None:
-    """Report errors in the files of the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
+def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
+    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
     first: Prompts | None = None
     for name, one in config.eval.parsed.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
-        try:
-            refuse_template(data.template)
-            rows, complete = _read(data)
-            new, vocab_size = one.max_new_tokens or config.sampling.max_new_tokens, None if model is None else model.vocab_size
-            refuse_unfit(rows, config, max_new_tokens=new, vocab_size=vocab_size)
-        except PromptError as error:
-            cure = f"fix the file, or the keys of {setting} ({data.path})"
-            report.error(
-                EVALUATION, report.at(setting) if error.where == data.path else error.where, want=error.want, got=error.got, cure=cure
-            )
+        new = one.max_new_tokens or config.sampling.max_new_tokens
+        cure = f"fix the file, or the keys of {setting} ({data.path})"
+        if model is not None and tokenize is not None and model.context <= new:
+            want = f"< {model.context}, the model's context"
+            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure="lower it")
             continue
-        first = first or Prompts(first=rows[0])
-        if model is not None and tokenize is not None:
-            limit = model.context - new
-            if limit <= 0:
-                want = f"< {model.context}, the model's context"
-                cure = "lower it"
-                report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure=cure)
-                continue
-            _check_lengths(report, limit, rows, tokenize, topic=EVALUATION)
+        try:
+            (reading,) = read_sources(config, data, model, tokenize, max_new_tokens=new)
+        except PromptError as error:
+            where = report.at(setting) if error.where == data.path else error.where
+            report.error(EVALUATION, where, want=error.want, got=error.got, cure=cure)
+            continue
+        except TemplateLacks as error:
+            _report_lack(report, EVALUATION, data, error)
+            continue
+        reading.report(report, EVALUATION, data.bad_rows, cure=cure)
         if len(report.errors) == before:
-            size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
-            used = f", the first {one.limit} are used" if 0 < one.limit < len(rows) else ""
-            report.good(EVALUATION, f"{name}: {data.path}: {size} read{used}; {one.samples} responses each")
+            first = first or Prompts(first=reading.rows[0])
+            used = f", the first {one.limit} are used" if 0 < one.limit < reading.read else ""
+            report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {one.samples} responses each")
     return first
+
+
+def read_sources(
+    config: RunConfig, data: DataConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, max_new_tokens: int
+) -> list[Reading]:
+    """Read and tokenize rows of each source. Raises PromptError for a source that cannot be read, TemplateLacks."""
+    rules = RowRules(unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size))
+    readings = [Reading.of(source, rules, config.recorded_rollouts) for source in data.used]
+    tokens = None if model is None or tokenize is None else tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
+    if tokens is not None:
+        for reading in readings:
+            reading.tokenize(tokens)
+    return readings
+
+
+def tokens_of(
+    config: RunConfig, data: DataConfig, model: CheckedModel, tokenize: PromptTokenizer, *, max_new_tokens: int
+) -> RowTokens | None:
+    """Return the tokens of rows; None where there is no room for a prompt, which is reported with the model."""
+    limit = data.max_prompt_tokens or model.context - max_new_tokens
+    recordings = None
+    if config.recorded_rollouts and model.directory is not None:
+        recordings = Recordings(
+            tokenize,
+            rollouts=config.recorded_rollouts,
+            end_ids=EndTokens.read(model.directory).ids,
+            max_tokens=model.context,
+            chat=config.data.apply_chat_template,
+            texts=tokenize,
+        )
+    return RowTokens(tokenize, max_tokens=limit, recordings=recordings) if limit > 0 else None
+
+
+def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:
+    cure = "fix the rows, data.template or the model's chat template"
+    report.error(topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure)
 
 
 def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row], *, complete: bool) -> None:
@@ -136,11 +166,9 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
         )
 
 
-def _in_pass(data: DataConfig) -> int:
-    """Return the prompts of a pass. Raises PromptError."""
-    sizes = [sum(1 for _ in read_rows(source)) for source in data.used]
-    shares = [Share(first=0, size=size, weight=source.weight, name="") for source, size in zip(data.used, sizes, strict=True)]
-    return sum(share.in_pass for share in shares)
+def _in_pass(readings: Sequence[Reading]) -> int:
+    """Return the prompts of a pass."""
+    return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
 
 
 def _place(data: DataConfig) -> str:
@@ -152,7 +180,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     assert config.prepare is not None
     (source,) = config.data.used
     row = with_responses(row_in(source, 0, next(prompts(config.prepare))), config.recorded_rollouts)
-    refuse_unfit([row], config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=None)
+    row_check(config, max_new_tokens=config.sampling.max_new_tokens, vocab_size=None)(row)
     tokens = 0
     if config.prepare.kind == "digits":  # a token a character
         longest = "0" * config.prepare.max_digits + "="
@@ -164,94 +192,3 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(first=row, longest=tokens)
-
-
-def _read(data: DataConfig) -> tuple[list[Row], bool]:
-    """Return the rows read, at least one, and whether they are all rows of the file. Raises PromptError."""
-    rows: list[Row] = []
-    complete = True
-    for source in data.used:
-        found, all_read = _read_source(source)
-        rows, complete = rows + found, complete and all_read
-    return rows, complete
-
-
-def _read_source(source: Source) -> tuple[list[Row], bool]:
-    refuse_template(source.template)
-    rows: list[Row] = []
-    until = time.monotonic() + READ_S
-    for row in read_rows(source):
-        rows.append(row)
-        if len(rows) >= SURE_ROWS and time.monotonic() > until:
-            return rows, False
-    if not rows:
-        raise PromptError(str(source), "at least one prompt", "none")
-    return rows, True
-
-
-def recordings_of(config: RunConfig, model: CheckedModel, tokenize: Tokenize) -> Recordings | None:
-    """Return the maker of recorded sequences; None if the run has none."""
-    if not config.recorded_rollouts or model.directory is None:
-        return None
-    return Recordings(
-        tokenize,
-        rollouts=config.recorded_rollouts,
-        end_ids=EndTokens.read(model.directory).ids,
-        max_tokens=model.context,
-        chat=config.data.apply_chat_template,
-    )
-
-
-def row_length(row: Row, tokenize: Tokenize, recordings: Recordings | None) -> int:
-    """Return the tokens of a row's prompt, or of its longest recorded sequence. Raises CannotRender, PromptError."""
-    if row.responses and recordings is not None:
-        return max(len(one.tokens) for one in recordings.sequences(recorded_row(row)))
-    return len(row_tokens(row, tokenize))
-
-
-def _check_lengths(
-    report: Report, limit: int, rows: list[Row], tokenize: Tokenize, *, topic: str = "data", recordings: Recordings | None = None
-) -> int:
-    """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
-    if limit <= 0:  # reported with the model
-        return 0
-    # In random order: of a file that is sorted by length, the rows read in time would all be short, or all long.
-    others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
-    until, long, longest, looked_at = time.monotonic() + READ_S, list[tuple[int, Row, int]](), 0, 0
-    for number in chain([0], others):
-        row = rows[number]
-        place = row.where
-        try:
-            length = row_length(row, tokenize, recordings)
-            if not length:
-                raise CannotRender(f"no tokens from {row.prompt!r}")
-        except CannotRender as error:
-            want = "a prompt that tokenizer and chat template accept"
-            report.error(topic, place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
-            return 0
-        except PromptError as error:
-            report.error(topic, error.where, want=error.want, got=error.got, cure="fix the row, or the model's chat template")
-            return 0
-        looked_at += 1
-        if length > (recordings.max_tokens if row.responses and recordings is not None else limit):
-            long.append((number, row, length))
-        else:
-            longest = max(longest, length)
-        if looked_at >= SURE_ROWS and time.monotonic() > until:
-            break
-    limit = recordings.max_tokens if long and long[0][1].responses and recordings is not None else limit
-    _report_long(report, limit, sorted(long, key=itemgetter(0)), looked_at, topic)
-    return longest if looked_at == len(rows) else 0
-
-
-def _report_long(report: Report, limit: int, long: list[tuple[int, Row, int]], looked_at: int, topic: str) -> None:
-    if not long:
-        return
-    _, row, length = long[0]
-    where, want = row.where, f"prompts of <= {limit} tokens"
-    got = f"{length} tokens there; {len(long)} of {looked_at} checked prompts are too long"
-    cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
-    if len(long) == looked_at:
-        report.error(topic, where, want=want, got=got, cure=cure)
-    else:
-        report.warning(topic, where, want=want, got=got, cure=f"these are skipped; {cure}")

@@ -9,11 +9,8 @@ from actors.text.text import Text
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
+from launch.checks.tokens import QUESTION, TOOL
 from launch.settings.run_config import RunConfig
-
-QUESTION = ({"role": "user", "content": "What is three plus four?"},)
-"""Chat that the renderer and the model's chat template are to write in the same way."""
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
-from bus.wire.json_object import JsonMapping
+from bus.wire.json_object import JsonMapping, JsonObject
 from launch.checks.findings import Report
 from launch.settings import yaml_file
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.checkpoints import disk, torch_dist
+from learner.data.digests import prompts_digest
 from learner.data.formats import data_files
-from learner.data.prompts import prompts_digest
-from learner.data.snapshot import read_state
+from learner.data.planned_rows import PlannedRows
+from learner.data.prompts import PromptFile
+from learner.data.snapshot import ROWS, read_state
 from learner.errors import ConfigRefused, PromptError, ReplayMismatch
 
 log = logging.getLogger(__name__)
@@ -41,16 +43,39 @@ def check_resume(report: Report, config: RunConfig) -> None:
     """Compare with the newest checkpoint and, for entries it lacks, with the configuration of the previous start."""
     file = config.root / CONFIG_FILE
     began = began_with(file) if file.exists() else None
-    then = ({} if began is None else identity(began)) | _recorded(config.checkpoints)
+    state = _recorded(config.checkpoints)
+    then = ({} if began is None else identity(began)) | state.get("identity", {})
     now = identity(config)
-    before = len(report.errors)
+    before = len(report.findings)
     for name, setting in SETTINGS.items():
         if name in then and name in now and then[name] != now[name]:
+            if name == "prompts_digest" and ROWS in state:
+                _compare_rows(report, config, state[ROWS])
+                continue
             want = f"{_shown(name, then[name], began)}, with which the run in {config.root} began"
             cure = "undo this change, or start another run: set directory"
             report.error("resume", report.at(setting), want=want, got=_shown(name, now[name], config), cure=cure)
-    if then and len(report.errors) == before:
+    if then and len(report.findings) == before:
         report.good("resume", f"{config.root}: the same model, prompts and sampling as at its start")
+
+
+def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
+    """Report the differences of the prompts from those of the checkpoint: as an error where the run has planned one of these rows."""
+    data = config.data
+    try:
+        # Their content alone is compared, so they get no tokens.
+        prompts = PromptFile(data.used, tokenize=lambda _: [], max_tokens=0, shuffle=data.shuffle, seed=data.seed)
+        differences = PlannedRows(prompts).load(rows)
+    except PromptError as error:  # the check of the data names it
+        log.debug("prompts not compared error=%s", error)
+    except ConfigRefused as error:
+        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory")
+    else:
+        want, cure = (
+            f"the files with which the run in {config.root} began",
+            "the run goes on with these, because it has planned none of them",
+        )
+        report.warning("resume", report.at("data.path"), want=want, got=f"others: {differences}", cure=cure)
 
 
 def identity(config: RunConfig) -> dict[str, object]:
@@ -116,12 +141,11 @@ def began_with(file: Path) -> RunConfig | None:
         return None
 
 
-def _recorded(root: Path) -> dict[str, object]:
-    """Return the identity in the newest readable checkpoint; empty without one."""
+def _recorded(root: Path) -> JsonObject:
+    """Return the state of the data in the newest readable checkpoint; empty without one."""
     for checkpoint in disk.listed(root):
         try:
-            found: dict[str, object] = read_state(disk.read_state(checkpoint.path))["identity"]
-            return found
+            return read_state(disk.read_state(checkpoint.path))
         except (OSError, ValueError, KeyError, TypeError, ReplayMismatch) as error:
             log.warning("checkpoint passed over directory=%s error=%s", checkpoint.path, error)
     return {}

@@ -1,6 +1,6 @@
 """Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their metadata asks for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from actors.rollout_settings import OF_VERIFIERS, parse_rollouts
 from bus.config import SINGLE_TURN
@@ -10,17 +10,18 @@ from learner.errors import PromptError
 from rewards.part_settings import read_parts
 
 
-def refuse_unfit(rows: Iterable[Row], config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> None:
-    """Raise PromptError for the first row that the run cannot sample or score.
+def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:
+    """Return a function that raises PromptError for a row that the run cannot sample or score.
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
     """
     tasksets = {name: one.taskset for name, one in parse_rollouts(config.rollouts).items() if one.taskset}
     parts, recorded = read_parts(config.actor.reward_parts), config.recorded_rollouts
-    for row in rows:
+
+    def check(row: Row) -> None:
         if row.rollout in recorded:
             _refuse_responses(row, config, vocab_size)
-            continue
+            return
         if row.rollout and row.rollout not in config.rollouts:
             wanted = ", ".join(sorted(config.rollouts)) or "rollouts, which has none"
             raise PromptError(row.where, f"a rollout of {wanted}, or {SINGLE_TURN}", repr(row.rollout))
@@ -34,6 +35,8 @@ def refuse_unfit(rows: Iterable[Row], config: RunConfig, *, max_new_tokens: int,
         if parts and not any(part.applies(row.metadata) for part in parts):
             wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
             raise PromptError(row.where, f"metadata for one of actor.reward_parts ({wanted})"[:500], f"{row.metadata!r:.200}")
+
+    return check
 
 
 def _refuse_other_task(row: Row, taskset: str) -> None:

@@ -14,7 +14,7 @@ from launch.checks.prepared import check_prepare
 from launch.checks.renderer import check_renderer
 from launch.checks.store import check_store
 from launch.checks.teachers import check_teachers
-from launch.checks.tokens import check_tokenizer
+from launch.checks.tokens import check_tokenizer, check_tools
 from launch.settings.config_loader import Loaded
 
 
@@ -58,6 +58,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_reward(report, config, None if first is None else first.first, here=rewards_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
     check_renderer(report, config, model, here=actors_here)
+    check_tools(report, config, model)
     check_teachers(report, config, model, data, reach=purpose.starts_workers)
     check_filters(report, config)
     check_algorithm(report, config)

@@ -1,27 +1,26 @@
 """Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from actors.errors import BadRequest
-from actors.text.chat_template import ChatTemplate
+from actors.rollout_settings import MULTI_TURN, parse_rollouts
 from actors.text.text import Text
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Tokenize
+from learner.data.prompts import PromptTokenizer
+from rewards.message_template import MessageTemplate, ToolsLeftOut
 
+CHAT = "chat"
+"""Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
+QUESTION = ({"role": "user", "content": "What is three plus four?"},)
+"""Chat that chat templates and renderers are tried with."""
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
 
-class CannotRender(ValueError):
-    """The tokenizer or the chat template refuses a prompt."""
-
-
-def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
+def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> PromptTokenizer | None:
     """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
@@ -36,7 +35,13 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> T
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
-    return _tokenize(config, text, template, model.directory)
+    return PromptTokenizer(
+        lambda given, add_special: text.encode(given, add_special=add_special),
+        lambda ids: text.decode(ids, skip_special=False),
+        template,
+        chat=config.data.apply_chat_template,
+        template_args=config.data.chat_template_args,
+    )
 
 
 def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
@@ -54,10 +59,10 @@ def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) ->
     return text
 
 
-def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTemplate | None:
+def _template(report: Report, config: RunConfig, model: CheckedModel) -> MessageTemplate | None:
     assert model.directory is not None
     try:
-        template = ChatTemplate.read(model.directory)
+        template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="fix it in tokenizer_config.json")
         return None
@@ -68,33 +73,30 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTem
     return template
 
 
-def _rendered_without(template: ChatTemplate, messages: Sequence[JsonObject], said: JsonObject) -> str | None:
-    """Return the messages as text without tools; None where the template wants some."""
+def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
+    """Report tools of ``multi_turn`` that the model's chat template leaves out. Those of a renderer are checked with the renderer."""
+    if model is None or model.directory is None or config.actor.gateway.renderer:
+        return
+    offering = [
+        name
+        for name, rollout in parse_rollouts(config.rollouts).items()
+        if rollout.use == MULTI_TURN and rollout.options.get("tools") and rollout.options.get("protocol", CHAT) == CHAT
+    ]
+    got = _leaves_out_tools(model.directory, config.data.chat_template_args) if offering else ""
+    for name in offering if got else ():
+        want, cure = "a chat template that writes tools, or the option protocol: text", f"change chat_template.jinja in {model.directory}"
+        report.error("rollouts", report.at(f"rollouts.{name}.options.tools"), want=want, got=got, cure=cure)
+
+
+def _leaves_out_tools(directory: Path, template_args: JsonObject) -> str:
+    """Return why the model would not see tools; empty = it would, or the template cannot be tried."""
     try:
-        return template.render(messages, **said)
-    except BadRequest:
-        return None
-
-
-def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the tokens of a prompt, of a whole conversation, or of the text of a response. Raises CannotRender."""
-        try:
-            if isinstance(prompt, str) and whole:
-                return text.encode(prompt, add_special=False)
-            if isinstance(prompt, str) and not config.data.apply_chat_template and not tools:
-                return text.encode(prompt)
-            if template is None:
-                raise CannotRender(f"{'tools' if tools else 'chat messages'}, and {directory} has no chat template")
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            said = config.data.chat_template_args
-            rendered = template.render(messages, add_generation_prompt=not whole, **{**said, **({"tools": list(tools)} if tools else {})})
-            if tools and rendered == _rendered_without(template, messages, said):
-                raise CannotRender(f"tools, and the chat template of {directory} does not render any")
-            return text.encode(rendered, add_special=False)
-        except (CannotRender, BadRequest) as error:
-            raise CannotRender(str(error)) from None
-        except ValueError as error:
-            raise CannotRender(f"rejected by the tokenizer: {error}") from None
-
-    return tokenize
+        template = MessageTemplate.read(directory)
+        if template is None:
+            return "no chat template"
+        template.render(QUESTION, tools=[TOOL], **template_args)
+    except ToolsLeftOut:
+        return "one that writes none"
+    except (ValueError, KeyError, TypeError, AttributeError):  # reported by the check of the tokenizer
+        return ""
+    return ""

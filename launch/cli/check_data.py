@@ -3,20 +3,21 @@
 import argparse
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from actors.text.text import Text
-from launch.checks.data import recordings_of
+from launch.checks.data import tokens_of
 from launch.checks.findings import Report
 from launch.checks.model import check_model
-from launch.checks.tokens import CannotRender, check_tokenizer
+from launch.checks.rows import row_check
+from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import load
 from learner.data.config import DataConfig
-from learner.data.prompts import Row, recorded_row, refuse_template, row_tokens, scan_rows, with_responses
-from learner.data.responses import Recordings
+from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
 from learner.data.source import Source
-from learner.errors import PromptError
+from learner.errors import PromptError, TemplateLacks
 
 Rendering = Callable[[Row], str]
 SHOWN = 400
@@ -24,33 +25,35 @@ SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Options for reading the rows, beyond their columns."""
+class RowReader:
+    """How rows are read, beyond their columns."""
 
+    rules: RowRules = field(default_factory=RowRules)
     recorded: Collection[str] = ()
     """Rollouts with recorded responses."""
-    recordings: Recordings | None = None
-    """Makes their sequences; None without a model."""
+    tokens: RowTokens | None = None
+    """None without a model."""
     render: Rendering | None = None
     """Shows the tokens of a row; None without a model."""
 
-    def row(self, row: Row) -> Row | PromptError:
-        """Return the row as it is used, or the error in its recorded responses."""
+    def row(self, row: Row | PromptError) -> Row | PromptError:
+        """Return the row as it is used, or its error."""
+        row = self.rules.applied(row, self.recorded)
+        if isinstance(row, PromptError) or self.tokens is None:
+            return row
         try:
-            row = with_responses(row, self.recorded)
-            if row.responses and self.recordings is not None:
-                self.recordings.sequences(recorded_row(row))
+            self.tokens.of(row)
         except PromptError as error:
             return error
-        except CannotRender as error:
-            return PromptError(row.where, "a conversation that tokenizer and chat template accept", str(error))
+        except TemplateLacks as error:
+            return PromptError(row.where, "a prompt that tokenizer and chat template accept", str(error))
         return row
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
-    reading = _reading(args)
-    bad = sum(_check(source, reading, most=args.most, preview=args.preview) for source in _sources(args))
+    reader = _reader(args)
+    bad = sum(_check(source, reader, most=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
 
 
@@ -67,50 +70,52 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     return [source for path in args.files for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
 
 
-def _reading(args: argparse.Namespace) -> Reading:
+def _reader(args: argparse.Namespace) -> RowReader:
     """Return how rows are read, with the tokens of the model that the settings name, if it is there.
 
     Raises CheckFailed for a model with a tokenizer that cannot be used.
     """
     configs = [Path(one) for one in args.files if one.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)
-    directory = Path(loaded.config.model.path)
-    if not loaded.config.model.path or not (directory / "config.json").is_file():
-        return Reading(recorded=loaded.config.recorded_rollouts)
+    config, directory = loaded.config, Path(loaded.config.model.path)
+    reader = RowReader(recorded=config.recorded_rollouts)
+    if not config.model.path or not (directory / "config.json").is_file():
+        return reader
     report = Report(loaded.origins)
-    model = check_model(report, loaded.config, made=False)
-    tokenize = None if model is None else check_tokenizer(report, loaded.config, model)
+    model = check_model(report, config, made=False)
+    tokenize = None if model is None else check_tokenizer(report, config, model)
     report.refuse()
     text = Text.read(directory)
     if model is None or tokenize is None or text is None:
-        return Reading(recorded=loaded.config.recorded_rollouts)
-    recordings = recordings_of(loaded.config, model, tokenize)
-
-    def render(row: Row) -> str:
-        """Return the number of tokens of a row, and their text with special tokens."""
-        if row.responses and recordings is not None:
-            return "; ".join(
-                f"{len(one.tokens)} tokens {text.decode(one.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
-                f"{int(one.loss_mask.sum())} are trained: "
-                f"{text.decode(one.tokens[-len(one.loss_mask) :][one.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
-                for one in recordings.sequences(recorded_row(row))
-            )
-        try:
-            ids = row_tokens(row, tokenize)
-        except CannotRender as error:
-            return f"no tokens: {error}"
-        return f"{len(ids)} tokens {text.decode(ids, skip_special=False)!a:.{SHOWN}}"
-
-    return Reading(recorded=loaded.config.recorded_rollouts, recordings=recordings, render=render)
+        return reader
+    longest = config.sampling.max_new_tokens if configs else 0  # files alone are of no run, which has a longest response
+    tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
+    if configs:
+        rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))
+        reader = replace(reader, rules=rules)
+    return reader if tokens is None else replace(reader, tokens=tokens, render=partial(_rendered, tokens, text))
 
 
-def _check(source: Source, reading: Reading, *, most: int, preview: int) -> int:
+def _rendered(tokens: RowTokens, text: Text, row: Row) -> str:
+    """Return the number of tokens of a row, and their text with special tokens."""
+    prompt, recorded = tokens.of(row)
+    if not recorded:
+        return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
+    return "; ".join(
+        f"{len(one.tokens)} tokens {text.decode(one.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
+        f"{int(one.loss_mask.sum())} are trained: "
+        f"{text.decode(one.tokens[-len(one.loss_mask) :][one.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
+        for one in recorded
+    )
+
+
+def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int:
     """Print the bad rows of a source, the first good ones and the counts. Returns the number of errors."""
     refuse_template(source.template)
     good, bad = 0, 0
     try:
         for found in scan_rows(source):
-            row = found if isinstance(found, PromptError) else reading.row(found)
+            row = reader.row(found)
             if isinstance(row, PromptError):
                 bad += 1
                 if bad <= most:
@@ -118,7 +123,7 @@ def _check(source: Source, reading: Reading, *, most: int, preview: int) -> int:
                 continue
             good += 1
             if good <= preview:
-                print(_shown(row, reading.render))
+                print(_shown(row, reader.render))
     except PromptError as error:  # the rest of the file cannot be read
         bad += 1
         print(error)

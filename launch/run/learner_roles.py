@@ -243,13 +243,14 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from launch.checks.rows import refuse_unfit
-    from learner.data.prompts import PromptFile, model_tokenizer
+    from launch.checks.rows import row_check
+    from learner.data.prompts import PromptFile, RowRules, model_tokenizer
     from learner.data.responses import Recordings
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
-    prompts = PromptFile(
+    vocab_size = model_shape(Path(config.model.path))[0]
+    return PromptFile(
         data.used,
         tokenize=tokenize,
         max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
@@ -261,12 +262,11 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,
             chat=data.apply_chat_template,
+            texts=tokenize,
         ),
         chat_template_args=data.chat_template_args,
+        rules=RowRules(policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)),
     )
-    # All rows: ``check`` reads some of a large file.
-    refuse_unfit(prompts.rows, config, max_new_tokens=max_new_tokens, vocab_size=model_shape(Path(config.model.path))[0])
-    return prompts
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:

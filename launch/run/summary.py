@@ -69,7 +69,7 @@ def summarize(accounting: RunAccounting, lines: Sequence[JsonMapping], versions:
         "tasks_issued": accounting.tasks_issued,
         "tasks_open": accounting.tasks_open,
         "tasks_given_up": dict(sorted(accounting.tasks_given_up.items())),
-        "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
+        "bad_rows": int(loads.get("feeder.feeder", {}).get("bad_rows", 0)),
         "troubles": dict(observed.troubles),
         "restarts": dict(observed.restarts),
         "problems": accounting.problems,

@@ -229,7 +229,7 @@ class RunConfig:
 
     def _data_settings(self) -> JsonObject:
         """Return the settings of the data that change the training."""
-        settings = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
+        settings = {name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")}
         _leave_out(settings, _LATER_OF_DATA)
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
             for name in ("skip_easy", "skip_hard", "skip_passes", "passes_at"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from bus.wire.json_object import JsonObject
 from bus.wire.template_args import OF_TEMPLATE
+from learner.data.bad_rows import POLICIES, SKIP
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
@@ -62,8 +63,11 @@ class DataConfig:
     """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
     chat_template_args: JsonObject = field(default_factory=dict)
     """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
+    bad_rows: str = SKIP
+    """Rows that cannot be used (unreadable, a column missing, rejected by the chat template, too long): ``skip`` = leave them out, counted
+    and named; ``refuse`` = end with the first one, before the run begins. If no row can be used, the run ends with both."""
     max_prompt_tokens: int = 0
-    """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
+    """Longer prompts are bad rows; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
     """Shuffle the prompts anew for each pass; false = the order of the file."""
     skip_easy: float = 0.0
@@ -88,6 +92,8 @@ class DataConfig:
             raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
         for source in self.chosen:
             Source.at(source.path)
+        if self.bad_rows not in POLICIES:
+            raise ValueError(f"bad_rows: want {' or '.join(POLICIES)}, got {self.bad_rows!r}")
         if self.max_prompt_tokens < 0:
             raise ValueError(f"max_prompt_tokens: want > 0, or 0 for what the model leaves, got {self.max_prompt_tokens}")
         if not 0 <= self.skip_easy <= 1:

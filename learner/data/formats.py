@@ -4,16 +4,21 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bus.wire.json_object import JsonMapping
+from bus.errors import WireError
+from bus.wire.chat_messages import chat_messages
+from bus.wire.json_object import JsonMapping, JsonObject
 from learner.data.row_functions import is_function, rows_of
 from learner.data.shards import SUFFIXES, is_pattern, matching, shards_in
 from learner.errors import PromptError
 
 LINE_BYTES = 64 << 20
 """Longest line of a JSONL file."""
+COUNTED_BYTES = 256_000_000
+"""Bytes of JSONL files up to which their rows are counted."""
 KINDS = (
     "a .jsonl or .parquet file, a directory of such shards or a pattern for their names, a directory saved by datasets (save_to_disk), "
     "or python:module:function"
@@ -58,18 +63,25 @@ def read_values(path: Path) -> Iterator[tuple[str, JsonMapping | PromptError]]:
         yield from ((where_of(path, number), values) for number, values in enumerate(rows))
         return
     for file in files:
-        read = _read_jsonl if file.suffix == ".jsonl" else _read_parquet
-        yield from ((where_of(file, number), values) for number, values in enumerate(read(file)))
+        if file.suffix == ".jsonl":
+            yield from _read_jsonl(file)
+        else:
+            yield from ((where_of(file, number), values) for number, values in enumerate(_read_parquet(file)))
 
 
-def _read_jsonl(path: Path) -> Iterator[JsonMapping | PromptError]:
-    number = 0
+def _read_jsonl(path: Path) -> Iterator[tuple[str, JsonMapping | PromptError]]:
+    """Yield the place and the values of each line that is not blank."""
     with path.open("rb") as file:
-        while line := file.readline(LINE_BYTES + 1):
+        for number in count():
+            line, where = file.readline(LINE_BYTES + 1), where_of(path, number)
+            if not line:
+                return
             if len(line) > LINE_BYTES:
-                raise PromptError(where_of(path, number), f"a line of at most {LINE_BYTES} bytes", "a longer one")
-            yield _of_line(where_of(path, number), line)
-            number += 1
+                while line and not line.endswith(b"\n"):  # its rest
+                    line = file.readline(LINE_BYTES)
+                yield where, PromptError(where, f"a line of at most {LINE_BYTES} bytes", "a longer one")
+            elif line.strip():
+                yield where, _of_line(where, line)
 
 
 def _of_line(where: str, line: bytes) -> JsonMapping | PromptError:
@@ -130,6 +142,30 @@ def _read_arrow(files: Iterable[Path]) -> Iterator[JsonMapping]:
             raise PromptError(str(file), "an Arrow file of datasets", str(error)) from error
 
 
+def count_rows(path: Path) -> int | None:
+    """Return the number of rows without their values; None where that takes long: for functions and large JSONL files."""
+    files = data_files(path)
+    if is_function(path) or (files[0].suffix == ".jsonl" and sum(file.stat().st_size for file in files) > COUNTED_BYTES):
+        return None
+    return sum(map(_count, files))
+
+
+def _count(file: Path) -> int:
+    if file.suffix == ".jsonl":
+        with file.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if file.suffix == ".parquet":
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+        with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+            return sum(batch.num_rows for batch in stream)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PromptError(str(file), "a file of rows", str(error)) from error
+
+
 def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str) -> Any:
     """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
 
@@ -170,6 +206,14 @@ def refuse_unsendable(value: object, *, where: str, key: str) -> None:
             raise PromptError(where, f"values of JSON in {place!r}", f"a {type(one).__name__}; save the column as text or a number")
         elif not math.isfinite(one):
             raise PromptError(where, f"finite numbers in {place!r}", f"{one}; write null, or remove the row")
+
+
+def messages_in(value: object, *, where: str, key: str) -> list[JsonObject]:
+    """Return the chat messages under ``key`` in the form that templates read. Raises PromptError."""
+    try:
+        return chat_messages(value, key)
+    except WireError as error:
+        raise PromptError(where, f"{error.want} in {error.field!r}", error.got) from None
 
 
 def _joined(path: str, name: str) -> str:

@@ -1,7 +1,8 @@
 """Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
 
 import hashlib
-import logging
+import json
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,18 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.errors import WireError
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt
+from learner.data.bad_rows import REFUSE, SKIP, BadRows, RowTooLong, all_bad, rejections
 from learner.data.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
-from learner.data.formats import data_files, kind_of, read_values, refuse_unsendable, value_at, where_of
+from learner.data.digests import prompts_digest
+from learner.data.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
 from learner.data.mixing import Share, order_of
 from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
-from learner.data.row_functions import add_rows, is_function
 from learner.data.saved_tokenizer import saved_tokenizer
 from learner.data.source import Source, rollout_named
-from learner.errors import PromptError
-
-log = logging.getLogger(__name__)
+from learner.errors import CannotRender, PromptError, TemplateLacks
+from rewards.message_template import MessageTemplate, ToolsLeftOut
 
 Tokenize = Callable[..., Sequence[int]]
 """Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
@@ -61,10 +63,66 @@ class Drawn:
     """Recorded responses of the row, for a rollout that has them."""
     chat_template_args: JsonMapping = field(default_factory=dict)
     """Variables of the chat template in the chats of its rollout."""
+    digest: int = 0
+    """Digest of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """The rules for using rows, beyond their columns."""
+
+    policy: str = SKIP
+    """``data.bad_rows``."""
+    unfit: Callable[[Row], None] | None = None
+    """Raises PromptError for a row that contradicts settings of the run; None = none does."""
+
+    def applied(self, row: Row | PromptError, recorded: Collection[str] | None) -> Row | PromptError:
+        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = those of rows stay."""
+        if isinstance(row, PromptError):
+            return row
+        try:
+            row = row if recorded is None else with_responses(row, recorded)
+            if self.unfit is not None:
+                self.unfit(row)
+        except PromptError as error:
+            return error
+        return row
+
+
+class RowTokens:
+    """The tokens of rows: of a prompt, or of recorded responses."""
+
+    def __init__(self, tokenize: Tokenize, *, max_tokens: int, recordings: Recordings | None = None) -> None:
+        """``max_tokens``: the longest prompt. ``recordings``: makes the sequences of recorded responses; None = no row has any."""
+        self.recordings = recordings
+        self._tokenize, self._max_tokens = tokenize, max_tokens
+
+    def of(self, row: Row) -> tuple[NDArray[np.int32], tuple[RecordedSequence, ...]]:
+        """Return the tokens of the prompt, and the recorded sequences of a rollout that has them.
+
+        Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many.
+        """
+        recorded: tuple[RecordedSequence, ...] = ()
+        most = self._max_tokens
+        with rejections(row.where):
+            if row.responses and self.recordings is not None:
+                recorded, most = self.recordings.sequences(recorded_row(row)), self.recordings.max_tokens
+                tokens = recorded[0].prompt_tokens
+            else:
+                tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
+        if not len(tokens):
+            raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
+        if (longest := max((len(one.tokens) for one in recorded), default=len(tokens))) > most:
+            raise RowTooLong(row.where, f"<= {most} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})", longest)
+        return tokens, recorded
 
 
 class PromptFile:
-    """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone."""
+    """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone.
+
+    A row that cannot be used keeps its place in the order and is skipped there (``bad_rows``). Whether it can be used depends on the row
+    and the settings alone, so a later start skips the same rows.
+    """
 
     def __init__(
         self,
@@ -76,34 +134,46 @@ class PromptFile:
         seed: int = 0,
         recordings: Recordings | None = None,
         chat_template_args: JsonMapping | None = None,
+        rules: RowRules | None = None,
     ) -> None:
         """``path``: one file, with the defaults of ``Source``; or sources.
         ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for the chats of rollouts.
 
-        Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
-        nor messages.
+        Raises PromptError, which names file and line, for a source that cannot be read, or of which no row can be used; with the policy
+        refuse for any bad row.
         """
-        self._sources = [Source(path=path)] if isinstance(path, Path) else list(path)
-        self._tokenize, self._max_tokens, self._shuffle, self.seed = tokenize, max_tokens, shuffle, seed
-        self._recordings, self.chat_template_args = recordings, dict(chat_template_args or {})
-        self._place = " + ".join(map(str, self._sources))
+        self.sources = [Source(path=path)] if isinstance(path, Path) else list(path)
+        self.shuffle, self.seed, self._rules = shuffle, seed, rules or RowRules()
+        self._row_tokens = RowTokens(tokenize, max_tokens=max_tokens, recordings=recordings)
+        self.chat_template_args = dict(chat_template_args or {})
         # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
-        self.digest = prompts_digest(self._sources, shuffle=shuffle, seed=seed)
-        self._rows: list[Row] = []
-        self._shares = [self._read(source, number) for number, source in enumerate(self._sources)]
-        self._too_long: set[str] = set()
+        self.digest = prompts_digest(self.sources, shuffle=shuffle, seed=seed)
+        self.bad_rows = BadRows(self._rules.policy)
+        self._rows: list[Row | PromptError] = []
+        digests: list[int] = []
+        self.shares = [self._read(source, number, digests) for number, source in enumerate(self.sources)]
+        self.digests = np.array(digests, np.uint32)
+        """Digest of each row as it is used, before it has tokens."""
         # Two passes: at the end of one, reissued prompts of it and new prompts of the next are drawn in turn.
         self._order = lru_cache(maxsize=2)(self._permutation)
+        if self._rules.policy == REFUSE:
+            for number in range(len(self._rows)):
+                self._row_tokens.of(self.row(number))
 
-    def _read(self, source: Source, number: int) -> Share:
-        """Append the rows of a source. Raises PromptError."""
+    def _read(self, source: Source, number: int, digests: list[int]) -> Share:
+        """Append the rows of a source, and their digests. Raises PromptError."""
         refuse_template(source.template)
         first = len(self._rows)
-        rows = read_rows(source)
-        self._rows += rows if self._recordings is None else (with_responses(row, self._recordings.rollouts) for row in rows)
-        share = Share(first=first, size=len(self._rows) - first, weight=source.weight, name=f"{number}")
-        if not share.size:
+        recordings = self._row_tokens.recordings
+        for row in scan_rows(source):
+            digests.append(row_digest(row))
+            self._rows.append(self._rules.applied(row, None if recordings is None else recordings.rollouts))
+        rows = self._rows[first:]
+        share = Share(first=first, size=len(rows), weight=source.weight, name=f"{number}")
+        if not rows:
             raise PromptError(str(source), "at least one prompt", "none")
+        if isinstance(rows[0], PromptError) and not any(isinstance(row, Row) for row in rows):
+            raise all_bad(rows[0], str(source), len(rows))
         if not share.in_pass:
             want = f"a weight with at least one of its {share.size} prompts in a pass"
             raise PromptError(str(source), want, f"{source.weight}; raise it, or remove the source")
@@ -111,91 +181,79 @@ class PromptFile:
 
     def __len__(self) -> int:
         """Return the number of prompts in a pass, which is that of the rows unless sources have weights."""
-        return sum(share.in_pass for share in self._shares)
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """All rows of all sources, used or not."""
-        return self._rows
-
-    @property
-    def num_too_long(self) -> int:
-        """Number of distinct rows skipped so far because they have more than ``max_tokens`` tokens."""
-        return len(self._too_long)
+        return sum(share.in_pass for share in self.shares)
 
     @property
     def trouble(self) -> str:
         """Description of the rows skipped so far, for status; empty while there are none."""
-        if not self._too_long:
-            return ""
-        return (
-            f"{self.num_too_long} of {len(self._rows)} prompts left out so far: "
-            f"longer than {self._max_tokens} tokens (data.max_prompt_tokens)"
-        )
+        return self.bad_rows.trouble(len(self._rows))
+
+    def row(self, number: int) -> Row:
+        """Return the row of a number; those of further sources begin behind those of the ones before. Raises PromptError for a bad one."""
+        row = self._rows[number]
+        if isinstance(row, PromptError):
+            raise row
+        return row
+
+    def place(self, number: int) -> str:
+        """Return the file and line of a row, as in messages."""
+        return self._rows[number].where
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the row numbers of one pass, [len]; those of further sources begin behind those of the ones before."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return order_of(self._shares, shuffle=self._shuffle, seed=self.seed, epoch=epoch)
+        return order_of(self.shares, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
 
     def at(self, epoch: int, offset: int) -> Drawn:
-        """Return the prompt at a position. Raises PromptError when it is too long."""
-        drawn = self._look(epoch, offset)
-        if self._excess(drawn):
-            raise PromptError(drawn.row.where, f"<= {self._most(drawn)} tokens", self._most(drawn) + self._excess(drawn))
-        return drawn
-
-    def _most(self, drawn: Drawn) -> int:
-        """Return the most tokens of a prompt, or of a recorded sequence."""
-        return self._recordings.max_tokens if drawn.recorded and self._recordings is not None else self._max_tokens
-
-    def _excess(self, drawn: Drawn) -> int:
-        """Return the tokens that a row has too many; 0 or less if it is used."""
-        return max(0, max((len(one.tokens) for one in drawn.recorded), default=len(drawn.tokens)) - self._most(drawn))
+        """Return the prompt at a position. Raises PromptError for a row that cannot be used."""
+        number = int(self.order(epoch)[offset])
+        row = self.row(number)
+        tokens, recorded = self._row_tokens.of(row)
+        args = self.chat_template_args if row.rollout and not recorded else {}
+        digest = int(self.digests[number])
+        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens, recorded=recorded, chat_template_args=args, digest=digest)
 
     def after(self, epoch: int, offset: int) -> Drawn:
-        """Return the first prompt at or after a position that is not too long. Each skipped row is logged once.
+        """Return the first prompt at or after a position that can be used. Skipped rows are added to ``bad_rows``.
 
-        Raises PromptError when all prompts are too long.
+        Raises PromptError when no row can be used, and with the policy refuse for any bad row.
         """
+        first: PromptError | None = None
         # The rest of this pass and all of the next, which has another order; more where a pass has only some of the rows.
-        for _ in range((1 + max(share.passes for share in self._shares)) * len(self)):
+        for _ in range((1 + max(share.passes for share in self.shares)) * len(self)):
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
-            drawn = self._look(epoch, offset)
-            if not self._excess(drawn):
-                return drawn
-            self._skipped(drawn)
+            try:
+                return self.at(epoch, offset)
+            except PromptError as error:
+                self.bad_rows.add(int(self.order(epoch)[offset]), error)
+                first = first or error
             offset += 1
-        raise PromptError(self._place, f"a prompt of <= {self._max_tokens} tokens", f"{len(self._rows)} longer ones")
+        assert first is not None
+        raise all_bad(first, " + ".join(map(str, self.sources)), len(self._rows))
 
-    def _look(self, epoch: int, offset: int) -> Drawn:
-        row = self._rows[int(self.order(epoch)[offset])]
-        if row.responses and self._recordings is not None:
-            recorded = self._recordings.sequences(recorded_row(row))
-            return Drawn(epoch=epoch, offset=offset, row=row, tokens=recorded[0].prompt_tokens, recorded=recorded)
-        tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
-        if not len(tokens):
-            raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
-        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens, chat_template_args=self.chat_template_args if row.rollout else {})
-
-    def _skipped(self, drawn: Drawn) -> None:
-        if drawn.row.where not in self._too_long:
-            self._too_long.add(drawn.row.where)
-            log.warning(
-                "prompt skipped where=%s tokens=%d max=%d skipped=%d",
-                drawn.row.where,
-                self._most(drawn) + self._excess(drawn),
-                self._most(drawn),
-                self.num_too_long,
-            )
+    def leave_out(self, epoch: int, offset: int, error: WireError) -> None:
+        """Make the row at a position bad, because no task can carry it. Raises PromptError with the policy refuse."""
+        number = int(self.order(epoch)[offset])
+        self._rows[number] = bad = PromptError(self.place(number), f"a task with {error.field} of {error.want}", error.got)
+        self.bad_rows.add(number, bad)
 
 
 def row_tokens(row: Row, tokenize: Tokenize) -> Sequence[int]:
     """Return the input ids of a row's prompt and tools."""
     return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
+
+
+def row_digest(row: Row | PromptError) -> int:
+    """Return a digest of 32 bits of a row's content, wherever it is; for a bad row, of its error."""
+    if isinstance(row, PromptError):
+        parts: list[object] = [row.want, str(row.got)]
+    else:
+        parts = [row.prompt, row.label, row.metadata, row.rollout]
+        parts += [] if row.sampling == RowSampling() and not row.responses else [row.sampling, row.responses]
+    return zlib.crc32(json.dumps(parts, sort_keys=True, default=repr).encode())
 
 
 def recorded_row(row: Row) -> RecordedRow:
@@ -211,50 +269,6 @@ def with_responses(row: Row, rollouts: Collection[str]) -> Row:
         return row
     prompt, response = in_conversation(row.prompt, where=row.where)
     return replace(row, prompt=prompt, responses=(response,))
-
-
-def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
-    """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
-
-    That of one whole file is as in the releases that had nothing else: checkpoints have it.
-    """
-    files = [data_files(source.path) for source in sources]
-    if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir() and len(files[0]) == 1:
-        digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
-        _add_content(digest, files[0][0])
-        return digest.hexdigest()[:16]
-    told: list[tuple[object, ...]] = [(one.template, one.system_prompt, one.start, one.stop, one.weight) for one in sources]
-    own = [(one.reward, one.reward_key, one.sampling_key, one.tools_key) for one in sources]
-    if any(map(any, own)):
-        told += own  # only then: checkpoints of earlier releases have the digest without
-    if any(one.responses_key for one in sources):
-        told += [(one.responses_key,) for one in sources]
-    if any(one.rollout_key for one in sources) or len({one.rollout for one in sources}) > 1:
-        told += [(one.rollout, one.rollout_key) for one in sources]
-    digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
-    for file in (file for of_source in files for file in [*of_source, None]):
-        content = hashlib.sha256()
-        if file is not None:
-            _add_content(content, file)
-        digest.update(content.digest())
-    return digest.hexdigest()[:16]
-
-
-def _add_content(digest: "hashlib._Hash", path: Path) -> None:
-    if is_function(path):
-        add_rows(digest, path)
-        return
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-
-
-def read_rows(source: Source) -> Iterator[Row]:
-    """Iterate over the rows of a source in the order of its file, reading lazily. Raises PromptError for the first bad row."""
-    for row in scan_rows(source):
-        if isinstance(row, PromptError):
-            raise row
-        yield row
 
 
 def scan_rows(source: Source) -> Iterator[Row | PromptError]:
@@ -329,24 +343,76 @@ def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31
 
 
-def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> Tokenize:
-    """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template.
+class PromptTokenizer:
+    """Tokenizer and chat template of a model. A ``Tokenize`` and ``ChatTexts``."""
+
+    def __init__(
+        self,
+        encode: Callable[[str, bool], Sequence[int]],
+        decode: Callable[[list[int]], str],
+        template: MessageTemplate | None,
+        *,
+        chat: bool,
+        template_args: JsonMapping,
+    ) -> None:
+        """``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``decode``: back, special tokens included.
+
+        ``chat``: prompts of text go through the chat template, too.
+        """
+        self._encode, self._decode, self._template = encode, decode, template
+        self._chat, self._template_args = chat, dict(template_args)
+
+    def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools.
+
+        Raises CannotRender, TemplateLacks.
+        """
+        if isinstance(prompt, str) and whole:
+            return self.encode(prompt)
+        if isinstance(prompt, str) and not self._chat and not tools:
+            return self._encoded(prompt, add_special=True)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.encode(self.render(messages, tools, whole=whole))
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
+        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender, TemplateLacks."""
+        if self._template is None:
+            raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
+        try:
+            return self._template.render(messages, tools=list(tools), add_generation_prompt=not whole, **self._template_args)
+        except ToolsLeftOut as error:
+            raise TemplateLacks(str(error)) from None
+        except ValueError as error:
+            raise CannotRender(str(error)) from None
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special tokens before or behind it. Raises CannotRender."""
+        return self._encoded(text, add_special=False)
+
+    def _encoded(self, text: str, *, add_special: bool) -> Sequence[int]:
+        try:
+            return self._encode(text, add_special)
+        except ValueError as error:
+            raise CannotRender(f"rejected by the tokenizer: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._decode(list(ids))
+
+
+def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> PromptTokenizer:
+    """Return the tokenizer of a Hugging Face model directory; chat messages always go through its template.
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.
     """
     tokenizer = saved_tokenizer(Path(model))
-
-    def tokenize(prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools."""
-        if isinstance(prompt, str) and whole:
-            return list(tokenizer.encode(prompt, add_special_tokens=False))
-        if isinstance(prompt, str) and not apply_chat_template and not tools:
-            return list(tokenizer.encode(prompt))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=not whole, tokenize=True, return_dict=False, **said))
-
-    return tokenize
+    return PromptTokenizer(
+        lambda text, add_special: list(tokenizer.encode(text, add_special_tokens=add_special)),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        MessageTemplate.read(Path(model)),
+        chat=apply_chat_template,
+        template_args=template_args or {},
+    )
 
 
 def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
@@ -366,7 +432,6 @@ def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[st
 def _prompt(where: str, key: str, value: Any) -> Prompt:
     if isinstance(value, str) and value:
         return value
-    is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
-    if not is_chat:
+    if not isinstance(value, list) or not value:
         raise PromptError(where, f"text or chat messages with role and content in {key!r}", repr(value)[:80])
-    return list(value)
+    return messages_in(value, where=where, key=key)

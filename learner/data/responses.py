@@ -1,8 +1,8 @@
 """Recorded responses of a row: text, chat messages or token ids, and the token sequences with masks that are made of them.
 
 Knows a tokenizer as a function, no file, bus or model. Masks of chat messages follow from the chat template alone: a turn of the assistant
-is the text that the template puts between the prompt of that turn and its end, and both must be prefixes of the whole conversation, token
-by token.
+is the text that the template puts between the prompt of that turn and its end. Both must be prefixes of the whole conversation, token by
+token, or else as text (``learner.data.chat_texts``).
 """
 
 import json
@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import WireError
+from bus.wire.chat_messages import ASSISTANT
 from bus.wire.invariants import check_log_probs, check_reward
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Prompt
-from learner.data.formats import kind_of, refuse_unsendable, value_at
+from learner.data.chat_texts import ChatTexts, answers_by_parts
+from learner.data.formats import kind_of, messages_in, refuse_unsendable, value_at
 from learner.errors import PromptError
 
-ASSISTANT = "assistant"
 WEIGHT = "weight"
 """Key of an assistant's message: 0 = it is not trained, 1 or missing = it is (as in OpenAI's files for fine-tuning)."""
 MOST_RESPONSES = 1024
@@ -159,17 +160,15 @@ def _check_tokens(response: Response, *, where: str, key: str) -> None:
 
 
 def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
-    is_chat = isinstance(value, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in value
-    )
-    if not is_chat or not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in value):
+    messages = messages_in(value, where=where, key=key)
+    if not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in messages):
         raise PromptError(
             where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}"
         )
-    for turn in value:
+    for turn in messages:
         if turn.get(WEIGHT) not in (None, 0, 1) or (turn["role"] != ASSISTANT and turn.get(WEIGHT)):
             raise PromptError(where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}")
-    return tuple(value)
+    return tuple(messages)
 
 
 def _ids(value: Any, *, where: str, key: str, most: int = 2**31) -> tuple[int, ...]:
@@ -214,10 +213,13 @@ class Recordings:
         end_ids: Sequence[int],
         max_tokens: int,
         chat: bool = False,
+        texts: ChatTexts | None = None,
     ) -> None:
         """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the first of them is
         put behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses of text go through the chat template.
+        ``texts``: tokenizer and template as texts; None = answers whose tokens merge with those before them are refused.
         """
+        self._texts = texts
         self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = tokenize, frozenset(rollouts), end_ids, max_tokens, chat
 
     def sequences(self, row: RecordedRow) -> tuple[RecordedSequence, ...]:
@@ -228,7 +230,7 @@ class Recordings:
         if response.tokens:
             return self._of_tokens(row, response)
         said = [turn["content"] for turn in response.messages if turn["role"] == ASSISTANT]
-        text = response.text if response.text is not None else said[-1] if isinstance(said[-1], str) else ""
+        text = response.text if response.text is not None else said[-1]
         if response.text is None or self._chat or row.tools or not isinstance(row.prompt, str):
             before = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             after = response.messages or ({"role": ASSISTANT, "content": response.text},)
@@ -251,19 +253,30 @@ class Recordings:
         """Return the tokens of a conversation, and 1 for each that the assistant is trained to write."""
         turns = [{name: one for name, one in turn.items() if name != WEIGHT} for turn in (*before, *after)]
         trained = [at for at, turn in enumerate(after, len(before)) if turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0]
+        tokens, bounds = self._answers(turns, trained, row)
+        mask = [0] * len(tokens)
+        for start, end in bounds:
+            # A response ends with its end token; text of the template behind that token is not trained.
+            ends = [place for place in range(start, end) if tokens[place] in self._end_ids]
+            stop = ends[-1] + 1 if ends else end
+            mask[start:stop] = [1] * (stop - start)
+        return tokens, mask
+
+    def _answers(self, turns: Sequence[JsonObject], trained: Sequence[int], row: RecordedRow) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a conversation up to its last answer, and the bounds of each. Raises PromptError."""
         tools: JsonObject = {"tools": row.tools} if row.tools else {}
         tokens = list(self._tokenize(turns[: trained[-1] + 1], whole=True, **tools))
-        mask = [0] * len(tokens)
+        bounds: list[tuple[int, int]] = []
         for at in trained:
             start = list(self._tokenize(turns[:at], **tools))
             end = list(self._tokenize(turns[: at + 1], whole=True, **tools))
             if tokens[: len(start)] != start or tokens[: len(end)] != end or len(end) <= len(start):
-                raise _unstable(row.where, at, turns)
-            # A response ends with its end token; text of the template behind that token is not trained.
-            ends = [place for place in range(len(start), len(end)) if end[place] in self._end_ids]
-            stop = ends[-1] + 1 if ends else len(end)
-            mask[len(start) : stop] = [1] * (stop - len(start))
-        return tokens, mask
+                by_parts = None if self._texts is None else answers_by_parts(self._texts, turns, trained, row.tools)
+                if by_parts is None:
+                    raise _unstable(row.where, at, turns)
+                return by_parts
+            bounds.append((len(start), len(end)))
+        return tokens, bounds
 
 
 def _prompt_tokens(tokenize: Tokenize, row: RecordedRow) -> Sequence[int]:

@@ -44,7 +44,8 @@ def add_rows(digest: "hashlib._Hash", path: Path) -> None:
     """Add the content of all rows to a digest. Raises PromptError."""
     for row in rows_of(path):
         if isinstance(row, PromptError):
-            raise row
+            digest.update(str(row).encode(errors="replace"))
+            continue
         try:
             digest.update(json.dumps(row, sort_keys=True).encode())
         except (TypeError, ValueError, RecursionError) as error:  # and not by its repr, which may have an address in it

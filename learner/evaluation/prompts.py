@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Sampling, Task
+from learner.data.bad_rows import all_bad
 from learner.data.prompts import PromptFile, sampler_seed
 from learner.errors import PromptError
 from learner.evaluation.rounds import MARK, Place, Rounds, SetSize
@@ -25,24 +26,31 @@ class EvalPrompts:
     """Limits of episodes, by rollout."""
 
     def size(self) -> SetSize:
-        """Return the facts that a round needs. Tokenizes every prompt. Raises PromptError when none fits the model."""
+        """Return the facts that a round needs. Tokenizes every prompt. Raises PromptError when none can be used."""
         number = min(self.limit or len(self.prompts), len(self.prompts))
-        rows = tuple(row for row in range(number) if self._fits(row))
-        if not rows:
-            raise PromptError(f"evaluation set {self.name!r}", "a prompt that fits the model", f"{number} longer ones")
+        rows = tuple(self._usable(number))
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
-        if used := {name: self.budgets[name] for name in sorted({self.prompts.rows[row].rollout for row in rows} - {""})}:
+        if used := {name: self.budgets[name] for name in sorted({self.prompts.row(row).rollout for row in rows} - {""})}:
             identity += f" {used}"
             if self.prompts.chat_template_args:
                 identity += f" {self.prompts.chat_template_args}"
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
 
-    def _fits(self, row: int) -> bool:
-        try:
-            self.prompts.at(0, row)
-        except PromptError:
-            return False
-        return True
+    def _usable(self, number: int) -> list[int]:
+        """Return those of the first ``number`` rows that can be used. Raises PromptError if there is none."""
+        usable: list[int] = []
+        errors: list[PromptError] = []
+        for row in range(number):
+            try:
+                self.prompts.at(0, row)
+            except PromptError as error:
+                self.prompts.bad_rows.add(row, error)
+                errors.append(error)
+            else:
+                usable.append(row)
+        if not usable:
+            raise all_bad(errors[0], f"evaluation set {self.name!r}", number)
+        return usable
 
     def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
         """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all versions."""

@@ -29,7 +29,7 @@ class SetSize:
 
     name: str
     rows: tuple[int, ...]
-    """Numbers of the prompts in their file; those that are too long for the model are left out."""
+    """Numbers of the prompts in their file; those that cannot be used are left out."""
     samples: int
     passes_at: float
     identity: str
@@ -199,6 +199,11 @@ class Rounds:
     def gone(self, task: int) -> bool:
         """Register that no further sample of a task will come. Returns whether it was open."""
         return self._open is not None and self._open.tasks.pop(task, None) is not None
+
+    def leave_out(self, place: Place) -> None:
+        """Register that a prompt of the open round gets no task."""
+        if self._open is not None:
+            self._open.placed.add((place.set, place.row))
 
     @property
     def open_tasks(self) -> list[int]:

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.client.waiter import Waiter
+from bus.errors import WireError
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Evaluated, Sample, Task
 from learner.data.groups import mismatch
+from learner.errors import PromptError
 from learner.evaluation.best import BestScore
 from learner.evaluation.prompts import EvalPrompts
 from learner.evaluation.rounds import Place, Result, Rounds
@@ -100,6 +102,16 @@ class Evaluations:
                     self.best.note(record.dataset, record.version, record.step, record.metrics)
 
     @property
+    def num_bad_rows(self) -> int:
+        """Number of rows of all sets that cannot be used."""
+        return sum(len(one.prompts.bad_rows) for one in self._plan.sets)
+
+    @property
+    def troubles(self) -> list[str]:
+        """Descriptions of these rows, for status."""
+        return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
+
+    @property
     def may_stop(self) -> bool:
         """True if scores may end the run."""
         return self._plan.stop_after > 0
@@ -170,10 +182,20 @@ class Evaluations:
                     await self._record(result)
                 self._close()
             elif (place := self._rounds.wanted()) is not None:
-                await self._store(self._task(place))
+                await self._issue(place)
             else:
                 self._end_stalled()
                 await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
+
+    async def _issue(self, place: Place) -> None:
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can carry."""
+        try:
+            await self._store(self._task(place))
+        except WireError as error:
+            prompts = self._sets[place.set].prompts
+            bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
+            prompts.bad_rows.add(place.row, bad)
+            self._rounds.leave_out(place)
 
     def _close(self) -> None:
         # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.

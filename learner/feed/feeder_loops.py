@@ -23,11 +23,12 @@ from functools import partial
 
 from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
-from bus.errors import BusError, Fenced
+from bus.errors import BusError, Fenced, WireError
 from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner.algorithms.alarms import Context
@@ -35,9 +36,11 @@ from learner.data.batch_frames import encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
 from learner.data.lost import LostTasks
+from learner.data.planned_rows import PlannedRows
 from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
+from learner.data.snapshot import ROWS
 from learner.data.waits import Waits
 from learner.feed.beginning import copies_of, evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
@@ -138,7 +141,8 @@ class Feeder:
         await self._bus.tasks.fence(self._epoch)
         self._row.text = "the checkpoint to be verified and the streams to be read"
         self._row.copies = copies_of(self._bus, self._rules)
-        resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root, copies=self._row.copies)
+        self._planned, copies, root = PlannedRows(self._prompts), self._row.copies, self._rules.root
+        resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=root, planned=self._planned, copies=copies)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
         self._source.max_record_bytes = self._bus.plans.max_record_bytes
         self._curriculum = Curriculum(self._rules.curriculum)
@@ -251,7 +255,10 @@ class Feeder:
             if task is None:
                 self._source.passed(self._data_rules.num_epochs)
             else:
-                await self._store_task(task)
+                try:
+                    await self._store_task(task)
+                except WireError as error:  # larger than a message, which no try can change
+                    self._prompts.leave_out(task.prompt_epoch, task.offset, error)
             self._decide.wake()
 
     async def _store_task(self, task: Task) -> Task:
@@ -261,6 +268,8 @@ class Feeder:
             self._source.issued(task, time.monotonic())
             if task.kind is Kind.EVAL:
                 self._evaluations.issued(task)
+            else:
+                self._planned.note(task)
         return task
 
     async def _evaluate(self) -> None:
@@ -404,7 +413,8 @@ class Feeder:
         )
         batches = await asyncio.to_thread(build)
         await save_step(self._rules, record, samples, limits)
-        self._outcomes.planned(record, facts_of(record, batches, filtered) | episode_metrics(samples, record))
+        facts = facts_of(record, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}
+        self._outcomes.planned(record, facts | episode_metrics(samples, record))
         metadata = b""
         if self._rules.metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
@@ -418,7 +428,8 @@ class Feeder:
 
     async def _snapshot(self) -> bytes:
         async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state
-            more = {"curriculum": self._curriculum.dump()} if self._rules.curriculum.active else {}
+            more: JsonObject = {ROWS: self._planned.dump()}
+            more |= {"curriculum": self._curriculum.dump()} if self._rules.curriculum.active else {}
             return self._source.snapshot(self._evaluations.dump(), **more)
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:

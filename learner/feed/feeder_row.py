@@ -87,17 +87,18 @@ class FeederRow:
             "open_tasks": accounting.open,
             "tasks_dead": accounting.settled.get("dead", 0),
             "failed": accounting.dropped.get("failed", 0),
-            "prompts_too_long": parts.prompts.num_too_long,
+            "bad_rows": len(parts.prompts.bad_rows) + parts.evaluations.num_bad_rows,
             "prompts_left_out": len(parts.curriculum),
             "behind": parts.intake.behind,
         }
         load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}
         load["filtered"] = sum(count for reason, count in accounting.settled.items() if is_filtered(reason))
+        troubles = (parts.prompts.trouble, *parts.evaluations.troubles)
         version = parts.source.head[0] if parts.source.head else -1
         return {
             "phase": self.phase,
             "waits_for": self._waits_for(),
-            "trouble": "; ".join(text for text in (parts.prompts.trouble, parts.filtering.trouble, parts.age.trouble) if text),
+            "trouble": "; ".join(text for text in (*troubles, parts.filtering.trouble, parts.age.trouble) if text),
             "version": version,
             "load": {key: float(value) for key, value in load.items()} | parts.filtering.load(),
         }

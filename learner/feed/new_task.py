@@ -39,13 +39,14 @@ def task_of(
         rollout=drawn.row.rollout,
         budget=rules.budgets.get(drawn.row.rollout),
         chat_template_args=dict(drawn.chat_template_args) or None,
+        row_digest=drawn.digest,
     )
 
 
 def next_prompt(prompts: PromptFile, epoch: int, offset: int, curriculum: Curriculum, *, num_epochs: int = 0) -> Drawn | None:
-    """Return the first prompt at or after a position that is not too long and not left out; None if its pass is not of the run.
+    """Return the first prompt at or after a position that can be used and is not left out; None if its pass is not of the run.
 
-    Raises PromptError when all prompts are too long. It ends, because no prompt is left out for ever.
+    Raises PromptError when no row can be used. It ends, because no prompt is left out for ever.
     """
     while True:
         if offset >= len(prompts):
@@ -58,4 +59,4 @@ def next_prompt(prompts: PromptFile, epoch: int, offset: int, curriculum: Curric
         drawn = prompts.after(epoch, offset)
         if (drawn.epoch, drawn.offset) == (epoch, offset):
             return drawn
-        epoch, offset = drawn.epoch, drawn.offset  # those before are too long
+        epoch, offset = drawn.epoch, drawn.offset  # those before cannot be used

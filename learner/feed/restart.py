@@ -14,8 +14,9 @@ from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
 from learner.data.datasource import DataSource
+from learner.data.planned_rows import PlannedRows
 from learner.data.rules import DataRules
-from learner.data.snapshot import read_state
+from learner.data.snapshot import ROWS, read_state
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.feed.copies import Copies
 
@@ -46,9 +47,10 @@ class Resumed:
     """Evaluation tasks that were not settled at the checkpoint, or were issued after it."""
 
 
-async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: Copies | None = None) -> Resumed:
+async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned: PlannedRows, copies: Copies | None = None) -> Resumed:
     """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
+    ``planned``: gets the rows of the tasks of earlier starts, which the files of this one must have.
     ``copies``: the checkpoints are spread over nodes, or in a store; None = all are below ``root``. Raises StoreFailed, and NoCheckpoint,
     RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
@@ -64,7 +66,11 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, copies: 
     else:
         data = await asyncio.to_thread(disk.read_state, checkpoint)
         source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
-    versions, eval_tasks = await _register_tasks(bus, source)
+        if ROWS in state:
+            differences = await asyncio.to_thread(planned.load, state[ROWS])
+            if state["identity"]["prompts_digest"] != rules.prompts_digest:
+                log.warning("the prompts are other files than those of %s: %s; no planned row differs", checkpoint.name, differences)
+    versions, eval_tasks = await _register_tasks(bus, source, planned)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
@@ -127,8 +133,8 @@ async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Pla
         raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
 
 
-async def _register_tasks(bus: Bus, source: DataSource) -> tuple[dict[int, int], list[Task]]:
-    """Register the open and the dead tasks in the source.
+async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) -> tuple[dict[int, int], list[Task]]:
+    """Register the open and the dead tasks in the source. Raises ConfigRefused for a task whose row has changed.
 
     Returns the versions at which tasks were issued, with their steps, and the evaluation tasks.
     """
@@ -138,6 +144,7 @@ async def _register_tasks(bus: Bus, source: DataSource) -> tuple[dict[int, int],
     async for task in bus.tasks.scan(source.task_floor + 1):
         source.issued(task, now)
         if task.kind is Kind.TRAIN:
+            planned.repeat(task)
             versions[task.min_version] = task.issue_step
         else:
             eval_tasks.append(task)

@@ -184,7 +184,7 @@ def run(settings: "dict[str, object]") -> "dict[str, object]":
         except SystemExit as error:
             if settings["call"] or settings["tests"]:
                 raise
-            return {"ended": error.code in (None, 0)}
+            return {"ended": error.code in (None, 0), "code": error.code if isinstance(error.code, int) else 1}
         if settings["tests"]:
             exec(compile(str(settings["tests"]), "tests.py", "exec"), names)
             return {"passed": settings["word"]}

@@ -152,7 +152,7 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
                 if not piece:
                     waiting.unregister(key.fd)
                 elif len(found[key.fd]) > bounds.output_bytes:
-                    return b"", b"", "output"
+                    return bytes(found[process.stdout.fileno()]), b"", "output"
         return bytes(found[process.stdout.fileno()]), bytes(found[result_at]), ""
 
 
@@ -177,10 +177,10 @@ def _outcome(code: int, output: bytes, result: bytes, reason: str, word: str) ->
     if not isinstance(found, dict):
         if code == 0:  # it left by os._exit
             return Outcome(output=text, reason="it ended itself")
-        return Outcome(output=text, reason=signal.Signals(-code).name if code < 0 else f"code {code}")
+        return Outcome(output=text, reason=signal.Signals(-code).name if code < 0 else f"exit code {code}")
     if "unconfined" in found:
         raise RewardFailed("code", f"the kernel gives no sandbox: {found['unconfined']}")
     if "error" in found:
         return Outcome(output=text, reason=f"{found['error']}: {found.get('text', '')}"[:400])
     passed = found.get("passed") == word or found.get("ended") is True or "value" in found
-    return Outcome(output=text, passed=passed, value=found.get("value"), reason="" if passed else "exit code")
+    return Outcome(output=text, passed=passed, value=found.get("value"), reason="" if passed else f"exit code {found.get('code')}"[:40])

@@ -2,10 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from bus.errors import WireError
+from bus.wire.chat_messages import chat_messages
+from bus.wire.json_object import JsonMapping
 from rewards.errors import RewardFailed
 from rewards.http.calls import Calls
 from rewards.http.remote import bearer
@@ -103,11 +106,17 @@ def fill(template: str, request: RewardRequest, **more: float) -> str:
     return re.sub(r"\{(prompt|label|response|low|high)\}", lambda found: values.get(found[1], found[0]), template)
 
 
+def _said(message: JsonMapping) -> str:
+    """Return a message as text: role, content, and the functions of its calls as JSON."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return f"{message['role']}: " + "\n".join(filter(None, [message["content"], *calls]))
+
+
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        return "\n\n".join(f"{one.get('role', '')}: {one.get('content', '')}" for one in value)
+    with suppress(WireError):  # a label may be a list of anything
+        return "\n\n".join(map(_said, chat_messages(value)))
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

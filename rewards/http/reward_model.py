@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bus.wire.chat_messages import chat_messages
 from rewards.http.calls import Calls
 from rewards.http.remote import bearer
 from rewards.message_template import MessageTemplate
@@ -60,7 +61,7 @@ class RewardModel:
     def _body(self, request: RewardRequest) -> dict[str, object]:
         prompt = request.prompt
         if self._tokenize is not None:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, "prompt")
             return {"input_ids": self._tokenize([*messages, {"role": "assistant", "content": request.response}])}
         if not isinstance(prompt, str):
             raise ValueError("a prompt of messages needs the option model: the directory of the reward model's tokenizer and chat template")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,41 @@ async def test_a_spent_budget_ends_the_episode_truncated(model_dir: Path, budget
     assert len(sample.tokens) <= (budget.total_tokens or 10**6)
     assert max(size.num_tokens for size in sample.sizes) <= (budget.context or 10**6)
     assert sample.loss_mask.sum() <= (budget.tokens or 10**6)
+
+
+async def test_an_answer_that_the_models_context_cut_is_truncated(model_dir: Path) -> None:
+    """As one that the budget's context cut; a program's own ``max_tokens`` cuts none."""
+
+    async def program(client: Client, left: int) -> float:
+        status, answer = await client.post("/generate", {"input_ids": [5] * (1024 - left), "sampling_params": {"max_new_tokens": 4}})
+        assert (status, answer["meta_info"]["completion_tokens"]) == (200, min(left, 4))
+        return 0.5
+
+    ends = [await sampled(model_dir, partial(program, left=left), seed=seed) for left, seed in ((2, 7), (9, 7))]
+    assert [(sample.status, sample.finish_reason) for sample in ends] == [
+        (Status.TRUNCATED, "budget.context"),
+        (Status.COMPLETED, "stop"),
+    ]
+
+
+async def test_a_program_may_end_an_episode_at_a_limit_of_its_own(model_dir: Path) -> None:
+    async def program(client: Client) -> float:
+        await client.chat(USER)
+        for limit in (None, 3, "", "a b", "x" * 65):
+            status, answer = await client.post("/truncated", {"limit": limit})
+            assert (status, answer["error"]["param"]) == (400, "limit")
+        for limit in ("moves", "later"):
+            assert await client.post("/truncated", {"limit": limit}) == (200, {"success": True})
+        return 0.5
+
+    sample = await sampled(model_dir, program)
+    assert (sample.status, sample.finish_reason, sample.reward) == (Status.TRUNCATED, "budget.moves", 0.5)
+
+    async def fails(client: Client) -> float:
+        await client.post("/truncated", {"limit": "moves"})
+        raise RuntimeError("broken")
+
+    assert "broken" in await failure(model_dir, fails), "a limit of its own excuses no error"
 
 
 async def test_a_program_that_fails_at_its_spent_budget_is_truncated_not_failed(model_dir: Path) -> None:

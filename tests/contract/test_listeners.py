@@ -200,7 +200,7 @@ async def test_odd_calls_of_a_gateway_never_get_a_500(model_dir: Path) -> None:
     statuses = list[tuple[int, str, object]]()
 
     async def program(client: Any) -> float:
-        calls = [("/reward", {"turn": "x", "reward": 1.0}, ("turn", "reward")), ("/state", {}, ("stat",))]
+        calls = [("/reward", {"turn": "x", "reward": 1.0}, ("turn", "reward")), ("/state", {}, ("stat",)), ("/truncated", {}, ("limit",))]
         calls += [("/v1/chat/completions", chat(("user", "3"), max_tokens=1), ("messages", "stream", "tools", "model", "n", "temperature"))]
         for path, base, names in calls:
             for name in names:

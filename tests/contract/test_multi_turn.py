@@ -20,7 +20,7 @@ from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.sum_game import SumGame
 from actors.rollout_settings import parse_rollouts
 from bus.wire.budget import Budget
-from bus.wire.codec import check_sample
+from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
@@ -190,21 +190,42 @@ async def test_a_spent_budget_is_the_end_and_is_trained(model_dir: Path) -> None
     assert sample.turns is not None and len(sample.turns.at) == 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [f"{GAMES}:halved"], "protocol": "text", "call": ANYTHING},
+        {"tools": [f"{GAMES}:halved_error"], "protocol": "text", "call": ANYTHING},
+        {"environment": f"{GAMES}:HalvedGame"},
+    ],
+    ids=["result", "error", "observation"],
+)
+async def test_halves_of_characters_of_tools_and_environments_end_no_episode(model_dir: Path, options: dict[str, Any]) -> None:
+    sample, _ = await made(model_dir, MultiTurn(max_turns=2, **options))
+    assert sample.turns is not None and len(sample.turns.at) == 2
+    assert decode_sample(encode_sample(sample)).transcript == sample.transcript
+    assert "\ufffd" in str(sample.transcript)
+
+
 async def test_an_answer_without_a_call_is_the_end(model_dir: Path) -> None:
     sample, _ = await made(model_dir, MultiTurn(tools=["calculator"], protocol="text", call="never(.*)"))
     assert sample.turns is not None and len(sample.turns.at) == 1
 
 
 @asynccontextmanager
-async def scripted(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Serve chat answers in their order: the tiny model of these tests calls no tool by name."""
+async def scripted(*answers: Any, cuts: list[Any] | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Serve chat answers in their order: the tiny model of these tests calls no tool by name. ``cuts``: gets reports of truncation."""
     asked: list[Any] = []
 
     async def answer(http: web.Request) -> web.Response:
         asked.append(await http.json())
         return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"message": answers[len(asked) - 1]}]})
 
-    async with listening({"/v1/chat/completions": answer}) as url:
+    async def truncated(http: web.Request) -> web.Response:
+        assert cuts is not None
+        cuts.append(await http.json())
+        return web.json_response({"success": True})
+
+    async with listening({"/v1/chat/completions": answer, "/truncated": truncated}) as url:
         yield f"{url}/v1", asked
 
 
@@ -275,11 +296,41 @@ async def test_a_failed_call_may_end_the_episode() -> None:
     assert len(asked) == 1 and played.calls[0][2].startswith("Error: ")
 
 
-async def test_turns_are_bounded() -> None:
+@pytest.mark.parametrize("last_calls", [True, False])
+async def test_max_turns_cut_an_episode_whose_last_answer_has_calls(last_calls: bool) -> None:
     again = calling(("calculator", {"expression": "1"}))
-    async with scripted(again, again, again) as (url, asked):
-        await MultiTurn(tools=["calculator"], max_turns=2).play({"prompt": "?"}, url, "key")
-    assert len(asked) == 2
+    cuts: list[Any] = []
+    async with scripted(again, again if last_calls else {"role": "assistant", "content": "1"}, cuts=cuts) as (url, asked):
+        played = await MultiTurn(tools=["calculator"], max_turns=2).play({"prompt": "?"}, url, "key")
+    assert len(asked) == 2 and len(played.calls) == 1
+    assert cuts == ([{"limit": "max_turns"}] if last_calls else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "max_turns", "limit"),
+    [
+        ({"tools": [f"{GAMES}:told"], "call": ANYTHING}, 2, "budget.max_turns"),
+        ({"tools": [f"{GAMES}:told"], "call": "never(.*)"}, 1, "stop"),
+        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 2, "budget.max_turns"),
+        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 3, "stop"),
+    ],
+)
+async def test_an_episode_that_max_turns_cut_is_truncated(model_dir: Path, options: dict[str, Any], max_turns: int, limit: str) -> None:
+    sample, _ = await made(model_dir, MultiTurn(protocol="text", max_turns=max_turns, **options))
+    assert (sample.status, sample.finish_reason) == (Status.COMPLETED if limit == "stop" else Status.TRUNCATED, limit)
+    assert sample.turns is not None and len(sample.turns.at) == max_turns
+
+
+async def test_the_sum_game_ends_with_its_second_turn_and_is_not_cut() -> None:
+    said = iter(("4+5", "009"))
+
+    async def answer(http: web.Request) -> web.Response:
+        text = next(said)
+        return web.json_response({"id": text, "choices": [{"text": text}]})
+
+    async with listening({"/v1/completions": answer}) as url:  # a report of truncation would be an error
+        played = await SumGame().play({"prompt": "4+5="}, url + "/v1", "key")
+    assert played.answers == ["4+5", "009"] and not played.cut
 
 
 def test_the_sum_game_rewards_the_call_and_the_answer() -> None:

@@ -259,7 +259,7 @@ async def test_models_are_named(kind: Kind, model_dir: Path) -> None:
     [
         ("chat/completions", {"messages": None}, "messages"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ("chat/completions", {"max_tokns": 3}, "max_tokns"),
         ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
         ("chat/completions", {"response_format": {"type": "structural_tag"}}, "response_format"),

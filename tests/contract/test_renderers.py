@@ -315,7 +315,7 @@ async def test_requests_may_name_arguments_of_the_renderer_and_stops(models: dic
         off = (await asked(client, ASKED, chat_template_kwargs={"enable_thinking": False}))[2]
         on = (await asked(client, ASKED))[2]
         assert len(off["prompt_token_ids"]) > len(on["prompt_token_ids"])
-        for wrong in ({"chat_template_kwargs": {"no_such": 1}}, {"messages": [{"role": "developer", "content": "x"}]}, {"tools": 3}):
+        for wrong in ({"chat_template_kwargs": {"no_such": 1}}, {"messages": [{"role": "observer", "content": "x"}]}, {"tools": 3}):
             status, refused = await client.post("/v1/chat/completions", {"messages": ASKED} | wrong)
             assert status == 400 and refused["error"]["param"] in ("chat_template_kwargs", "messages[0].role", "tools"), refused
         message, finish, _ = await asked(client, ASKED, stop=[" to add"])

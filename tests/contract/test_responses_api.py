@@ -143,10 +143,10 @@ async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_t
     [
         ({"input": []}, "input: want text or a list"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input: want at least one message"),
-        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, r"input\[0\]\.content: want text"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, r"input\[0\]\.content\[0\]: want a text part"),
         ({"input": [{"type": "file_search_call"}]}, r"input\[0\]: want a message"),
         ({"input": [{"role": [], "content": "x"}]}, r"input\[0\]: want a message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content: want text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content\[0\]: want a text part"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
         ({"max_tokens": 3}, "max_tokens: unknown parameter"),
         ({"text": {"format": {"type": "grammar"}}}, "text: want"),
@@ -163,7 +163,7 @@ def test_text_and_calls_in_a_row_are_one_message() -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
     result = {"type": "function_call_output", "call_id": "1", "output": "7"}
     chat = chat_of({**MORE, "input": [{"role": "developer", "content": "x"}, said, call, call, result]})
-    assert [message["role"] for message in chat["messages"]] == ["system", "system", "assistant", "tool"]
+    assert [message["role"] for message in chat["messages"]] == ["system", "developer", "assistant", "tool"]
     assert len(chat["messages"][2]["tool_calls"]) == 2 and chat["messages"][2]["content"] == "So."
 
 

@@ -52,6 +52,7 @@ async def test_tokens_masks_and_log_probs_are_those_of_the_function_and_of_the_m
     assert sample.loss_mask.tolist() == own.loss_mask and 0 in own.loss_mask
     np.testing.assert_allclose(sample.rollout_log_probs, own.rollout_log_probs, atol=1e-6)
     assert sample.reward == {"score": 0.5, "form": 1.0}
+    assert (sample.status.value, own.status.value) == ("truncated", "truncated"), "its last answer was cut at max_new_tokens"
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids, length = sample.tokens.tolist(), sample.response_length
     want = log_probs_of((await scores(model, ids[:-length], ids[-length:])) / 0.8, ids[-length:])

@@ -16,6 +16,7 @@ from actors.router.chats import RenderedChats
 from actors.text.chat_template import ChatTemplate
 from actors.text.rendering import Renderer
 from actors.text.text import Text
+from tests.chat_kit import TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.npm_kit import packages
 
@@ -146,6 +147,36 @@ def test_a_prompt_is_that_of_the_models_template(read: dict[str, Read], name: st
     arguments = {"add_generation_prompt": True, **({"date_string": "1 Feb 2026"} if name == "llama-3" else {})}
     theirs = one.text.encode(template.render(messages, **arguments), add_special=False)
     assert one.renderer.prompt(messages, arguments) == theirs
+
+
+TEMPLATES = ("qwen3", "llama-3", "deepseek-v3")
+"""Families with a chat template among their files. DeepSeek's writes no tools, and calls only as text, of messages without content."""
+
+
+@pytest.fixture(scope="module")
+def paths(read: dict[str, Read]) -> dict[str, tuple[Paths, Any]]:
+    from transformers import AutoTokenizer
+
+    args = {"llama-3": {"date_string": "1 Feb 2026"}}
+    return {name: (Paths(read[name].directory, args.get(name)), AutoTokenizer.from_pretrained(read[name].directory)) for name in TEMPLATES}
+
+
+@settings(max_examples=examples(90), deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_same_messages_have_the_same_ids_everywhere(name: str, paths: dict[str, tuple[Paths, Any]], data: st.DataObject) -> None:
+    """The ids of the learner's rows, of written answers' prompts, of engine, router and gateway are those of transformers."""
+    ways, tokenizer = paths[name]
+    talk = data.draw(conversations(most_calls=1 if name == "llama-3" else 3, with_text=name != "deepseek-v3"))
+    tools = data.draw(st.sampled_from([[], [TOOL]])) if name != "deepseek-v3" else []
+    plain = [in_openais_form(message, empty=None) for message in talk.plain] if name == "deepseek-v3" else talk.plain
+    wanted = tokenizer.apply_chat_template(plain, tools=tools or None, add_generation_prompt=True, **ways.args)
+    for messages in (talk.plain, talk.written):
+        assert ways.ids(messages, tools) == dict.fromkeys(WAYS, wanted)
+
+
+def test_tools_that_a_template_leaves_out_are_refused(paths: dict[str, tuple[Paths, Any]]) -> None:
+    assert paths["deepseek-v3"][0].ids([QUESTION], [TOOL]) == dict.fromkeys(WAYS)
 
 
 def test_a_prompt_of_gpt_oss_has_the_ids_of_its_tokenizer(read: dict[str, Read]) -> None:

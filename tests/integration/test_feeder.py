@@ -25,6 +25,8 @@ from learner.algorithms.alarms import AlarmConfig, Context
 from learner.algorithms.config import AlgorithmConfig
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
+from learner.data.planned_rows import PlannedRows
+from learner.data.prompts import PromptFile
 from learner.data.snapshot import read_state
 from learner.errors import (
     CheckpointCorrupt,
@@ -631,7 +633,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         await (await Reader.open(bus, "quick")).advance(8)
         created = (await bus.samples.info()).created
         server = FeedServer("tcp://127.0.0.1:*", keys=KEYS, world_size=1, data_parallel=1)
-        begun = await resume(bus, rules=data_kit.rules(run=bus.run), epoch=1, root=tmp_path)
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "label": 1}\n')
+        planned = PlannedRows(PromptFile(tmp_path / "prompts.jsonl", tokenize=lambda _: [1], max_tokens=8))
+        begun = await resume(bus, rules=data_kit.rules(run=bus.run), epoch=1, root=tmp_path, planned=planned)
         outcomes = Outcomes(
             bus,
             server,

@@ -323,11 +323,11 @@ def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
 
 
 def test_requests_that_a_push_aborted_break_a_promise() -> None:
-    loads = {"actor.0": {"waiting_share": 0.5}, "feeder.feeder": {"prompts_too_long": 25.0}}
+    loads = {"actor.0": {"waiting_share": 0.5}, "feeder.feeder": {"bad_rows": 25.0}}
     summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=1))
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
-    assert summary["prompts_too_long"] == 25
+    assert summary["bad_rows"] == 25
     assert any("aborted" in text for text in broken_promises(summary, require_reward=-1))
 
 

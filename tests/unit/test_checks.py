@@ -13,14 +13,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.wire.messages import Sampling, Task
 from launch.checks import machine, teachers
-from launch.checks.data import SURE_ROWS
 from launch.checks.findings import CheckFailed, Finding, Report
+from launch.checks.reading import SURE_ROWS
 from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
@@ -29,7 +31,9 @@ from launch.settings.prepare import prepare
 from launch.settings.run_config import CONFIG_FILE
 from learner.checkpoints import disk
 from learner.data.datasource import DataSource
+from learner.data.planned_rows import PlannedRows
 from learner.data.plans import plan_bytes
+from learner.data.prompts import PromptFile
 from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
 from tests.examples import examples
@@ -164,10 +168,11 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     write_prompts(tmp_path / "prompts.jsonl", short, *[long, short] * 25)
     (warning,) = check(load(file), Purpose()).warnings
     assert (
-        f"{tmp_path}/prompts.jsonl:2: want prompts of <= 240 tokens, got 300 tokens there; 25 of 51 checked prompts are too long"
+        f"{tmp_path}/prompts.jsonl:2: want <= 240 tokens (data.max_prompt_tokens), got 300; 25 of 51 rows read are such; they are skipped"
         in warning.text
     )
-    assert "these are skipped" in warning.text
+    (error,) = check(load(file, ["data.bad_rows=refuse"]), Purpose()).errors
+    assert "25 of 51 rows read are such; a larger context" in error.text
 
 
 def test_the_steps_of_the_passes_are_shown(tmp_path: Path) -> None:
@@ -475,6 +480,32 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> N
     assert "llama of 1 layers" in errors[1] and f"got {tmp_path}/model: qwen2 of 1 layers" in errors[1]
     assert "want 0.5, with which the run in" in errors[2] and "got 1.0" in errors[2]
     assert not check(load(file), Purpose()).errors, "a run that begins"
+
+
+def test_a_run_that_goes_on_may_have_other_rows_that_it_has_not_planned(tmp_path: Path) -> None:
+    file, rows = write_run(tmp_path), [{"prompt": f"what is {number}", "label": "1"} for number in range(20)]
+    path = write_prompts(tmp_path / "prompts.jsonl", *rows)
+    prompts = PromptFile(path, tokenize=lambda _: [1], max_tokens=9)
+    planned, order = PlannedRows(prompts), prompts.order(0).tolist()
+    values: dict[str, Any] = {"run": "run", "epoch": 1, "group_size": 1, "sampling": Sampling(), "prompt_tokens": np.array([1], np.int32)}
+    planned.note(Task(prompt="", prompt_epoch=0, offset=0, **values))
+    identity = {"prompts_digest": prompts.digest, "model": model_identity(tmp_path / "model")}
+    rules = DataRules(run="run", steps=5, groups_per_step=1, **identity)
+    staging = disk.staging(tmp_path / "run" / "checkpoints", step=3, epoch=1)
+    disk.commit(staging, DataSource(rules, epoch=1).snapshot(rows=planned.dump()))
+
+    def found() -> Report:
+        return check(load(file), Purpose(resumes=True))
+
+    assert not found().warnings and not found().errors
+    write_prompts(path, *rows[: order[1]], {"prompt": "what is mended", "label": "1"}, *rows[order[1] + 1 :])
+    assert not found().errors
+    (warning,) = texts(found().warnings)
+    assert f"data.path: want the files with which the run in {tmp_path}/run began, got others: 1 of 20 rows differ" in warning
+    assert f"{path}:{order[1] + 1}" in warning and "the run goes on with these" in warning
+    write_prompts(path, *rows[: order[0]], {"prompt": "what is other", "label": "1"}, *rows[order[0] + 1 :])
+    (error,) = texts(found().errors)
+    assert f"data.path: want the row {path}:{order[0] + 1} as it was when the run planned it" in error and "what is other" in error
 
 
 def test_a_run_that_goes_on_keeps_its_adapters(tmp_path: Path) -> None:

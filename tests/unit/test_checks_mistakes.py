@@ -114,7 +114,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a data file that is not there": Mistake("no.jsonl", "a file of prompts", "no such file", "--set: data.path", ("data.path=no.jsonl",)),
     "an empty data file": Mistake("prompts.jsonl", "at least one prompt", "got none", "fix the file", (), empty),
-    "broken JSON": Mistake("prompts.jsonl:2", "a JSON map", "Expecting value", "fix the file", (), prompts(GOOD, '{"prompt": ')),
+    "broken JSON": Mistake(
+        "prompts.jsonl:2", "a JSON map", "Expecting value", "fix the file", ("data.bad_rows=refuse",), prompts(GOOD, '{"prompt": ')
+    ),
     "a key of prompts that is not there": Mistake(
         "prompts.jsonl:1",
         "key 'nope' (data.prompt_key)",
@@ -130,10 +132,15 @@ MISTAKES: dict[str, Mistake] = {
         ("data.label_key=reward_model.gold",),
     ),
     "a row without a label": Mistake(
-        "prompts.jsonl:2", "key 'label' (data.label_key)", "['prompt']", "fix the file", (), prompts(GOOD, {"prompt": "what"})
+        "prompts.jsonl:2",
+        "key 'label' (data.label_key)",
+        "['prompt']",
+        "fix the file",
+        ("data.bad_rows=refuse",),
+        prompts(GOOD, {"prompt": "what"}),
     ),
     "prompts that are all too long": Mistake(
-        "prompts.jsonl:1", "prompts of <= 240 tokens", "2 of 2 checked prompts are too long", "a larger context", (), prompts(LONG, LONG)
+        "prompts.jsonl:1", "<= 240 tokens", "2 of 2 rows read are such", "a larger context", (), prompts(LONG, LONG)
     ),
     "a chat template that is not there": Mistake(
         "--set: data.apply_chat_template",

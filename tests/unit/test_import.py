@@ -88,6 +88,7 @@ def test_lines_from_outside_are_grouped(tmp_path: Path, capsys: pytest.CaptureFi
         {"prompt": "r", "responses": [{"text": "a"}, "b"]},
         {"prompt": "s", "responses": '[{"text": "c"}, {"text": "d"}]'},
     )
+    file.write_text(f"\n{file.read_text()} \n\n")
     prompts = imported(tmp_path, file)
     assert "1 rows have one response" in (said := capsys.readouterr().out)
     assert "3 rows have responses without log_probs" in said

@@ -14,13 +14,21 @@ import pytest
 
 from bus.wire.messages import Prompt
 from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile, read_rows, scan_rows
+from learner.data.prompts import PromptFile, Row, RowRules, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError
 
 
 def letters(prompt: Prompt) -> Sequence[int]:
     return [ord(letter) for letter in str(prompt)]
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Yield the rows of a source; raise the error of the first bad one."""
+    for row in scan_rows(source):
+        if isinstance(row, PromptError):
+            raise row
+        yield row
 
 
 def write(path: Path, count: int, word: str = "question") -> Path:
@@ -41,7 +49,8 @@ def save_arrow(directory: Path, parts: Sequence[Sequence[dict[str, Any]]]) -> Pa
 
 
 def opened(data: DataConfig, max_tokens: int = 1000) -> PromptFile:
-    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed)
+    rules = RowRules(policy=data.bad_rows)
+    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed, rules=rules)
 
 
 def drawn(prompts: PromptFile, count: int, epoch: int = 0, offset: int = 0) -> list[tuple[int, int, Prompt, object]]:
@@ -382,7 +391,7 @@ def test_the_digest_of_a_function_follows_its_rows(module: str) -> None:
 )
 def test_a_function_without_rows_is_refused_with_the_reason(module: str, path: str, reason: str) -> None:
     with pytest.raises(PromptError, match=reason):
-        opened(DataConfig(path=path.format(module)))
+        opened(DataConfig(path=path.format(module), bad_rows="refuse"))
 
 
 def test_every_bad_row_of_a_function_is_named(module: str) -> None:

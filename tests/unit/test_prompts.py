@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from bus.wire.messages import Prompt
-from learner.data.prompts import PromptFile, sampler_seed, value_at
+from learner.data.prompts import PromptFile, RowRules, sampler_seed, value_at
 from learner.data.source import Source
 from learner.errors import PromptError
 
@@ -70,11 +70,12 @@ def test_too_long_prompts_are_skipped_counted_and_named(tmp_path: Path, caplog: 
         first = file.after(0, 0)
         second = file.after(0, 2)
     assert (first.offset, second.epoch, second.offset) == (1, 1, 1)
-    assert file.num_too_long == 2
-    assert file.trouble == "2 of 3 prompts left out so far: longer than 20 tokens (data.max_prompt_tokens)"
-    assert "prompts.jsonl:1 tokens=30 max=20" in caplog.text
+    first_error = f"{tmp_path}/prompts.jsonl:1: want <= 20 tokens (data.max_prompt_tokens), got 30"
+    assert len(file.bad_rows) == 2
+    assert file.trouble == f"2 of 3 rows left out so far (data.bad_rows), the first: {first_error}"
+    assert first_error in caplog.text
     assert len(caplog.records) == 2
-    with pytest.raises(PromptError, match=r"prompts\.jsonl:3: want <= 20 tokens, got 21"):
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:3: want <= 20 tokens \(data.max_prompt_tokens\), got 21"):
         file.at(0, 2)
 
 
@@ -90,7 +91,7 @@ def test_the_only_short_prompt_is_found_from_every_position(tmp_path: Path) -> N
 
 def test_only_too_long_prompts_are_an_error_not_an_endless_search(tmp_path: Path) -> None:
     file = open_file(write(tmp_path, [{"prompt": "x" * 30, "label": 0}] * 3))
-    with pytest.raises(PromptError, match="want a prompt of <= 20 tokens, got 3 longer ones"):
+    with pytest.raises(PromptError, match=r":\d: want <= 20 tokens .*, got 30; none of the 3 rows of .*prompts.jsonl can be used"):
         file.after(0, 2)
 
 
@@ -121,14 +122,14 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ('{"prompt": "a", "label": 1}\n{"prompt": \n', r":2: want a JSON map, got '{\"prompt\":'"),
         ("3\n", r":1: want a JSON map, got a number"),
         ('{"prompt": "", "label": 1}\n', r":1: want text or chat messages"),
-        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
+        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or text parts in 'prompt\[0\]\.content', got no such key"),
     ],
 )
 def test_errors_name_file_line_expected_and_actual(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(PromptError, match=message):
-        open_file(path)
+        open_file(path, rules=RowRules(policy="refuse"))
 
 
 NESTED = {

@@ -21,7 +21,7 @@ from launch.settings.config_loader import SettingsError, load
 from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.datasource import DataSource
-from learner.data.prompts import PromptFile
+from learner.data.prompts import PromptFile, RowRules
 from learner.data.responses import RecordedRow, Recordings, in_conversation
 from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
@@ -59,7 +59,8 @@ def recordings(tokenize: Any = chat, **changes: Any) -> Recordings:
 def opened(path: Path, tokenize: Any = chat, *, max_tokens: int = 1000, chat_text: bool = False, **settings: Any) -> PromptFile:
     data = DataConfig(path=str(path), shuffle=False, rollout="answers", label_key="", **settings)
     made = recordings(tokenize, max_tokens=max_tokens, chat=chat_text)
-    return PromptFile(data.used, tokenize=tokenize, max_tokens=1000, shuffle=False, recordings=made)
+    rules = RowRules(policy=data.bad_rows)
+    return PromptFile(data.used, tokenize=tokenize, max_tokens=1000, shuffle=False, recordings=made, rules=rules)
 
 
 def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
         ({"text": "a", "reward": "high"}, r"want a number in r\[0\].reward, got 'high'"),
         ({"text": "a", "reward": 1e9}, r"want a finite number within \+-1e\+06 in r\[0\].reward"),
         ({"messages": [turn("user", "a")]}, r"want chat messages .* of the assistant .* in r\[0\].messages"),
-        ({"messages": [{"role": ["assistant"], "content": "a"}]}, r"want chat messages .* of the assistant .* in r\[0\].messages"),
+        ({"messages": [{"role": ["assistant"], "content": "a"}]}, r"""want a map with text as "role", .* in 'r\[0\].messages\[0\]'"""),
         ({"messages": [turn("assistant", "a", weight=2)]}, r"want weight 0 or 1"),
         ({"messages": [turn("assistant", "a", weight=0)]}, r"one at least of the assistant with a weight of 1"),
     ],
@@ -147,7 +148,10 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
 def test_a_bad_response_is_refused_by_file_and_line(tmp_path: Path, responses: object, complaint: str) -> None:
     good = {"prompt": "q", "r": "fine"}
     with pytest.raises(PromptError, match=rf"a\.jsonl:2: .*{complaint}"):
-        opened(write_prompts(tmp_path / "a.jsonl", good, {"prompt": "q", "r": responses}), responses_key="r")
+        opened(write_prompts(tmp_path / "a.jsonl", good, {"prompt": "q", "r": responses}), responses_key="r", bad_rows="refuse")
+    skipped = opened(tmp_path / "a.jsonl", responses_key="r")
+    assert [(one.epoch, one.offset) for one in (skipped.after(0, 0), skipped.after(0, 1))] == [(0, 0), (1, 0)]
+    assert len(skipped.bad_rows) == 1
 
 
 def test_conversations_without_a_question_or_an_answer_are_refused(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_sequences_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "r": ["short", "x" * 9]}, {"prompt": "q", "r": ["short"]}]
     prompts = opened(write_prompts(tmp_path / "a.jsonl", *rows), max_tokens=10, responses_key="r")
     assert prompts.after(0, 0).offset == 1
-    with pytest.raises(PromptError, match=r"a\.jsonl:1: want <= 10 tokens, got 11"):
+    with pytest.raises(PromptError, match=r"a\.jsonl:1: want <= 10 tokens \(the context\), got 11"):
         prompts.at(0, 0)
 
 

@@ -24,9 +24,11 @@ async def test_the_conversation_is_sent_as_the_models_own_tokens(tmp_path: Path)
     async with answering(lambda number, asked: outputs(2.5)) as (url, asked), asking(RewardModel(url, model=str(tmp_path))) as reward:
         assert await reward(request("four")) == {"score": 2.5, "output": 2.5}
         await reward(request("four", prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]))
+        parts = [{"type": "text", "text": "p"}, {"type": "text", "text": ""}]
+        await reward(request("four", prompt=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts, "name": None}]))
     texts = [tiny_tokenizer().decode(body["input_ids"], skip_special_tokens=False) for body in asked]
     assert texts[0] == "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
-    assert texts[1] == "<|im_start|>system\ns<|im_end|>\n" + texts[0]
+    assert texts[1] == texts[2] == "<|im_start|>system\ns<|im_end|>\n" + texts[0]
 
 
 async def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Path) -> None:

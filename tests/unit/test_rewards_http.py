@@ -204,6 +204,14 @@ def test_a_template_is_filled_without_reading_braces_elsewhere() -> None:
     assert found == '{"a": user: q\n\nassistant: {low}} {prompt} null {x}'
 
 
+def test_a_judge_reads_parts_and_calls_of_messages_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"ü": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, said]
+    found = fill("{prompt} {label}", request("x", prompt=messages, label=[{"x": 1}]))
+    assert found == 'user: ab\n\nassistant: {"name": "add", "arguments": {"ü": 1}} [{"x": 1}]'
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

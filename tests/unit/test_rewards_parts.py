@@ -13,7 +13,6 @@ from bus.wire.messages import Status
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import read_rows
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
@@ -104,7 +103,8 @@ def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, mo
         report = check(load(config, given), Purpose())
         assert not report.errors
         assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
-    monkeypatch.setattr("launch.checks.data._read", lambda data: (list(read_rows(data.used[0])), False))
+    for name in ("SURE_ROWS", "READ_S"):
+        monkeypatch.setattr(f"launch.checks.reading.{name}", 0)
     assert not check(load(config, given), Purpose()).warnings, "rows that were not read may have it"
     warnings = check(load(config, [*given[1:], "prepare.kind=digits", "data.path="]), Purpose()).warnings
     assert ["none of 1" in one.text for one in warnings if "group_reward_when" in one.text] == [True]

@@ -13,7 +13,7 @@ import pytest
 from bus.config import BusConfig
 from bus.wire.budget import Budget
 from bus.wire.messages import Sampling
-from launch.checks.rows import refuse_unfit
+from launch.checks.rows import row_check
 from launch.checks.run import Purpose, check
 from launch.run import learner_roles
 from launch.settings.config_loader import SettingsError, load
@@ -21,8 +21,9 @@ from launch.settings.run_config import RunConfig
 from learner.data.columns import RowSampling
 from learner.data.config import DataConfig
 from learner.data.curriculum import Curriculum, CurriculumRules
+from learner.data.digests import prompts_digest
 from learner.data.groups import mismatch
-from learner.data.prompts import PromptFile, prompts_digest, scan_rows
+from learner.data.prompts import PromptFile, scan_rows
 from learner.data.rules import DataRules
 from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
@@ -123,7 +124,7 @@ def test_evaluation_rows_have_their_own_limits(tmp_path: Path) -> None:
 def test_rows_name_their_rollouts(tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "a.jsonl", row(r="b"), row(r=None), row(r="single_turn"))
     prompts = opened(DataConfig(path=str(file), rollout="a", rollout_key="r", shuffle=False))
-    assert [each.rollout for each in prompts.rows] == ["b", "a", ""]
+    assert [prompts.row(number).rollout for number in range(3)] == ["b", "a", ""]
     budgets = {"a": Budget(turns=1), "b": Budget(turns=2)}
     made = [issued_task(prompts, offset, budgets) for offset in range(3)]
     assert [(each.rollout, each.budget) for each in made] == [("b", Budget(turns=2)), ("a", Budget(turns=1)), ("", None)]
@@ -153,7 +154,8 @@ def test_a_row_with_an_unknown_rollout_is_named(tmp_path: Path) -> None:
     prompts = opened(DataConfig(path=str(file), rollout_key="r", shuffle=False))
     config = RunConfig(rollouts={"b": {"use": "agent:m:B"}}, bus=BusConfig(rollouts=("b",)))
     with pytest.raises(PromptError, match=r"a.jsonl:2: want a rollout of b, or single_turn, got 'c'"):
-        refuse_unfit(prompts.rows, config, max_new_tokens=8, vocab_size=None)
+        row_check(config, max_new_tokens=8, vocab_size=None)(prompts.row(1))
+    row_check(config, max_new_tokens=8, vocab_size=None)(prompts.row(0))
     write_prompts(file, row(r=7))
     with pytest.raises(PromptError, match="the name of a rollout, single_turn, or null, in 'r'"):
         opened(DataConfig(path=str(file), rollout_key="r"))
@@ -165,10 +167,12 @@ def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -
     rollouts = {"b": {"use": "agent:m:B"}, "v": {"use": "verifiers:sums"}}
     config = RunConfig(rollouts=rollouts, bus=BusConfig(rollouts=("b", "v")))
     prompts = opened(DataConfig(path=str(write_prompts(tmp_path / "a.jsonl", *rows)), rollout_key="r", metadata_key="m", shuffle=False))
-    refuse_unfit(prompts.rows[:2], config, max_new_tokens=8, vocab_size=None)
+    check = row_check(config, max_new_tokens=8, vocab_size=None)
+    check(prompts.row(0))
+    check(prompts.row(1))
     for at, got in ((2, "one of games"), (3, "no task in metadata.verifiers")):
         with pytest.raises(PromptError, match=rf"a.jsonl:{at + 1}: want a task of sums .*metadata_key: metadata.*, got {got}"):
-            refuse_unfit(prompts.rows[at:], config, max_new_tokens=8, vocab_size=None)
+            check(prompts.row(at))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_wrong_tools_are_refused_by_line(tmp_path: Path, tools: object, complain
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "tools, and the chat template of"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "tools: the model's chat template writes none"),
         (None, "tools, and"),
         ("{% for t in tools %}one {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}", ""),
     ],
@@ -317,6 +321,33 @@ def test_tools_that_the_model_would_not_be_told_are_found_before_the_start(tmp_p
     assert all(complaint in error.text for error in report.errors)
 
 
+SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["up", "eval"])
+@pytest.mark.parametrize(
+    ("template", "options", "complaint"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "rollouts.r.options.tools: want a chat template that writes tools"),
+        (None, {"protocol": "chat"}, "rollouts.r.options.tools: want a chat template that writes tools"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"protocol": "text"}, ""),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"tools": []}, ""),
+        (SHOWS_TOOLS, {}, ""),
+    ],
+)
+def test_tools_of_a_rollout_that_the_template_leaves_out_are_found_before_the_start(
+    tmp_path: Path, template: str | None, options: dict[str, Any], complaint: str, trains: bool
+) -> None:
+    config = write_run(tmp_path)
+    write_model(tmp_path / "model", chat_template=False)
+    if template is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    write_prompts(tmp_path / "prompts.jsonl", row())
+    rollout = {"use": "multi_turn", "options": {"tools": ["calculator"], **options}}
+    report = check(load(config, [f"rollouts={json.dumps({'r': rollout})}", "data.rollout=r"]), Purpose(trains=trains))
+    assert [complaint in error.text for error in report.errors if error.topic == "rollouts"] == ([True] if complaint else [])
+
+
 @pytest.mark.parametrize(
     ("own", "complaint"),
     [
@@ -329,7 +360,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     tmp_path: Path, own: dict[str, object], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path)
-    columns = ["data.sampling_key=s", "data.reward_key=r", 'actor.reward=""', PARTS]
+    columns = ["data.bad_rows=refuse", "data.sampling_key=s", "data.reward_key=r", 'actor.reward=""', PARTS]
     good = row(s={"max_new_tokens": 4, "stop_token_ids": [127]}, r="sums")
     write_prompts(tmp_path / "own.jsonl", good, row(**own))
     path = f"data.path={tmp_path}/own.jsonl"

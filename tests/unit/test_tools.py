@@ -1,19 +1,25 @@
 """Tools of multi-turn rollouts: schemas, calls, and every failure as a text."""
 
 import asyncio
+import datetime
+import enum
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.episodes.programs.call_threads import CallThreads, ProcessUnusable
-from actors.episodes.programs.tools import MAX_RESULT, calculator, tools_of
+from actors.episodes.programs.tools import MAX_OUTPUT_BYTES, MAX_RESULT, calculator, tools_of
 
 HERE = "tests.unit.test_tools"
 
@@ -110,7 +116,7 @@ async def test_a_function_of_ones_own() -> None:
         "description": "Forecast the weather.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": 1}},
             "required": ["city"],
         },
     }
@@ -175,8 +181,85 @@ async def test_a_process_with_too_many_hung_calls_is_unusable() -> None:
         await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads)
 
 
-async def test_long_results_are_cut() -> None:
-    assert len(await called(f"{HERE}:later", {"word": "x" * MAX_RESULT})) == MAX_RESULT + 4
+async def test_long_results_and_errors_have_their_beginning_and_end() -> None:
+    result = await called(f"{HERE}:later", {"word": "x" * (MAX_RESULT - 1) + "y"})
+    assert result == f"{'x' * (MAX_RESULT // 2)}\n... [{MAX_RESULT} characters left out] ...\n{'x' * (MAX_RESULT // 2 - 1)}y"
+    assert await called(f"{HERE}:later", {"word": "x" * (MAX_RESULT // 2)}) == "x" * MAX_RESULT
+    error = await called(f"{HERE}:raises", {"text": "x" * MAX_RESULT + "y"})
+    assert error.startswith("Error: ValueError: xxx") and error.endswith("xxxy") and len(error) < MAX_RESULT + 50
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Point:
+    x: float
+    color: Color
+
+
+NESTED: list[Any] = []
+NESTED.append(NESTED)
+RESULTS: dict[str, Any] = {
+    '{"city": "Zürich", "八": "😀"}': {"city": "Zürich", "八": "😀"},
+    "[null, null, null, 0.5]": [math.nan, math.inf, -math.inf, 0.5],
+    '{"x": null, "color": "red"}': Point(math.nan, Color.RED),
+    '{"red": ["red"], "1": null}': {Color.RED: (Color.RED,), 1: None},
+    '["a"]': {"a"},
+    '"2026-01-02"': datetime.date(2026, 1, 2),
+    '"0.10"': Decimal("0.10"),
+    '"/a/b"': PurePosixPath("/a/b"),
+    '"\ufffda"': b"\xffa",
+    "[[1.0, 2.0], [null, 4.0]]": np.array([[1, 2], [math.nan, 4]]),
+    "7": np.int64(7),
+    "true": np.bool_(True),
+    "null": None,
+    "Error: TypeError: want a text, or values of JSON, as the tool's result, got object": [object()],
+    "Error: TypeError: want a text, or values of JSON, as the tool's result, got generator": (number for number in ()),
+    "Error: RecursionError": NESTED,
+}
+
+
+def made(number: int) -> Any:
+    return list(RESULTS.values())[number]
+
+
+def raises(text: str) -> Any:
+    raise ValueError(text)
+
+
+def told(color: Color, point: Point | None = None) -> str:
+    assert color is Color.RED and (point is None or point.color is Color.RED)
+    return f"{color} {point}"
+
+
+@pytest.mark.parametrize("wanted", RESULTS)
+async def test_results_are_json_with_their_letters(wanted: str) -> None:
+    result = await called(f"{HERE}:made", {"number": list(RESULTS).index(wanted)})
+    assert result.startswith(wanted) if wanted.startswith("Error") else result == wanted
+    if not wanted.startswith("Error"):
+        json.loads(result)
+
+
+async def test_arguments_are_of_the_annotated_types() -> None:
+    assert await called(f"{HERE}:told", {"color": "red"}) == "Color.RED None"
+    assert await called(f"{HERE}:told", {"color": "red", "point": {"x": 1.5, "color": "red"}}) == f"Color.RED {Point(1.5, Color.RED)}"
+    assert (await called(f"{HERE}:told", {"color": "green"})).startswith("Error: ValueError: 'green' is not a valid Color")
+
+
+async def test_python_shows_how_a_program_ended_and_both_ends_of_its_output() -> None:
+    python = {"use": "python", "options": {"seconds": 60.0}}
+    assert await called(python, {"code": "print(1)\nraise SystemExit(3)"}) == "1\n\nError: exit code 3"
+    assert await called(python, {"code": "import os, sys\nprint(1)\nsys.stdout.flush()\nos._exit(4)"}) == "1\n\nError: exit code 4"
+    assert await called(python, {"code": "raise SystemExit"}) == ""
+    long = await called(python, {"code": "for n in range(100_000): print(n)"})
+    assert long.startswith("0\n1\n2\n") and long.endswith("99998\n99999\n") and "characters left out" in long and "Error" not in long
+    endless = await called(python, {"code": "print('begin')\nwhile True: print('x' * 1000)"})
+    assert endless.startswith("begin\nxxx") and "characters left out" in endless and len(endless) <= MAX_RESULT
+    assert endless.endswith(f"Error: the program was ended after {MAX_OUTPUT_BYTES} bytes of output")
+    slow = await called({"use": "python", "options": {"seconds": 0.3}}, {"code": "print('begin', flush=True)\nwhile True: pass"})
+    assert slow.endswith("Error: the program was ended after 0.3 s")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
+from bus.errors import WireError
+from bus.wire.chat_messages import chat_messages
+
 
 def own(data: Mapping[str, Any], id: str) -> tuple[str, dict[str, Any]]:
     """Return the environment of a row (``metadata.env``, else ``id``) and its ``metadata.extras``. Raises RuntimeError."""
@@ -35,10 +38,10 @@ def only_text(observation: object) -> str:
 
 
 def messages_in(given: object, where: str) -> list[dict[str, Any]]:
-    """Return messages, maps with texts as role and content. Raises RuntimeError for anything else."""
-    if not isinstance(given, list | tuple):
-        raise RuntimeError(f"{where}: want a list of messages, got {type(given).__name__}")
-    for one in given:
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
-            raise RuntimeError(f"{where}: want maps with role and content, got {one!r:.80}")
-    return [dict(one) for one in given]
+    """Return messages. Raises RuntimeError for anything else."""
+    if isinstance(given, list | tuple) and not given:  # behind the last answer
+        return []
+    try:
+        return chat_messages(given, where)
+    except WireError as error:
+        raise RuntimeError(str(error)) from None

@@ -38,9 +38,16 @@ class Policy:
 
     async def save(self, state: object) -> None:
         """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
-        async with self._session.post(self._base_url.removesuffix("/v1") + "/state", json={"state": state}) as response:
+        await self._post("/state", {"state": state})
+
+    async def truncated(self, limit: str) -> None:
+        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
+        await self._post("/truncated", {"limit": limit})
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
             if response.status != 200:
-                raise RuntimeError(f"the state was not taken: {(await response.read())[:1000].decode(errors='replace')}")
+                raise RuntimeError(f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}")
 
     async def _choice(self, path: str, body: object) -> dict[str, Any]:
         async with self._session.post(self._base_url + path, json=body) as response:

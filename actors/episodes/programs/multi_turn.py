@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
 from actors.episodes.programs.gem_environment import Gem
@@ -26,6 +26,7 @@ from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 from bus.system.coroutines import to_the_end
+from bus.wire.chat_messages import chat_messages
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -48,6 +49,8 @@ class Played:
     """Rewards of the turns, by an environment."""
     spent: bool = False
     """True if the budget ended it."""
+    cut: bool = False
+    """True if ``max_turns`` ended it: a call was not made, or the environment had not ended."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -90,6 +93,8 @@ class MultiTurn:
     observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and ``restore(state)``; its
     ``close()`` is called at the end."""
     environment_options: Mapping[str, Any] | None = None
+    has_fixed_turns: ClassVar[bool] = False
+    """True for a game that ends with its last turn, whatever the answer: ``max_turns`` cuts no episode short."""
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -147,20 +152,23 @@ class MultiTurn:
         if played is None:
             played = Played()
             if self._environment is None and self.protocol == "chat":
-                played.messages = _messages(data["prompt"], self.system)
+                played.messages = _messages(data["prompt"], "prompt", self.system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
         async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
             try:
                 while not played.done:
                     await turn(policy, played)
-                    played.done = played.done or len(played.ids) >= self.max_turns
+                    if not played.done and len(played.ids) >= self.max_turns:
+                        played.done, played.cut = True, not self.has_fixed_turns
                     if saves:
                         await policy.save(asdict(played))
             except BudgetSpent:
                 if not played.ids:  # the prompt alone is too long
                     raise
                 played.spent = True
+            if played.cut:
+                await policy.truncated("max_turns")
         return played
 
     def _offered(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
@@ -183,8 +191,8 @@ class MultiTurn:
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more))
         calls = message.get("tool_calls") or []
+        played.done = not calls
         if not calls or len(played.ids) == self.max_turns:
-            played.done = True
             return
         played.messages.append(message)
         for call in calls:
@@ -198,8 +206,8 @@ class MultiTurn:
     async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
         said = await _completed(policy, played, self._more)
         found = self._call.search(said) if tools else None
+        played.done = found is None
         if found is None or len(played.ids) == self.max_turns:
-            played.done = True
             return
         groups = found.groupdict()
         name = groups.get("tool") or next(iter(tools))
@@ -229,7 +237,7 @@ class MultiTurn:
         else:
             observation = await _awaited(game.reset(dict(data)))
             if self.protocol == "chat":
-                played.messages = _messages(observation, self.system)
+                played.messages = _messages(observation, "the environment's observation", self.system)
             else:
                 played.text = _text(observation)
 
@@ -290,14 +298,15 @@ def _arguments(text: object) -> object:
         return text
 
 
-def _messages(prompt: object, system: str) -> list[Mapping[str, Any]]:
-    found = [dict(one) for one in prompt] if isinstance(prompt, list) else [{"role": "user", "content": _text(prompt)}]
-    return [{"role": "system", "content": system}, *found] if system else [*found]
+def _messages(given: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
+    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything else."""
+    messages = chat_messages(given, where) if isinstance(given, list) else [{"role": "user", "content": _text(given)}]
+    return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
 def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
     """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as they want it."""
-    seen = _messages(observation, "")
+    seen = _messages(observation, "the environment's observation") if observation != [] else []
     return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
 
 

@@ -172,6 +172,9 @@ class Slime:
             status = getattr(one.status, "value", one.status)
             if status in ("aborted", "failed"):
                 raise RuntimeError(f"the generate function returned a sample with status {status}")
+            if status == Status.TRUNCATED.value:
+                headers = {"Authorization": f"Bearer {api_key}"}
+                await post(base_url.removesuffix("/v1") + "/truncated", {"limit": "generate_function"}, headers=headers)
         rewards = [one.reward for one in samples if one.reward is not None]
         if not rewards:
             return None

@@ -27,6 +27,8 @@ def display(expression: str) -> str:
 class SumGame(MultiTurn):
     """``multi_turn`` with the calculator, and a dense reward: half for the call, half for the answer behind it."""
 
+    has_fixed_turns = True
+
     def __init__(self) -> None:
         super().__init__(
             tools=[f"{__name__}:display"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}="

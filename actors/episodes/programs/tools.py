@@ -2,6 +2,9 @@
 
 import ast
 import asyncio
+import dataclasses
+import datetime
+import enum
 import importlib
 import inspect
 import json
@@ -10,18 +13,21 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_type_hints
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePath
+from typing import Any
+from uuid import UUID
 
 from actors.episodes.programs.call_threads import CallThreads
+from actors.episodes.programs.tool_schemas import hints_of, schema_of, typed
 from bus.system.foreign import errors_as, text_of
 from rewards.code.sandbox import Bounds, run
 
 FAILED = "Error:"
 """Beginning of the result of a call that failed."""
 MAX_RESULT = 20_000
-"""Characters of a result that the model is shown."""
-KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+"""Characters of a result that the model is shown, and of those of a longer one."""
 
 
 class _ToolFailed(Exception):
@@ -36,8 +42,13 @@ class Tool:
     function: Callable[..., Any]
     schema: Mapping[str, Any]
     """Entry of the tool in ``tools`` of a chat request."""
-    parameters: tuple[str, ...]
-    """Names of its arguments."""
+    hints: Mapping[str, Any]
+    """Annotations of its arguments, by name."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its arguments."""
+        return tuple(self.schema["function"]["parameters"]["properties"])
 
     async def call(self, arguments: object, *, seconds: float, threads: CallThreads) -> str:
         """Return the result as text; every failure is a text, too, that begins with ``Error:``.
@@ -50,18 +61,55 @@ class Tool:
             async with asyncio.timeout(seconds) as limit:
                 with errors_as(lambda error: _ToolFailed(text_of(error)), but=(TimeoutError,)):
                     inspect.signature(self.function).bind(**arguments)
+                    given = {name: typed(value, self.hints.get(name)) for name, value in arguments.items()}
                     if inspect.iscoroutinefunction(self.function):
-                        found = await self.function(**arguments)
+                        result = await self.function(**given)
                     else:
-                        found = await threads.run(self.function, **arguments)
+                        result = await threads.run(self.function, **given)
+                    return shortened(result if isinstance(result, str) else json_text(result))
         except TimeoutError:
             if limit.expired() and not inspect.iscoroutinefunction(self.function):
                 threads.given_up(self.name, seconds)
             return f"{FAILED} no result within {seconds:g} s"
         except _ToolFailed as error:
-            return f"{FAILED} {error}"[:MAX_RESULT]
-        text = found if isinstance(found, str) else json.dumps(found, default=str)
-        return text if len(text) <= MAX_RESULT else text[:MAX_RESULT] + " ..."
+            return shortened(f"{FAILED} {error}")
+
+
+def shortened(text: str, most: int = MAX_RESULT) -> str:
+    """Return a text of about ``most`` characters: beginning and end of a longer one, with the number of characters between them."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}\n... [{len(text) - most // 2 * 2} characters left out] ...\n{text[-(most // 2) :]}"
+
+
+def json_text(result: object) -> str:
+    """Return a result as JSON. Numbers that JSON lacks are null. Raises TypeError for values that it lacks."""
+    return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return a result as values of JSON."""
+    match value:
+        case None | bool() | int() | str() if not isinstance(value, enum.Enum):
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case enum.Enum():
+            return _plain(value.value)
+        case Mapping():
+            return {name if isinstance(name, str) else str(_plain(name)): _plain(inner) for name, inner in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(inner) for inner in value]
+        case bytes():
+            return value.decode(errors="replace")
+        case datetime.date() | datetime.time() | datetime.timedelta() | Decimal() | Fraction() | UUID() | PurePath():
+            return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    for method in ("tolist", "model_dump"):  # of arrays and their numbers; of pydantic
+        if callable(getattr(value, method, None)):
+            return _plain(getattr(value, method)())
+    raise TypeError(f"want a text, or values of JSON, as the tool's result, got {type(value).__name__}")
 
 
 def tools_of(wanted: Sequence[object]) -> dict[str, Tool]:
@@ -93,8 +141,7 @@ def _tool(wanted: object, where: str) -> Tool:
         made, options = made(**options), {}
     function: Callable[..., Any] = made if inspect.isroutine(made) else made.__call__
     name = str(entry.get("name") or (use if use in TABLE else attribute))
-    schema = schema_of(name, function, options)
-    return Tool(name, _with(function, options), schema, tuple(schema["function"]["parameters"]["properties"]))
+    return Tool(name, _with(function, options), schema_of(name, function, options), hints_of(function))
 
 
 def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -118,32 +165,6 @@ def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
 
     now.__signature__ = rest  # type: ignore[attr-defined]
     return now
-
-
-def schema_of(name: str, function: Callable[..., Any], hidden: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without those that are ``hidden``."""
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError):
-        hints = {}
-    parameters = {
-        one.name: one
-        for one in inspect.signature(function).parameters.values()
-        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in hidden
-    }
-    properties = {key: {"type": KINDS[hints[key]]} if hints.get(key) in KINDS else {} for key in parameters}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0],
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": [key for key, one in parameters.items() if one.default is one.empty],
-            },
-        },
-    }
 
 
 # ---- the tools that ship
@@ -203,16 +224,29 @@ def _value(node: ast.AST) -> Any:
     return found
 
 
+MAX_OUTPUT_BYTES = 1 << 22
+"""Output of a program, of which the model is shown the beginning and the end. One that writes more is ended."""
+MAX_REASON = 1000
+"""Characters of a result that are kept for the end of a program."""
+OUTCOMES = {
+    "time": "the program was ended after {0.seconds:g} s",
+    "output": "the program was ended after {0.output_bytes} bytes of output",
+}
+"""Ends of programs by the sandbox, in words."""
+
+
 class Python:
     """Runs programs in the sandbox of the reward ``code``: no network, no processes, no files."""
 
     def __init__(self, seconds: float = 6.0, memory_mb: int = 1024) -> None:
-        self._bounds = Bounds(seconds=seconds, memory_mb=memory_mb, output_bytes=1 << 16)
+        self._bounds = Bounds(seconds=seconds, memory_mb=memory_mb, output_bytes=MAX_OUTPUT_BYTES)
 
     def __call__(self, code: str) -> str:
         """Run a Python program, and return its output."""
         outcome = run(code, self._bounds)
-        return outcome.output if not outcome.reason else f"{outcome.output}\nError: {outcome.reason}".strip()
+        output = shortened(outcome.output, MAX_RESULT - MAX_REASON)
+        reason = OUTCOMES.get(outcome.reason, outcome.reason).format(self._bounds)
+        return f"{output}\n{FAILED} {reason}".strip() if reason else output
 
 
 class Search:
