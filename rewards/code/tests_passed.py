@@ -13,7 +13,8 @@ from rewards.code.sandbox import obstacle as obstacle  # for the registry
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 
-BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
+# Possessive: blanks behind a fence are read once, however many there are.
+BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 MAX_PROGRAM = 1 << 20
 """Characters of the longest program that is run."""

@@ -11,6 +11,7 @@ import pytest
 from bus.wire.messages import Status
 from rewards.children.limits import Limits, children_of
 from rewards.code.sandbox import Bounds, Outcome, run
+from rewards.code.tests_passed import code
 from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import bind
@@ -57,6 +58,45 @@ def test_calls_and_tests() -> None:
     assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 3").passed
     assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 4").reason == "AssertionError: "
     assert run("def f(a): return a", BOUNDS, call=("g", [1])).reason.startswith("KeyError")
+
+
+FORGED = {
+    "unconfined": b'{"unconfined": 1}',
+    "brackets": b"[" * 30_000,
+    "maps": b'{"a":' * 30_000,
+    "nearly too deep": b'{"value":' + b"[" * 900 + b"]" * 900 + b"}",
+    "error that is no text": b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "text that is no text": b'{"error": "a", "text": {"b": 1}}',
+    "half a surrogate pair": b'{"error": "\\ud800", "text": "\\ud800"}',
+    "ended": b'{"ended": true}',
+    "passed": b'{"passed": true}',
+    "value": b'{"value": 0}',
+    "all": b'{"passed": "", "ended": true, "value": 0, "error": 0}',
+    "digits": b"9" * 5_000,
+    "value of many digits": b'{"value": ' + b"9" * 4_000 + b"}",
+    "infinite": b'{"value": 1e999}',
+    "no number": b'{"value": NaN}',
+    "the first byte again": b"+",
+    "nothing": b"",
+    "no UTF-8": b"\xff\xfe\x00",
+}
+ENDS = ["os._exit(0)", "os._exit(1)", "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 40)", "os.closerange(3, 64)", "pass"]
+"""Ends of a program that has written its own result; signal 40 has no name."""
+
+
+@pytest.mark.parametrize("result", FORGED.values(), ids=FORGED)
+def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(result: bytes) -> None:
+    labels = ["assert False", {"inputs": ["1"], "outputs": ["2"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}]
+    for number, end in enumerate(ENDS):
+        write = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, {result!r})\n  except OSError: pass\n"
+        response = f"```python\n{write}{end}\n```"
+        request = RewardRequest(prompt="", response=response, label=labels[number % len(labels)], status=Status.COMPLETED)
+        assert code(request)["score"] == 0.0, end
+
+
+def test_an_interpreter_that_does_not_begin_is_no_fault_of_the_response() -> None:
+    with pytest.raises(RewardFailed, match="no sandbox: code 1"):
+        run("print(1)", BOUNDS, python="/bin/false")
 
 
 @pytest.mark.parametrize(
