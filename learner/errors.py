@@ -158,6 +158,23 @@ class NothingTrained(LearnerError):
         )
 
 
+class TasksFail(LearnerError):
+    """Every task fails: so many in a row have died, without a complete group between them."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, count: int, seconds: float, reason: str) -> None:
+        super().__init__(count, seconds, reason)
+        self.count, self.seconds, self.reason = count, seconds, reason
+
+    def __str__(self) -> str:
+        return (
+            f"every task fails: want a complete group, got {self.count} tasks in a row that failed for good in {self.seconds:.0f} s "
+            f"(learner.failing_tasks, learner.failing_s); the last: {self.reason}; mend that and go on with --resume "
+            "(tidemill dead lists the tasks, and requeues their prompts)"
+        )
+
+
 class NoProgress(LearnerError):
     """A wait has reached its deadline."""
 

@@ -36,11 +36,17 @@ CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    first: Row
+    rows: Sequence[Row]
+    """The rows read, at least one."""
     longest: int = 0
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
     warm: Row | None = None
     """The first row read with a temperature of its own other than 1."""
+
+    @property
+    def first(self) -> Row:
+        """The first row."""
+        return self.rows[0]
 
 
 def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
@@ -73,12 +79,12 @@ def check_data(report: Report, config: RunConfig, model: CheckedModel | None, to
         if complete and config.learner.num_epochs:
             _check_passes(report, config, _in_pass(config.data))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
-    return Prompts(first=rows[0], longest=longest if complete else 0, warm=warm)
+    return Prompts(rows=rows, longest=longest if complete else 0, warm=warm)
 
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None) -> Prompts | None:
-    """Report errors in the files of the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
-    first: Prompts | None = None
+    """Report errors in the files of the evaluation sets, if there are evaluations; return facts about those that are read."""
+    seen: list[Row] = []
     for name, one in config.eval.parsed.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
         try:
@@ -92,7 +98,7 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
                 EVALUATION, report.at(setting) if error.where == data.path else error.where, want=error.want, got=error.got, cure=cure
             )
             continue
-        first = first or Prompts(first=rows[0])
+        seen += rows
         if model is not None and tokenize is not None:
             limit = model.context - new
             if limit <= 0:
@@ -105,7 +111,7 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
             used = f", the first {one.limit} are used" if 0 < one.limit < len(rows) else ""
             report.good(EVALUATION, f"{name}: {data.path}: {size} read{used}; {one.samples} responses each")
-    return first
+    return Prompts(rows=seen) if seen else None
 
 
 def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row], *, complete: bool) -> None:
@@ -163,7 +169,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
             report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
-    return Prompts(first=row, longest=tokens)
+    return Prompts(rows=[row], longest=tokens)
 
 
 def _read(data: DataConfig) -> tuple[list[Row], bool]:

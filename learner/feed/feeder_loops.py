@@ -93,7 +93,7 @@ class Feeder:
         self._admit = Waiter()
         self._decide = server.waiter
         self._replayed = asyncio.Event()
-        self._row = FeederRow(server, batch_timeout_s=rules.batch_timeout_s)
+        self._row = FeederRow(server, rules)
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
