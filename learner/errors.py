@@ -146,15 +146,16 @@ class NothingTrained(LearnerError):
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, num_epochs: int, dropped: Mapping[str, int]) -> None:
-        super().__init__(num_epochs, dropped)
-        self.num_epochs, self.dropped = num_epochs, dropped
+    def __init__(self, num_epochs: int, dropped: Mapping[str, int], last_failure: str = "") -> None:
+        super().__init__(num_epochs, dropped, last_failure)
+        self.num_epochs, self.dropped, self.last_failure = num_epochs, dropped, last_failure
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
         return (
             f"learner.num_epochs: want a group to train in {self.num_epochs} pass{'es' * (self.num_epochs > 1)} over the prompts, "
-            f"got none (tasks: {reasons or 'none'}); look at the data, the rewards and `tidemill dead`"
+            f"got none (tasks: {reasons or 'none'}{f'; the last that failed: {self.last_failure}' if self.last_failure else ''}); "
+            "look at the data, the rewards and `tidemill dead`"
         )
 
 

@@ -20,13 +20,15 @@ class FailingTasks:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._count, self._since_s, self._reason = 0, 0.0, ""
+        self._count, self._since_s = 0, 0.0
+        self.reason = ""
+        """Reason of the last task that died."""
 
     def died(self, letter: Dead) -> None:
         """Register a task that no actor tries again."""
         self._since_s = self._since_s if self._count else self._clock()
         self._count += 1
-        self._reason = " ".join(letter.reason.split())
+        self.reason = " ".join(letter.reason.split())
 
     def completed(self) -> None:
         """Register a complete group: not every task fails."""
@@ -35,10 +37,10 @@ class FailingTasks:
     @property
     def trouble(self) -> str:
         """Description for the live row; empty while a task may fail alone."""
-        return f"the last {self._count} tasks failed for good: {self._reason}" if self._count > 1 else ""
+        return f"the last {self._count} tasks failed for good: {self.reason}" if self._count > 1 else ""
 
     def refuse(self, most: int, within_s: float) -> None:
         """Raise TasksFail once ``most`` tasks in a row have died over ``within_s`` seconds or more; 0 tasks = never."""
         seconds = self._clock() - self._since_s
         if 0 < most <= self._count and seconds >= within_s:
-            raise TasksFail(self._count, seconds, self._reason)
+            raise TasksFail(self._count, seconds, self.reason)

@@ -316,7 +316,7 @@ class Feeder:
 
     async def _feed(self) -> None:
         while self._source.step < self._data_rules.steps:
-            if self._replayed.is_set() and (reason := self._early_end.reason()):
+            if self._replayed.is_set() and (reason := self._early_end.reason(self._intake.failing.reason)):
                 await self._early_end.end(reason, self._server, self._outcomes)
                 break
             began_s = time.monotonic()

@@ -32,6 +32,7 @@ from learner.errors import (
     FeederFailed,
     NoCheckpoint,
     NoProgress,
+    NothingTrained,
     RankFailed,
     ReplayMismatch,
     RunLost,
@@ -592,6 +593,19 @@ async def test_a_run_in_which_every_task_fails_ends_with_the_reason(open_world: 
                     await feeding
                 assert raised.value.count >= 5
         assert not await world.plans()
+
+
+async def test_passes_in_which_every_task_fails_end_with_the_reason(open_world: OpenWorld) -> None:
+    async with (
+        open_world(max_attempts=1, num_epochs=1, failing_tasks=0) as world,
+        failing_actor(world, good_every=0),
+        world.feeder() as fed,
+    ):
+        with pytest.raises(FeederFailed, match=r"got none \(tasks: 7 dead; the last that failed: no judge\)") as failed:
+            await world.train(fed[0])
+        assert failed.value.exit_code == 78
+        with pytest.raises(NothingTrained):
+            await fed[1]
 
 
 async def test_tasks_that_fail_between_groups_end_no_run(open_world: OpenWorld) -> None:

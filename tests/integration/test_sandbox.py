@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,15 @@ def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(result: byt
         response = f"```python\n{write}{end}\n```"
         request = RewardRequest(prompt="", response=response, label=labels[number % len(labels)], status=Status.COMPLETED)
         assert code(request)["score"] == 0.0, end
+
+
+def test_a_program_that_never_ends_has_a_score_though_many_tests_are_run() -> None:
+    response = "```python\nimport time\nx = input()\ntime.sleep(1000 * (x != '1'))\nprint(x)\n```"
+    label = {"inputs": list("123456"), "outputs": list("123456")}
+    request = RewardRequest(prompt="", response=response, label=label, status=Status.COMPLETED)
+    begin = time.monotonic()
+    assert code(request, seconds=60.0, total_seconds=4.0, share=True) == {"score": 1 / 6, "passed": 1.0, "tests": 6.0}
+    assert time.monotonic() - begin < 60.0
 
 
 def test_an_interpreter_that_does_not_begin_is_no_fault_of_the_response() -> None:
