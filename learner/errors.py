@@ -154,15 +154,33 @@ class NothingTrained(LearnerError):
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, num_epochs: int, dropped: Mapping[str, int]) -> None:
-        super().__init__(num_epochs, dropped)
-        self.num_epochs, self.dropped = num_epochs, dropped
+    def __init__(self, num_epochs: int, dropped: Mapping[str, int], last_failure: str = "") -> None:
+        super().__init__(num_epochs, dropped, last_failure)
+        self.num_epochs, self.dropped, self.last_failure = num_epochs, dropped, last_failure
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
         return (
             f"learner.num_epochs: want a group to train in {self.num_epochs} pass{'es' * (self.num_epochs > 1)} over the prompts, "
-            f"got none (tasks: {reasons or 'none'}); look at the data, the rewards and `tidemill dead`"
+            f"got none (tasks: {reasons or 'none'}{f'; the last that failed: {self.last_failure}' if self.last_failure else ''}); "
+            "look at the data, the rewards and `tidemill dead`"
+        )
+
+
+class TasksFail(LearnerError):
+    """Every task fails: so many in a row have died, without a complete group between them."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, count: int, seconds: float, reason: str) -> None:
+        super().__init__(count, seconds, reason)
+        self.count, self.seconds, self.reason = count, seconds, reason
+
+    def __str__(self) -> str:
+        return (
+            f"every task fails: want a complete group, got {self.count} tasks in a row that failed for good in {self.seconds:.0f} s "
+            f"(learner.failing_tasks, learner.failing_s); the last: {self.reason}; mend that and go on with --resume "
+            "(tidemill dead lists the tasks, and requeues their prompts)"
         )
 
 

@@ -4,7 +4,7 @@ Source: GSM8K (Cobbe et al. 2021, arXiv 2110.14168). Numbers are compared exactl
 """
 
 from rewards.errors import RewardFailed
-from rewards.math_answer import MARKER, find_answer, find_gold, same_answer, to_number
+from rewards.math_answer import MARKER, find_gold, is_right, to_number
 from rewards.port import RewardRequest
 
 
@@ -18,4 +18,4 @@ def gsm8k(request: RewardRequest, *, strict: bool = False) -> float:
         raise RewardFailed("gsm8k", f"want a number as label, got {gold[:80]!r}")
     if strict and MARKER not in request.response:
         return 0.0
-    return float(same_answer(find_answer(request.response), gold))
+    return float(is_right(request.response, gold))

@@ -13,15 +13,26 @@ from rewards.port import RewardRequest
 
 MARKER = "####"
 
+# A separator belongs to a number only between groups of three digits, of which the first may be shorter.
+_GROUPS = r"[1-9][0-9]{0,2}(?:(?:(?:,|\{,\}|\\[,;: ]|\{\\[,;:]\}|~)(?:\\!)?|\\!)[0-9]{3})+(?![0-9])"
+_GROUPED = re.compile(r"(?<![0-9])(?<![0-9]\.)" + _GROUPS)
 # A sign belongs to the number only if no word or bracket stands before it: the last number of "10-3" is 3, of "x = -3" it is -3.
-# A comma belongs to it only between groups of three digits.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
+_NUMBER = re.compile(rf"(?:(?<![\w)])[-+\u2212])?\$?(?:(?:{_GROUPS}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
 _SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
-_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
-_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
-_MIXED = re.compile(r"([-+]?)([0-9]+)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
-_WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
+_NARROW = re.compile(r"\\[,;: ]|~|\\(?:left|right|displaystyle|quad)(?![A-Za-z])")
+_SPACED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]*)?")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{([-+]?)([0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))")
+_MIXED = re.compile(r"([-+]?)([0-9]+)(?:\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}| ([0-9]+)/([0-9]+))")
+WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|operatorname)\s*\{([^{}]*)\}")
+ASSIGNED = re.compile(r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*")
+_UNIT = re.compile(
+    r"(?<=[0-9}])(?:(?:[\s~]|\\[ ,;:!])*\\(?:text|mathrm|textbf|mbox|textit|operatorname)\s*\{[^{}0-9]*\}(?:\^\{?[23]\}?)?"
+    r"|(?P<words>[\s~]+[A-Za-z]{2,}(?:[\s-]+[A-Za-z]{2,})*)(?:\^\{?[23]\}?)?|\s*\^\{?\\circ\}?|\s*\\degree)\s*$"
+)
+_MULTIPLES = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)", re.IGNORECASE)
+BLANKS = re.compile(r"(?<!\s)\s++(?![0-9])|(?<![0-9\s])\s++")
+"""Blanks that may be left out: all but those between two numbers."""
 _BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
 _MAX_DIGITS = 1000
 """A longer "number" is compared as text, because Python refuses to convert more than 4300 digits."""
@@ -34,7 +45,7 @@ def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_w
     follows the number. The label is the answer itself or a worked solution that ends in ``#### answer``.
     Raises RewardFailed for a label that is neither text nor a number: every response would be scored as wrong.
     """
-    correct = float(same_answer(find_answer(request.response), find_gold(request.label)))
+    correct = float(is_right(request.response, find_gold(request.label)))
     form = format_share(request.response)
     return {"score": correct_weight * correct + format_weight * form, "correct": correct, "format": form}
 
@@ -53,48 +64,78 @@ def find_gold(label: object) -> str:
     return str(label).rpartition(MARKER)[2].strip()
 
 
+def is_right(response: str, gold: str) -> bool:
+    """Return whether the answer in a response is ``gold``."""
+    answer, whole = _answer(response)
+    return same_answer(answer, gold, whole=whole)
+
+
 def find_answer(response: str) -> str | None:
-    r"""Return the line after the last ``####``, else the content of the last ``\boxed{}``, else the last number, else None."""
+    r"""Return the line after the last ``####`` (or a ``\boxed{}`` in it), else the last ``\boxed{}``, else the last number, else None."""
+    return _answer(response)[0]
+
+
+def _answer(response: str) -> tuple[str | None, bool]:
+    """Return the answer, and whether it is all of a box."""
     _, marker, tail = response.rpartition(MARKER)
-    if marker and tail.strip():  # a response cut off after #### has its answer before it, if anywhere
-        return tail.strip().partition("\n")[0].strip()
-    boxed = last_boxed(response)
+    line = tail.strip().partition("\n")[0].strip() if marker else ""  # empty in a response that was cut off after ####
+    boxed = last_boxed(line or response)
     if boxed is not None:
-        return boxed
-    numbers = _NUMBER.findall(response)
-    return numbers[-1] if numbers else None
+        return boxed, True
+    numbers = [line] if line else _NUMBER.findall(response)
+    return (numbers[-1] if numbers else None), False
 
 
-def same_answer(answer: str | None, gold: str) -> bool:
-    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a number, the same text."""
+def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
+    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a number, the same text.
+
+    ``whole``: all of it must be the number, but for a unit, as in a box. A line begins with the number, and units or an explanation
+    follow (``18 eggs of 20``).
+    """
     if answer is None or not gold:
         return False
     want = to_number(gold)
     if want is None:
-        return _plain(answer).casefold() == _plain(gold).casefold()
-    got = to_number(answer)
-    # The first number: an answer found by its marker or box begins with it, and units or an explanation follow ("18 eggs of 20").
-    if got is None and (first := _NUMBER.search(answer)):
+        return plain(answer).casefold() == plain(gold).casefold()
+    got = number_in_box(answer) if whole else to_number(answer)
+    if got is None and not whole and (first := _NUMBER.search(answer)):
         got = to_number(first.group())
     return got == want
+
+
+def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
+    r"""Return the number that is all of a text, but for ``x =`` and a unit: ``5\text{ cm}`` or, with ``words``, ``5 eggs``; else None."""
+    if len(text) > _MAX_DIGITS:
+        return None
+    text = ASSIGNED.sub("", text.strip().removesuffix("."))
+    number, unit = to_number(text), _UNIT.search(text)
+    if number is not None or unit is None or _MULTIPLES.search(unit.group()) or (unit["words"] and not words):
+        return number
+    return to_number(text[: unit.start()])
 
 
 def to_number(text: str) -> Fraction | None:
     r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5``, ``1e2`` exactly; else None."""
     if len(text) > _MAX_DIGITS:
         return None
-    plain = _plain(text)
-    mixed = _MIXED.fullmatch(plain)
+    number = plain(text)
+    while number[:1] + number[-1:] in ("{}", "()"):
+        number = number[1:-1]
+    mixed = _MIXED.fullmatch(number)
     if mixed is not None:
-        sign, whole, above, below = mixed.groups()
-        number = to_number(f"{above}/{below}")
-        return None if number is None else (Fraction(whole) + number) * (-1 if sign == "-" else 1)
-    plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", plain))
-    if _SCIENTIFIC.fullmatch(plain):
-        return Fraction(plain)
-    if not _PLAIN_NUMBER.fullmatch(plain):
+        sign, whole, above, below = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
+        part = to_number(f"{above}/{below}")
+        return None if part is None else (Fraction(whole) + part) * (-1 if sign == "-" else 1)
+    if fraction := _FRACTION.fullmatch(number):
+        minus = (fraction[1] == "-") != (fraction[2] == "-")
+        number = f"{'-' if minus else ''}{fraction[3] or fraction[4]}/{fraction[5] or fraction[6]}"
+    if _SPACED.fullmatch(number):
+        number = number.replace(" ", "")
+    if _SCIENTIFIC.fullmatch(number):
+        return Fraction(number)
+    if not _PLAIN_NUMBER.fullmatch(number):
         return None
-    numerator, _, denominator = plain.partition("/")
+    numerator, _, denominator = number.partition("/")
     if denominator and int(denominator) == 0:
         return None
     return Fraction(numerator) / int(denominator or 1)
@@ -110,10 +151,16 @@ def format_share(response: str) -> float:
     return (1 + (response.count(MARKER) == 1) + (number is not None) + ends) / 4
 
 
-def _plain(text: str) -> str:
-    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers."""
-    text = _WRAPPER.sub(r"\1", text).replace("\N{MINUS SIGN}", "-").replace("\\$", "").replace("\\%", "").replace("\\!", "")
-    return re.sub(r"[\s$%]", "", text).removesuffix(".")
+def plain(text: str) -> str:
+    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers, groups of digits."""
+    text = ungrouped(WRAPPED.sub(r"\1", text)).replace("\\$", "").replace("\\%", "").replace("{-}", "-")
+    return BLANKS.sub("", re.sub(r"[$%€£]", "", text).strip()).removesuffix(".")
+
+
+def ungrouped(text: str) -> str:
+    r"""Return a text with ASCII's minus and blanks, and the groups of its numbers joined: ``1{,}234``, ``1\,234``, ``1,\!234``: 1234."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace(r"\!", "")
+    return _NARROW.sub(" ", _GROUPED.sub(lambda number: re.sub("[^0-9]", "", number[0]), text))
 
 
 def last_boxed(text: str) -> str | None:

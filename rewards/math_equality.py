@@ -7,20 +7,16 @@ Source of the normal form: the MATH benchmark (Hendrycks et al. 2021, arXiv 2103
 import re
 
 from rewards.expression import MAX_CHARACTERS, NoExpression, letters, value
-from rewards.math_answer import to_number
+from rewards.math_answer import ASSIGNED, BLANKS, WRAPPED, number_in_box, to_number, ungrouped
 
 _POINTS = ((1.37, 0.61, -0.83, 2.29), (0.47, -1.93, 1.61, 0.71), (2.71, 1.13, 0.37, -1.49))
 """Values for the first four letters of two expressions that are compared."""
 _TOLERANCE = 1e-9
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|operatorname)\s*\{([^{}]*)\}")
-_DROPPED = re.compile(r"\\(?:left|right|displaystyle|,|;|!|quad| )|\^\{?\\circ\}?|\\degree|\\?[$%]|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_DROPPED = re.compile(r"\^\{?\\circ\}?|\\degree|\\?[$%]")
 _UNITS = re.compile(
     r"(?<=[0-9}])\s*(?:square\s+|cubic\s+)?(?:degrees?|cm|mm|km|meters?|metres?|m|feet|foot|ft|inch(?:es)?|units?|dollars?|cents?|hours?|minutes?|"
     r"seconds?|days?|points?|kg|grams?|miles?|mph|percent)(?:\^\{?[23]\}?)?\s*$"
 )
-_SPACES = re.compile(r"(?<![0-9]) +| +(?![0-9])")
-"""Spaces that may be left out: all but those between two numbers."""
-_ASSIGNED = re.compile(r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*")
 _MIXED = re.compile(r"^(-?[0-9]+)\s*\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}$|^(-?[0-9]+)\s+([0-9]+)/([0-9]+)$")
 _LISTED = re.compile(r" {1,9}(?:and|or) {1,9}")
 _OPEN, _CLOSE = "([{", ")]}"
@@ -31,14 +27,17 @@ def same_math(answer: str, gold: str) -> bool:
     left, right = plain(answer), plain(gold)
     if not left or not right:
         return False
-    return _SPACES.sub("", left).casefold() == _SPACES.sub("", right).casefold() or _equal(left, right, depth=0)
+    if BLANKS.sub("", left).casefold() == BLANKS.sub("", right).casefold() or _equal(left, right, depth=0):
+        return True
+    number = number_in_box(answer, words=False)
+    return number is not None and number == number_in_box(gold, words=False)
 
 
 def plain(text: str) -> str:
     r"""Return an answer without the parts that do not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final full stop."""
-    text = text[: 10 * MAX_CHARACTERS].replace("\N{MINUS SIGN}", "-").replace("\N{GREEK SMALL LETTER PI}", r"\pi")
-    text = _DROPPED.sub("", _WRAPPED.sub(r"\1", text)).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
-    text = _LISTED.sub(", ", _ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
+    text = ungrouped(WRAPPED.sub(r"\1", text[: 10 * MAX_CHARACTERS])).replace("\N{GREEK SMALL LETTER PI}", r"\pi")
+    text = _DROPPED.sub("", text).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
+    text = _LISTED.sub(", ", ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
     return _UNITS.sub("", text).strip()
 
 
@@ -86,7 +85,7 @@ def _wraps(text: str) -> bool:
 
 
 def _same_value(left: str, right: str) -> bool:
-    one, other = _number(left), _number(right)
+    one, other = to_number(left), to_number(right)
     if one is not None and other is not None:
         return one == other
     left, right = _unmixed(left), _unmixed(right)
@@ -102,10 +101,6 @@ def _same_value(left: str, right: str) -> bool:
     except NoExpression:
         return False
     return True
-
-
-def _number(text: str) -> object:
-    return to_number(text.replace(" ", "")) if not re.search(r"[0-9] +[0-9]", text) else None
 
 
 def _unmixed(text: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bus.errors import WireError
-from bus.system.foreign import described, errors_as, repr_of
+from bus.system.foreign import described, errors_as, repr_at
 from bus.wire.invariants import check_reward
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
@@ -93,7 +93,7 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        with errors_as(lambda error: RewardFailed(name, repr_of(error)), but=(RewardFailed, TimeoutError)):
+        with errors_as(lambda error: RewardFailed(name, repr_at(error)), but=(RewardFailed, TimeoutError)):
             result: object = call(request)
             if inspect.isawaitable(result):
                 result = await result
@@ -121,7 +121,7 @@ class Bound:
 
     def checked(self, argument: object) -> Any:
         """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the function."""
-        with errors_as(lambda error: RewardFailed(self.name, repr_of(error), self.contract.word), but=(RewardFailed,)):
+        with errors_as(lambda error: RewardFailed(self.name, repr_at(error), self.contract.word), but=(RewardFailed,)):
             return self.contract.checked(self.name, self(argument))
 
     @property
@@ -313,7 +313,7 @@ class _Threaded:
             except (RewardFailed, TimeoutError) as raised:
                 error = raised
             except BaseException as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
-                error = RewardFailed(self._name, repr_of(raised))
+                error = RewardFailed(self._name, repr_at(raised))
                 error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future
                 loop.call_soon_threadsafe(finish, result, error)

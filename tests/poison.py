@@ -21,3 +21,8 @@ def some(request: RewardRequest) -> float:
     if int(request.tokens[-request.response_length]) % 8 == 5:
         raise RuntimeError("no judge for this beginning")
     return digits(request)
+
+
+def none(request: RewardRequest) -> float:
+    """Fail for every response."""
+    raise RuntimeError("no judge at all")

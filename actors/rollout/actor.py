@@ -21,8 +21,8 @@ stores when it drains is not repeated: the next actor finds finished samples and
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -55,13 +55,16 @@ from rewards.scorers.groups import GroupScorer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Queue = tuple[Kind, str]
+"""Kind and rollout of tasks."""
 
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 FAILURES_IN_A_ROW = 8
-"""Tasks in a row that failed, after which an actor pauses before it leases more: something is wrong that is no single prompt's."""
+"""Tasks of a queue that failed with no success between them, after which an actor pauses before it leases more of that queue: something is
+wrong that is no single prompt's. The attempts at one task count once."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
-"""Bounds of that pause; it doubles with each further failure."""
+"""Bounds of that pause; it doubles with each further task that fails."""
 NAK_DELAY_S = 1.0
 """Seconds before a task that found no engine is delivered again."""
 CANCEL_NAK_DELAY_S = 0.5
@@ -128,7 +131,8 @@ class Actor:
         """Samples in flight, by rollout."""
         self._changed = Waiter()
         self._draining = False
-        self._failed_in_a_row = 0
+        self._failing: defaultdict[Queue, set[int]] = defaultdict(set)
+        """Tasks that failed since the last one that did not, by queue."""
         self._told_to_drain = asyncio.Event()
         self._idle_since_s = time.monotonic()
 
@@ -150,8 +154,9 @@ class Actor:
         waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self.in_flight else ""
         if self.in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
-        if not self.in_flight and not self._draining and self._failed_in_a_row >= FAILURES_IN_A_ROW:
-            waits_for = f"the end of a pause: the last {self._failed_in_a_row} tasks failed"
+        failing = max(map(len, self._failing.values()), default=0)
+        if not self.in_flight and not self._draining and failing >= FAILURES_IN_A_ROW:
+            waits_for = f"the end of a pause: the last {failing} tasks failed"
         elif not self.in_flight and not self._draining:
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
         if self._draining:
@@ -201,7 +206,7 @@ class Actor:
             if self.in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
-            await self._pause()
+            await self._pause(self._failing[kind, rollout])
             lease = await self._next_lease(kind, rollout)
             if lease is None:
                 continue
@@ -211,9 +216,9 @@ class Actor:
                 self._add_in_flight(lease.task.rollout, lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
-    async def _pause(self) -> None:
-        """Wait while every task fails, so that a broken reward or program does not use up all prompts at once."""
-        excess = self._failed_in_a_row - FAILURES_IN_A_ROW
+    async def _pause(self, failing: Collection[int]) -> None:
+        """Wait while every task of a queue fails, so that a broken reward or program does not use up all prompts at once."""
+        excess = len(failing) - FAILURES_IN_A_ROW
         if excess >= 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(FIRST_PAUSE_S * 2 ** min(excess, 20), MAX_PAUSE_S)):
@@ -251,7 +256,7 @@ class Actor:
                 await self._nak(lease, 0.0 if self._draining else NAK_DELAY_S)
             else:
                 await lease.ack()
-                self._failed_in_a_row = 0
+                self._failing[task.kind, task.rollout].clear()
                 self._activity.counters.tasks_done += 1
         except asyncio.CancelledError:
             await self._nak(lease, CANCEL_NAK_DELAY_S)
@@ -449,7 +454,7 @@ class Actor:
         return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        self._failed_in_a_row += 1
+        self._failing[lease.task.kind, lease.task.rollout].add(lease.task.id)
         self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
         try:
             await lease.fail(reason, actor=self.id)

@@ -7,10 +7,12 @@ Text that only looks like a call (no JSON, no name, not closed) stays content: n
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+_BETWEEN = re.compile(r"\s*+(?:;\s*+)?")
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments of a call."""
 
@@ -59,32 +61,43 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 
 def _read_tags(text: str, finished: bool) -> ParsedReply:
-    content, at = "", 0
+    parts: list[str] = []
     calls: list[Call] = []
+    at = 0
     while (opening := text.find(OPENING, at)) >= 0:
-        content = _append(content, text[at:opening], calls)
+        _append(parts, text[at:opening], calls)
         closing = text.find(CLOSING, opening)
         if closing < 0:
-            rest = text[opening:] if finished else ""
-            return _result(_append(content, rest, calls), calls, finished)
+            _append(parts, text[opening:] if finished else "", calls)
+            return _result(parts, calls, finished)
         call = _call(text[opening + len(OPENING) : closing])
         at = closing + len(CLOSING)
         if call is None:
-            content += text[opening:at]
+            parts.append(text[opening:at])
         else:
             calls.append(call)
-            content = content.rstrip()
-    rest = text[at:] if finished else text[at : len(text) - _opening_prefix(text[at:])]
-    return _result(_append(content, rest, calls), calls, finished)
+            _strip_end(parts)
+    _append(parts, text[at:] if finished else text[at : len(text) - _opening_prefix(text[at:])], calls)
+    return _result(parts, calls, finished)
 
 
-def _append(content: str, more: str, calls: list[Call]) -> str:
+def _append(parts: list[str], more: str, calls: list[Call]) -> None:
     """Append text to the content; blanks between calls are no content."""
-    return content + (more.lstrip() if calls and not content else more)
+    parts.append(more.lstrip() if calls and not any(parts) else more)
 
 
-def _result(content: str, calls: list[Call], finished: bool) -> ParsedReply:
+def _strip_end(parts: list[str]) -> None:
+    """Remove blanks at the end of the content."""
+    while parts:
+        parts[-1] = parts[-1].rstrip()
+        if parts[-1]:
+            return
+        parts.pop()
+
+
+def _result(parts: list[str], calls: list[Call], finished: bool) -> ParsedReply:
     """Return the result. Blanks at the end are held back while a call may follow, and dropped after one."""
+    content = "".join(parts)
     return ParsedReply(content if finished and not calls else content.rstrip(), tuple(calls))
 
 
@@ -102,17 +115,17 @@ def _read_json(text: str, finished: bool) -> ParsedReply:
 
 def _calls(text: str) -> tuple[Call, ...]:
     """Return the calls of a text that has nothing else; none for any other text."""
-    decoder, calls, rest = json.JSONDecoder(), [], text.strip()
-    while rest:
+    decoder, calls, text, at = json.JSONDecoder(), [], text.strip(), 0
+    while at < len(text):
         try:
-            value, end = decoder.raw_decode(rest)
+            value, at = decoder.raw_decode(text, at)
             call = _call_from(value)
         except (ValueError, RecursionError):
             return ()
         if call is None:
             return ()
         calls.append(call)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches anything
     return tuple(calls)
 
 

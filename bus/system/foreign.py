@@ -1,15 +1,21 @@
 """The errors of users' functions, and of libraries that do not document theirs, as errors of this project."""
 
+import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-"""Beginnings of the names of files that no user has written."""
+_PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+"""Directories of installed packages, which may be below those of Python."""
+_PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+_OURS = tuple(
+    str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("actors", "bus", "launch", "learner", "rewards", "weightstore")
+)
 
 
 @contextmanager
@@ -38,8 +44,21 @@ def described(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its message names the line
         return text_of(error)
     # The first two frames are those of ``errors_as`` and of its block.
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if not frame.filename.startswith(_LIBRARIES)]
-    return text_of(error) + (f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else "")
+    return text_of(error) + _place(traceback.extract_tb(error.__traceback__)[2:])
+
+
+def repr_at(error: BaseException) -> str:
+    """Return the repr of an error, and the line of the user's code that raised it, if there is one."""
+    return repr_of(error) + _place(traceback.extract_tb(error.__traceback__))
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the line of the user's code in a traceback, in brackets: the innermost one outside of packages, else where one was entered."""
+    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    written = [frame for frame in foreign if not frame.filename.startswith((*_PYTHON, *_PACKAGES))]
+    entered = [frame for frame in foreign if frame.filename.startswith(_PACKAGES)]
+    found = written[-1:] or entered[:1]
+    return f" ({found[0].filename}, line {found[0].lineno})" if found else ""
 
 
 def repr_of(error: BaseException) -> str:

@@ -27,11 +27,17 @@ EVALUATION = "eval"
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    first: Row
+    rows: Sequence[Row]
+    """The rows read, at least one."""
     longest: int = 0
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
     warm: Row | None = None
     """The first row read with a temperature of its own other than 1."""
+
+    @property
+    def first(self) -> Row:
+        """The first row."""
+        return self.rows[0]
 
 
 def check_data(
@@ -71,12 +77,12 @@ def check_data(
         _check_passes(report, config, _in_pass(readings))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
     counted = complete and all(reading.tokenized == reading.readable for reading in readings)
-    return Prompts(first=rows[0], longest=longest if counted else 0, warm=warm)
+    return Prompts(rows=rows, longest=longest if counted else 0, warm=warm)
 
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the first set, if it is read."""
-    first: Prompts | None = None
+    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
+    seen: list[Row] = []
     for name, one in config.eval.parsed.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
         new = one.max_new_tokens or config.sampling.max_new_tokens
@@ -96,10 +102,10 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             continue
         reading.report(report, EVALUATION, data.bad_rows, cure=cure)
         if len(report.errors) == before:
-            first = first or Prompts(first=reading.rows[0])
+            seen += reading.rows
             used = f", the first {one.limit} are used" if 0 < one.limit < reading.read else ""
             report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {one.samples} responses each")
-    return first
+    return Prompts(rows=seen) if seen else None
 
 
 def read_sources(
@@ -191,4 +197,4 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
             report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
-    return Prompts(first=row, longest=tokens)
+    return Prompts(rows=[row], longest=tokens)

@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
 from bus.system.foreign import described, errors_as
@@ -43,8 +43,8 @@ HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
 """Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
 
 
-def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bool, call: bool) -> None:
-    """Load the reward with its options, and score ``row`` if the reward is built in or ``call`` is set.
+def check_reward(report: Report, config: RunConfig, rows: Sequence[Row], *, here: bool, call: bool) -> None:
+    """Load the reward with its options, and score the first of ``rows`` that is for it, if the reward is built in or ``call`` is set.
 
     ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a warning: it may be
     on their machines.
@@ -55,15 +55,17 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
     if config.actor.scorers.enabled and not config.up.scorers:
         want, cure = "scorers", "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers"
         report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
-    named = [(config.actor.reward, config.actor.reward_options, "actor.reward", "actor.reward_options")]
-    if config.actor.reward_parts:
-        at = "actor.reward_parts"
-        named = [(part.reward, dict(part.options), at, f"{at}.{part.name}.options") for part in read_parts(config.actor.reward_parts)]
+    scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
         _check_group(report, config, here=here)
-        named = named if config.actor.reward or config.actor.reward_parts else []
-    for name, options, setting, options_setting in named:
-        _check_one(report, name, options, row, settings=(setting, options_setting), here=here, call=call)
+    for part in read_parts(config.actor.reward_parts):
+        row = next((row for row in scored if part.applies(row.metadata)), None)
+        settings = (f"actor.reward_parts.{part.name}", f"actor.reward_parts.{part.name}.options")
+        _check_one(report, part.reward, dict(part.options), row, settings=settings, here=here, call=call)
+    if config.actor.reward_parts or (config.actor.group_reward and not config.actor.reward):
+        return
+    settings, row = ("actor.reward", "actor.reward_options"), next(iter(scored), None)
+    _check_one(report, config.actor.reward, config.actor.reward_options, row, settings=settings, here=here, call=call)
 
 
 def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
@@ -173,12 +175,13 @@ def _check_one(
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
-        _call(report, name, options, score, row)
+        _call(report, name, options, score, row, where=where)
     else:
-        report.good("reward", f"{name} loaded" + ", not called (--check-reward calls it once)")
+        reason = "--check-reward calls it once" if row is not None else "none of the rows read is for it"
+        report.good("reward", f"{name} loaded, not called ({reason})")
 
 
-def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Row) -> None:
+def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Row, *, where: str) -> None:
     """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its process."""
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
@@ -192,7 +195,7 @@ def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Ro
     except (RewardFailed, TimeoutError) as error:  # an actor would store the sample as failed
         reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else error.reason
         want = f"a number for row {row.number + 1} of data.path with its label as the response"
-        report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"fix {name}")
+        report.error("reward", where, want=want, got=reason, cure=f"fix {name}")
         return
     report.good("reward", f"{name}: the label of row {row.number + 1} as the response is worth {got}")
 

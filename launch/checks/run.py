@@ -50,12 +50,12 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     reads_prompts = purpose.trains and not config.debug.trains_only
     data = check_data(report, config, model, tokenize, made=made.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)
-    first = data or held_out
+    rows = [row for prompts in (data, held_out) if prompts is not None for row in prompts.rows]
     starts_workers = purpose.starts_workers and not config.debug.trains_only
     actors_here = starts_workers and config.up.actors > 0
     rewards_here = starts_workers and config.up.scorers > 0 if config.actor.scorers.enabled else actors_here
     check_debug(report, config)
-    check_reward(report, config, None if first is None else first.first, here=rewards_here, call=purpose.call_reward)
+    check_reward(report, config, rows, here=rewards_here, call=purpose.call_reward)
     check_rollouts(report, config, here=actors_here)
     check_renderer(report, config, model, here=actors_here)
     check_tools(report, config, model)

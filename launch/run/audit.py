@@ -261,8 +261,6 @@ class _Audit:
         """Count one sample by its disposition."""
         accounting = self.accounting
         accounting.published += 1
-        accounting.tokens_generated += sample.response_length
-        accounting.aborted += sample.status is Status.ABORTED
         if seq in self._step_of_seq:
             accounting.trained_here += 1
             self._found[seq] = (sample.task, sample.index)
@@ -272,8 +270,11 @@ class _Audit:
             accounting.dropped[self._dropped_seq[seq]] += 1
         elif sample.status in (Status.FAILED, Status.ABORTED):
             accounting.dropped[sample.status.value] += 1
+            if self._wrong(seq, sample):
+                return
         elif wrong := self._wrong(seq, sample):
             self._refuse(seq, wrong, actor)
+            return
         elif sample.task in self._dropped_task:
             accounting.dropped[self._dropped_task[sample.task]] += 1
         elif sample.task in self._step_of_task:
@@ -282,6 +283,9 @@ class _Audit:
             self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record")
         else:
             accounting.buffered += 1
+        # Behind the checks: an invalid sample may name any number of tokens.
+        accounting.tokens_generated += sample.response_length
+        accounting.aborted += sample.status is Status.ABORTED
 
     def _refuse(self, seq: int, wrong: str, actor: str) -> None:
         self.accounting.refuse(wrong, actor)

@@ -17,13 +17,14 @@ from bus.liveness.epoch import raise_epoch
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
-from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
+from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from launch.run import evaluated, learner_roles, roles
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.settings import yaml_file
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.feed.evaluations import EvalPlan, Evaluations
+from learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which is empty.
 
     Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that cannot work,
-    PromptError, BusError.
+    PromptError, BusError, TasksFail.
     """
     write_whole(config.root / CONFIG_FILE, yaml_file.dump(to_map(config)))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
@@ -49,7 +50,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
                 for number in range(count):
                     id = f"{role}-{number}"
                     supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id])
-            evaluating = asyncio.create_task(_scores(bus, plan, Path(config.model.path)), name="evaluation")
+            evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())
                 return evaluating.result() if evaluating.done() else []
@@ -79,14 +80,17 @@ async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
     return address.read_text().strip()
 
 
-async def _scores(bus: Bus, plan: EvalPlan, model: Path) -> list[Evaluated]:
-    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores."""
+async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
+    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores.
+
+    Raises TasksFail where every task fails.
+    """
     epoch = await raise_epoch(bus)
     await bus.plans.fence(epoch)
     await bus.tasks.fence(epoch)
     registry = VersionRegistry(bus)
     await registry.fence(epoch)
-    await registry.publish_initial(str(model), epoch)
+    await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
         """Issue and register a task."""
@@ -97,18 +101,23 @@ async def _scores(bus: Bus, plan: EvalPlan, model: Path) -> list[Evaluated]:
     rounds = await asyncio.to_thread(plan.rounds)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
     evaluations.published(0, 0)
+    failing = FailingTasks()
 
     async def read() -> None:
         """Read the samples."""
         async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
             if isinstance(received.sample, Sample):
                 evaluations.arrived(received.sample)
+                if received.sample.status is not Status.FAILED:
+                    failing.completed()
 
     async def follow_dead() -> None:
         """Read the prompts that are given up."""
         async for _, told in bus.dead.follow():
             if isinstance(told, Dead):
-                evaluations.gone(told.task)
+                evaluations.gone(told)
+                failing.died(told)
+                failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
     return [record for _, record in sorted((await evaluated.read(bus)).items())]

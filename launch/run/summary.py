@@ -15,6 +15,14 @@ LAST_STEPS = 10
 """Number of steps over which the last reward is averaged: a peak proves nothing."""
 REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
+MOST_COUNT = 1e12
+"""Largest counter of a live row that is used: without users of the bus any client may write such a row."""
+
+
+def count_in(load: Mapping[str, float], name: str) -> float:
+    """Return a counter of a live row; 0 for one that is missing, or that no process can have."""
+    value = load.get(name, 0.0)
+    return value if 0 <= value <= MOST_COUNT else 0.0
 
 
 def metric_lines(outcomes: Sequence[Done]) -> list[JsonObject]:
@@ -44,7 +52,8 @@ def summarize(accounting: RunAccounting, lines: Sequence[JsonMapping], versions:
     """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     loads = observed.loads
-    actors = [load["waiting_share"] for name, load in loads.items() if name.startswith("actor.") and "waiting_share" in load]
+    shares = [load.get("waiting_share", -1.0) for name, load in loads.items() if name.startswith("actor.")]
+    actors = [share for share in shares if 0 <= share <= 1]
     return {
         "run": observed.run,
         "steps": len(lines),
@@ -69,7 +78,7 @@ def summarize(accounting: RunAccounting, lines: Sequence[JsonMapping], versions:
         "tasks_issued": accounting.tasks_issued,
         "tasks_open": accounting.tasks_open,
         "tasks_given_up": dict(sorted(accounting.tasks_given_up.items())),
-        "bad_rows": int(loads.get("feeder.feeder", {}).get("bad_rows", 0)),
+        "bad_rows": int(count_in(loads.get("feeder.feeder", {}), "bad_rows")),
         "troubles": dict(observed.troubles),
         "restarts": dict(observed.restarts),
         "problems": accounting.problems,

@@ -21,6 +21,7 @@ from bus.streams.bus import Bus
 from bus.wire.messages import Done, Evaluated, LiveRow, Sample
 from launch.run import evaluated
 from launch.run.growing_file import GrowingFile
+from launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
 
@@ -219,9 +220,9 @@ class RunWatch:
             self._take_trouble(row)
             self._take_state(row, age)
             if row.role == "engine":
-                self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
+                self.aborted_by_pushes[row.id, row.pid] = count_in(row.load, "requests_aborted_by_pushes")
         self._note_refused()
-        generated = sum(load.get("tokens_generated", 0.0) for name, load in self.loads.items() if name.startswith("actor."))
+        generated = sum(count_in(load, "tokens_generated") for name, load in self.loads.items() if name.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0

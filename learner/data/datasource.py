@@ -60,6 +60,8 @@ class DataSource:
         self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, Group] = {}
         self._early, self._evals, self._requeues, self._versions = EarlyArrivals(), EvalTasks(), Requeues(), KnownVersions()
+        self.complete = 0
+        """Groups that have had all their samples, since this start."""
         self._filtered = 0
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -167,6 +169,7 @@ class DataSource:
             return self._duplicate(seq)
         group.add(BufferedSample.of(seq, sample))
         group.touched_s = now
+        self.complete += group.full
         self.changes += group.full or bool(group.abandoned)
         return Arrival(Disposition.BUFFERED)
 
@@ -204,11 +207,14 @@ class DataSource:
         self._samples.settle(seq)
         return arrival
 
-    def dead(self, id: int) -> None:
-        """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed."""
+    def dead(self, id: int) -> bool:
+        """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed.
+
+        Returns whether an open group cannot be trained for it.
+        """
         if not self._tasks.knows(id) and id <= self._tasks.seen_to + EARLY_IDS:
             self._early.add_dead(id)
-        self._abandon(id, "dead")
+        return self._abandon(id, "dead") and not self._complete(self._groups[id])
 
     def lost(self, id: int) -> None:
         """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued again."""
@@ -220,12 +226,15 @@ class DataSource:
             self._requeues.ask(dead)
             self.changes += 1
 
-    def _abandon(self, id: int, reason: str) -> None:
+    def _abandon(self, id: int, reason: str) -> bool:
+        """Mark an open group as one that gets no further samples. Returns whether there is such a group."""
         self._settle_eval(id, dead=True)
         group = self._groups.get(id)
-        if group is not None and not group.abandoned:
-            group.abandoned = reason
-            self.changes += 1
+        if group is None or group.abandoned:
+            return False
+        group.abandoned = reason
+        self.changes += 1
+        return True
 
     # ---- filters
 

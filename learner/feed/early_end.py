@@ -43,14 +43,17 @@ class EarlyEnd:
         if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
             await rows.delete(END_KEY)
 
-    def reason(self) -> str:
-        """Return the reason to end after the last planned step; empty = there is none. Raises NothingTrained when there is no step."""
+    def reason(self, last_failure: str = "") -> str:
+        """Return the reason to end after the last planned step; empty = there is none.
+
+        ``last_failure``: of a task, in words. Raises NothingTrained when there is no step.
+        """
         if stopped := self._evaluations.best.stopped:
             return stopped
         if not self._source.exhausted:
             return ""
         if not self._source.step:
-            raise NothingTrained(self._rules.num_epochs, self._source.accounting().settled)
+            raise NothingTrained(self._rules.num_epochs, self._source.accounting().settled, last_failure)
         return f"all prompts of {self._rules.num_epochs} pass{'es' * (self._rules.num_epochs > 1)} are used (learner.num_epochs)"
 
     async def end(self, reason: str, server: FeedServer, outcomes: Outcomes) -> None:

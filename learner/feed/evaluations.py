@@ -16,7 +16,7 @@ from bus.client.waiter import Waiter
 from bus.errors import WireError
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Evaluated, Sample, Task
+from bus.wire.messages import Dead, Evaluated, Sample, Task
 from learner.data.groups import mismatch
 from learner.errors import PromptError
 from learner.evaluation.best import BestScore
@@ -155,10 +155,10 @@ class Evaluations:
             self._forget()
             self._changed.wake()
 
-    def gone(self, task: int) -> None:
+    def gone(self, letter: Dead) -> None:
         """Register a dead task."""
-        if self._rounds.gone(task):
-            log.warning("evaluation prompt given up task=%d: its samples failed (tidemill dead)", task)
+        if self._rounds.gone(letter.task):
+            log.warning("evaluation prompt given up task=%d reason=%s", letter.task, letter.reason)
             self._forget()
             self._changed.wake()
 

@@ -68,7 +68,7 @@ async def run_feeder(
 
     ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
     Once ``draining`` is set, it ends when no rank is left and their reports are stored.
-    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, RankSilent, FeedError, PromptError,
+    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, TasksFail, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
@@ -134,6 +134,8 @@ def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfi
         num_nodes=places.num_nodes,
         ahead=ahead,
         batch_timeout_s=learner.batch_timeout_s,
+        failing_tasks=learner.failing_tasks,
+        failing_s=learner.failing_s,
         vocab_size=model.vocab_size,
         routed=model.routed if learner.routing_replay == ROLLOUT else None,
         pad_to=learner.row_multiple,

@@ -96,7 +96,7 @@ class Feeder:
         self._admit = Waiter()
         self._decide = server.waiter
         self._replayed = asyncio.Event()
-        self._row = FeederRow(server, batch_timeout_s=rules.batch_timeout_s)
+        self._row = FeederRow(server, rules)
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
@@ -326,7 +326,7 @@ class Feeder:
 
     async def _feed(self) -> None:
         while self._source.step < self._data_rules.steps:
-            if self._replayed.is_set() and (reason := self._early_end.reason()):
+            if self._replayed.is_set() and (reason := self._early_end.reason(self._intake.failing.reason)):
                 await self._early_end.end(reason, self._server, self._outcomes)
                 break
             began_s = time.monotonic()

@@ -1,6 +1,7 @@
 """The feeder's live row and its heartbeats to the ranks: its phase, the event that it waits for, and its numbers.
 
-Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited too long.
+Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited too long,
+and with TasksFail when every task fails.
 """
 
 import asyncio
@@ -17,7 +18,9 @@ from learner.errors import NoProgress
 from learner.feed.copies import Copies
 from learner.feed.episode_age import EpisodeAge
 from learner.feed.evaluations import Evaluations
+from learner.feed.failing_tasks import UNTRAINED_SHARE
 from learner.feed.feed_server import FeedServer
+from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import Filtering
 from learner.feed.intake import Intake
 
@@ -44,8 +47,8 @@ class Parts:
 class FeederRow:
     """Phase and waits of the feeder, which its loops set."""
 
-    def __init__(self, server: FeedServer, *, batch_timeout_s: float) -> None:
-        self._server, self._batch_timeout_s = server, batch_timeout_s
+    def __init__(self, server: FeedServer, rules: FeederRules) -> None:
+        self._server, self._rules = server, rules
         self.phase = "starting"
         self.text = "the bus"
         """The event that the feeder waits for."""
@@ -55,14 +58,23 @@ class FeederRow:
         """None until the state is restored: heartbeats begin before."""
 
     async def beat(self, heartbeat: HeartbeatPublisher) -> None:
-        """Background loop: heartbeats on the bus and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
+        """Background loop: heartbeats on the bus and for waiting ranks. Raises NoProgress, TasksFail."""
         while True:
             starved_s = self._server.starved_s(time.monotonic())
             await self._server.beat(self._waits_for())
-            if starved_s > self._batch_timeout_s:
+            if starved_s > self._rules.batch_timeout_s:
                 raise NoProgress("feeder", starved_s, self._waits_for())
+            self._refuse_failing()
             heartbeat.update(**self._fields(starved_s))
             await asyncio.sleep(BEAT_S)
+
+    def _refuse_failing(self) -> None:
+        """Raise TasksFail where every task fails."""
+        if self.parts is None:
+            return
+        # A run that has trained may wait for a server of its reward; one that never has is more likely to have a defect.
+        within_s = self._rules.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
+        self.parts.intake.failing.refuse(self._rules.failing_tasks, within_s)
 
     @property
     def copies_waited_for(self) -> str:
@@ -93,12 +105,13 @@ class FeederRow:
         }
         load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}
         load["filtered"] = sum(count for reason, count in accounting.settled.items() if is_filtered(reason))
-        troubles = (parts.prompts.trouble, *parts.evaluations.troubles)
+        others = (parts.filtering.trouble, parts.age.trouble, parts.intake.failing.trouble)
+        troubles = (parts.prompts.trouble, *parts.evaluations.troubles, *others)
         version = parts.source.head[0] if parts.source.head else -1
         return {
             "phase": self.phase,
             "waits_for": self._waits_for(),
-            "trouble": "; ".join(text for text in (*troubles, parts.filtering.trouble, parts.age.trouble) if text),
+            "trouble": "; ".join(filter(None, troubles)),
             "version": version,
             "load": {key: float(value) for key, value in load.items()} | parts.filtering.load(),
         }

@@ -30,6 +30,8 @@ class FeederRules:
     ahead: int
     """Steps planned before a rank requests them: 0 or 1."""
     batch_timeout_s: float
+    failing_tasks: int = 16
+    failing_s: float = 600.0
     vocab_size: int | None
     routed: RoutedShape | None = None
     """Sizes of the model's routing, where the experts in samples are replayed; else None."""

@@ -23,6 +23,7 @@ from learner.data.prompts import PromptFile
 from learner.data.senders import Senders, invalid_words
 from learner.errors import PromptError
 from learner.feed.evaluations import Evaluations
+from learner.feed.failing_tasks import FailingTasks
 from weightstore.store.registry import VersionRegistry
 
 Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]
@@ -50,6 +51,8 @@ class Intake:
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
         self.samples: dict[int, Sample] = {}
         """Buffered samples by their sequence."""
+        self.failing = FailingTasks()
+        """Tasks that have died since the last complete group."""
         self.behind = 0
         """Samples of the stream that are not read yet."""
 
@@ -65,9 +68,11 @@ class Intake:
         async for received in reading:
             if isinstance(received.sample, Sample):
                 await self._look_up(registry, received.seq, received.sample)
-            before = self._source.changes
+            before, complete = self._source.changes, self._source.complete
             arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
             self.behind = received.pending
+            if self._source.complete != complete:
+                self.failing.completed()
             if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
                 self._evaluations.arrived(received.sample)
             if arrival.name is Disposition.BUFFERED and isinstance(received.sample, Sample):
@@ -97,8 +102,9 @@ class Intake:
         async for seq, told in self._bus.dead.follow():
             if isinstance(told, Dead):
                 letters[told.task] = replace(told, prompt="", reason="")  # without its texts: all dead letters of the run are kept here
-                self._source.dead(told.task)
-                self._evaluations.gone(told.task)
+                if self._source.dead(told.task):
+                    self.failing.died(told)
+                self._evaluations.gone(told)
             elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
                 self._source.requeue(letter)
             self._wake()

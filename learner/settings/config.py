@@ -176,6 +176,10 @@ class LearnerConfig:
     """Record a digest of the weights after every step (deterministic resume checks)."""
     batch_timeout_s: float = 3600.0
     """Seconds without a batch after which the learner ends with an error."""
+    failing_tasks: int = 16
+    """Tasks in a row that fail for good, without a complete group between them, after which the run ends (exit code 78); 0 = never."""
+    failing_s: float = 600.0
+    """Seconds for which all tasks must have failed by then, as behind a server that is away; before the first step a tenth of it."""
     deterministic: bool = True
     """Use deterministic kernels: a resumed run repeats the recorded steps to the same bits on one machine."""
     colocated: bool = False
@@ -199,6 +203,9 @@ class LearnerConfig:
         for name in (*batches, *ranks, "batch_timeout_s", "nodes_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        for name in ("failing_tasks", "failing_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.nodes < 0:
             raise ValueError(f"nodes: want >= 0, got {self.nodes}")
         if self.nodes != 1 and self.colocated:

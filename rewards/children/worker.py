@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from bus.system.foreign import repr_of
+from bus.system.foreign import repr_at
 from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonMapping
 from rewards.children import frames, limits
@@ -94,7 +94,7 @@ def _reply(id: int, **fields: object) -> bytes:
 
 
 def _failed(id: int, error: BaseException, **fields: object) -> bytes:
-    reason = error.reason if isinstance(error, RewardFailed) else repr_of(error)
+    reason = error.reason if isinstance(error, RewardFailed) else repr_at(error)
     return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
 
 

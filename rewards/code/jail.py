@@ -52,6 +52,9 @@ WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000
 """Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE."""
 EPERM, EACCES, ENOTTY, ENOSYS = 1, 13, 25, 38
 
+CONFINED = b"+"
+"""First byte of a result whose process is confined; without it a result is the reason why it is not."""
+
 AST_ONLY = 0x400
 """Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module."""
 MODULES = (
@@ -149,8 +152,9 @@ def main() -> None:
     try:
         restrict(settings)
     except (OSError, ValueError, KeyError) as error:
-        os.write(result_at, json.dumps({"unconfined": repr(error)}).encode())
+        os.write(result_at, repr(error).encode())
         os._exit(1)
+    os.write(result_at, CONFINED)  # before the program runs: what it writes comes behind
     found = run(settings)
     os.write(result_at, json.dumps(found).encode()[: settings["max_result"]])
     sys.stdout.flush()

@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def run(
             process.kill()
         process.wait()
         os.close(result_at)
-    return _outcome(process.returncode, output, result, reason, word)
+    return _outcome(process.returncode, output, result, reason, partial(_passes, tests=bool(tests), call=call is not None, word=word))
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
@@ -166,21 +167,36 @@ def _write(descriptor: int, data: bytes) -> bytes:
         return b""
 
 
-def _outcome(code: int, output: bytes, result: bytes, reason: str, word: str) -> Outcome:
+def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]) -> Outcome:
+    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even this process's."""
     text = output.decode(errors="replace")
     if reason:
         return Outcome(output=text, reason=reason)
+    if not result.startswith(jail.CONFINED):
+        raise RewardFailed("code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}")
     try:
-        found = json.loads(result)
-    except ValueError:
+        found = json.loads(result.removeprefix(jail.CONFINED))
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        if code == 0:  # it left by os._exit
-            return Outcome(output=text, reason="it ended itself")
-        return Outcome(output=text, reason=signal.Signals(-code).name if code < 0 else f"exit code {code}")
-    if "unconfined" in found:
-        raise RewardFailed("code", f"the kernel gives no sandbox: {found['unconfined']}")
-    if "error" in found:
-        return Outcome(output=text, reason=f"{found['error']}: {found.get('text', '')}"[:400])
-    passed = found.get("passed") == word or found.get("ended") is True or "value" in found
+        return Outcome(output=text, reason=_ended(code))
+    if isinstance(found.get("error"), str):
+        return Outcome(output=text, reason=f"{found['error']}: {found['text'] if isinstance(found.get('text'), str) else ''}"[:400])
+    passed = passes(found)
     return Outcome(output=text, passed=passed, value=found.get("value"), reason="" if passed else f"exit code {found.get('code')}"[:40])
+
+
+def _passes(found: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:
+    """Return whether a result is that of a run which ended well: of its tests, its call or its end, whichever there was."""
+    if tests:
+        return bool(found.get("passed") == word)
+    return "value" in found if call else found.get("ended") is True
+
+
+def _ended(code: int) -> str:
+    """Return the end of a process without a result, by its return code, in words."""
+    if code == 0:
+        return "it ended itself"
+    with contextlib.suppress(ValueError):  # not every signal has a name
+        return signal.Signals(-code).name
+    return f"exit code {code}" if code > 0 else f"signal {-code}"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from rewards.code.sandbox import obstacle as obstacle  # for the registry
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 
-BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
+# Possessive: blanks behind a fence are read once, however many there are.
+BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 MAX_PROGRAM = 1 << 20
 """Characters of the longest program that is run."""
@@ -33,6 +35,7 @@ def code(
     request: RewardRequest,
     *,
     seconds: float = 6.0,
+    total_seconds: float = 25.0,
     memory_mb: int = 1024,
     max_tests: int = 0,
     share: bool = False,
@@ -49,19 +52,21 @@ def code(
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
-    ``seconds`` and ``memory_mb`` are those of one test. ``max_tests``: only so many, those with the longest input (0 = all). ``share``: the
-    score is the share of tests passed, and all are run; else the first failure ends them. ``imports``: names of typing, collections, math
-    and other modules (``jail.MODULES``) need no import, as with the judges that such tests come from. Raises RewardFailed for a label
-    without tests.
+    ``seconds`` and ``memory_mb`` are those of one test. ``total_seconds`` are those of all: a test that is not done by then is not passed.
+    Keep it below ``actor.reward_timeout_s``, past which the sample of a slow program would fail. ``max_tests``: only so many, those with
+    the longest input (0 = all). ``share``: the score is the share of tests passed, and all are run; else the first failure ends them.
+    ``imports``: names of typing, collections, math and other modules (``jail.MODULES``) need no import, as with the judges that such tests
+    come from. Raises RewardFailed for a label without tests.
     """
     tests = cases_in(request.label, function=function)
     if max_tests and len(tests) > max_tests:
         tests = sorted(tests, key=lambda test: -len(test.stdin) - len(repr(test.call)))[:max_tests]
     program = program_in(request.response, whole=whole)
     passed = 0
-    bounds = Bounds(seconds=seconds, memory_mb=memory_mb)
+    end_s = time.monotonic() + total_seconds
     for test in tests if program else ():
-        passed += (good := passes(program, test, bounds, imports=imports, python=python))
+        bounds = Bounds(seconds=min(seconds, end_s - time.monotonic()), memory_mb=memory_mb)
+        passed += (good := bounds.seconds > 0 and passes(program, test, bounds, imports=imports, python=python))
         if not good and not share:
             break
     score = passed / len(tests) if share else float(passed == len(tests))

@@ -239,6 +239,22 @@ async def test_an_actor_whose_tasks_all_fail_pauses_and_drains_at_once(
         assert loop.FAILURES_IN_A_ROW <= len(dead) <= loop.FAILURES_IN_A_ROW + 3
 
 
+async def test_failures_of_one_queue_and_of_few_prompts_do_not_stop_the_others(
+    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(loop, "MAX_PAUSE_S", 1000.0)
+    async with open_bus(max_attempts=4) as bus, engine(bus):
+        epoch = await take_over(bus)
+        await issue(bus, epoch, 12, group_size=1, kind=Kind.EVAL, label="no number")
+        async with acting(bus, nats_server, reward="tests.child_rewards:of_label", max_samples_in_flight=2):
+            await row_until(bus.rows("live"), "actor.a1", lambda row: "tasks failed" in row["waits_for"])
+            few = await issue(bus, epoch, loop.FAILURES_IN_A_ROW - 1, group_size=1, label="no number")  # each of them is tried four times
+            good = await issue(bus, epoch, 2, group_size=1, label=1.0)
+            found = await samples_until(bus, lambda found: {s.task for s in found if s.status is not Status.FAILED} >= set(good))
+        assert {s.task for s in found if s.status is Status.FAILED} >= set(few)
+
+
 async def test_a_request_no_engine_can_serve_is_dead_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):
         epoch = await take_over(bus)

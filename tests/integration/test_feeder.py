@@ -34,10 +34,12 @@ from learner.errors import (
     FeederFailed,
     NoCheckpoint,
     NoProgress,
+    NothingTrained,
     RankFailed,
     RanksLeft,
     ReplayMismatch,
     RunLost,
+    TasksFail,
 )
 from learner.feed import feed_server
 from learner.feed.episode_age import SHARE, EpisodeAge
@@ -556,6 +558,64 @@ async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenW
                 await world.train(url)
             with pytest.raises(NoProgress, match=r"[1-4] in flight"):
                 await feeding
+
+
+@asynccontextmanager
+async def failing_actor(world: World, *, good_every: int) -> AsyncIterator[None]:
+    """Run an actor whose tasks fail, but one in ``good_every``; 0 = all."""
+
+    async def act() -> None:
+        number = 0
+        while True:
+            lease = await world.bus.tasks.lease(5)
+            number += lease is not None
+            if lease is None:
+                continue
+            if good_every and number % good_every == 0:
+                for index in range(lease.task.group_size):
+                    await world.bus.samples.publish(sample(lease.task, index, ((lease.task.min_version, 2),)))
+                await lease.ack()
+            else:
+                await lease.fail("no judge", actor="a")
+
+    acting = asyncio.create_task(act())
+    try:
+        yield
+    finally:
+        acting.cancel()
+        await asyncio.gather(acting, return_exceptions=True)
+
+
+async def test_a_run_in_which_every_task_fails_ends_with_the_reason(open_world: OpenWorld) -> None:
+    async with open_world(max_attempts=1, failing_tasks=5, failing_s=0.0) as world, failing_actor(world, good_every=0):
+        for _ in range(2):  # the tasks of the first start do not count in the second
+            async with world.feeder() as (url, feeding):
+                with pytest.raises(FeederFailed, match=r"every task fails: .*, got \d+ tasks in a row .*the last: no judge") as failed:
+                    await world.train(url)
+                assert failed.value.exit_code == 78
+                with pytest.raises(TasksFail) as raised:
+                    await feeding
+                assert raised.value.count >= 5
+        assert not await world.plans()
+
+
+async def test_passes_in_which_every_task_fails_end_with_the_reason(open_world: OpenWorld) -> None:
+    async with (
+        open_world(max_attempts=1, num_epochs=1, failing_tasks=0) as world,
+        failing_actor(world, good_every=0),
+        world.feeder() as fed,
+    ):
+        with pytest.raises(FeederFailed, match=r"got none \(tasks: 7 dead; the last that failed: no judge\)") as failed:
+            await world.train(fed[0])
+        assert failed.value.exit_code == 78
+        with pytest.raises(NothingTrained):
+            await fed[1]
+
+
+async def test_tasks_that_fail_between_groups_end_no_run(open_world: OpenWorld) -> None:
+    async with open_world(max_attempts=1, failing_tasks=12, failing_s=0.0, steps=25) as world, failing_actor(world, good_every=4):
+        await finish(world)
+        assert len([letter async for _, letter in world.bus.dead.scan()]) > 100
 
 
 async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: OpenWorld) -> None:

@@ -10,11 +10,12 @@ from nats.aio.msg import Msg
 
 from bus.streams.bus import Bus
 from bus.wire import parts
-from bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
+from bus.wire.messages import Dead, LiveRow, Plan, Sample, Settle, Status, Task
 from launch.cli.status import read_status
 from launch.run import audit_progress
 from launch.run.audit import CheckpointCursor, RunAccounting, audit
 from launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
+from launch.run.watch import RunWatch
 from launch.samples.search import as_map
 from tests import data_kit
 from tests.actor_kit import row_until
@@ -206,11 +207,23 @@ async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener)
         run.tasks.append(replace(run.tasks[0], id=4000))
         await run.sample(1, 0)
         await run.sample(0, 0, attempt="d", spans=((5, 3),), actor="seer")
+        for status in Status:
+            await run.sample(0, 0, attempt=f"e{status}", actor="liar", status=status, response_length=10**9)
+            await run.sample(1, 0, attempt=f"f{status}", actor="liar", status=status)
         last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
         accounting, _ = await audit(bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100)
-    assert (accounting.invalid, accounting.lost, accounting.balance()) == (6, 0, True)
-    assert accounting.invalid_by_field == {"rollout_log_probs": 1, "version": 2, "group_size": 1, "task": 1, "tokens": 1}
-    assert accounting.invalid_by_actor == {"_": 5, "seer": 1}
+    assert (accounting.invalid, accounting.lost, accounting.balance()) == (12, 0, True)
+    assert accounting.invalid_by_field == {
+        "rollout_log_probs": 1,
+        "version": 2,
+        "group_size": 1,
+        "task": 4,
+        "tokens": 1,
+        "response_length": 3,
+    }
+    assert accounting.invalid_by_actor == {"_": 5, "seer": 1, "liar": 6}
+    assert accounting.dropped == {"failed": 2, "aborted": 2}
+    assert (accounting.tokens_generated, accounting.tokens_trained, accounting.aborted) == (0, 0, 0), "they name any number of tokens"
 
 
 async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:
@@ -329,6 +342,20 @@ def test_requests_that_a_push_aborted_break_a_promise() -> None:
     assert summary["actor_wait_share"] == 0.5
     assert summary["bad_rows"] == 25
     assert any("aborted" in text for text in broken_promises(summary, require_reward=-1))
+
+
+@pytest.mark.parametrize("number", [-1.0, 1e13, 1e308, -1e308])
+def test_rows_of_liars_do_not_enter_the_summary(number: float) -> None:
+    names = ("waiting_share", "tokens_generated", "tokens_trained", "bad_rows", "requests_aborted_by_pushes")
+    liar = dict.fromkeys(names, number)
+    watch = RunWatch(None, steps=1)  # type: ignore[arg-type]  # rows alone
+    row = LiveRow(role="engine", id="0", host="h", pid=1, phase="serving", load=liar)
+    watch._take_rows([(replace(row, role=role, id=id), 0.0) for role, id in (("actor", "a"), ("engine", "e"), ("feeder", "feeder"))])
+    loads = watch.loads | {"actor.1": {"waiting_share": 0.5}}
+    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=int(sum(watch.aborted_by_pushes.values()))))
+    assert watch.rate_generated == 0.0
+    assert (summary["actor_wait_share"], summary["bad_rows"], summary["requests_aborted_by_pushes"]) == (0.5, 0, 0)
+    assert (summary["tokens_generated"], summary["tokens_trained"]) == (0, 0)
 
 
 def test_means_over_pushes_count_each_push_once() -> None:

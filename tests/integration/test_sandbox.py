@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from bus.wire.messages import Status
 from rewards.children.limits import Limits, children_of
 from rewards.code.sandbox import Bounds, Outcome, run
+from rewards.code.tests_passed import code
 from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import bind
@@ -57,6 +59,54 @@ def test_calls_and_tests() -> None:
     assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 3").passed
     assert run("def f(a): return a", BOUNDS, tests="assert f(3) == 4").reason == "AssertionError: "
     assert run("def f(a): return a", BOUNDS, call=("g", [1])).reason.startswith("KeyError")
+
+
+FORGED = {
+    "unconfined": b'{"unconfined": 1}',
+    "brackets": b"[" * 30_000,
+    "maps": b'{"a":' * 30_000,
+    "nearly too deep": b'{"value":' + b"[" * 900 + b"]" * 900 + b"}",
+    "error that is no text": b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "text that is no text": b'{"error": "a", "text": {"b": 1}}',
+    "half a surrogate pair": b'{"error": "\\ud800", "text": "\\ud800"}',
+    "ended": b'{"ended": true}',
+    "passed": b'{"passed": true}',
+    "value": b'{"value": 0}',
+    "all": b'{"passed": "", "ended": true, "value": 0, "error": 0}',
+    "digits": b"9" * 5_000,
+    "value of many digits": b'{"value": ' + b"9" * 4_000 + b"}",
+    "infinite": b'{"value": 1e999}',
+    "no number": b'{"value": NaN}',
+    "the first byte again": b"+",
+    "nothing": b"",
+    "no UTF-8": b"\xff\xfe\x00",
+}
+ENDS = ["os._exit(0)", "os._exit(1)", "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 40)", "os.closerange(3, 64)", "pass"]
+"""Ends of a program that has written its own result; signal 40 has no name."""
+
+
+@pytest.mark.parametrize("result", FORGED.values(), ids=FORGED)
+def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(result: bytes) -> None:
+    labels = ["assert False", {"inputs": ["1"], "outputs": ["2"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}]
+    for number, end in enumerate(ENDS):
+        write = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, {result!r})\n  except OSError: pass\n"
+        response = f"```python\n{write}{end}\n```"
+        request = RewardRequest(prompt="", response=response, label=labels[number % len(labels)], status=Status.COMPLETED)
+        assert code(request)["score"] == 0.0, end
+
+
+def test_a_program_that_never_ends_has_a_score_though_many_tests_are_run() -> None:
+    response = "```python\nimport time\nx = input()\ntime.sleep(1000 * (x != '1'))\nprint(x)\n```"
+    label = {"inputs": list("123456"), "outputs": list("123456")}
+    request = RewardRequest(prompt="", response=response, label=label, status=Status.COMPLETED)
+    begin = time.monotonic()
+    assert code(request, seconds=60.0, total_seconds=4.0, share=True) == {"score": 1 / 6, "passed": 1.0, "tests": 6.0}
+    assert time.monotonic() - begin < 60.0
+
+
+def test_an_interpreter_that_does_not_begin_is_no_fault_of_the_response() -> None:
+    with pytest.raises(RewardFailed, match="no sandbox: exit code 1"):
+        run("print(1)", BOUNDS, python="/bin/false")
 
 
 @pytest.mark.parametrize(

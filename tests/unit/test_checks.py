@@ -451,6 +451,48 @@ def test_a_reward_elsewhere_is_doubted_where_no_actor_starts(tmp_path: Path) -> 
         assert ["cannot import nomod" in text for text in texts(report.warnings)] == [True]
 
 
+OF_KIND = {
+    "math": {"reward": "gsm8k", "when": {"kind": "math"}},
+    "form": {"reward": "format", "when": {"kind": "form"}},
+    "mine": {"reward": "tests.child_rewards:of_label", "when": {"kind": "mine"}},
+    "none": {"reward": "gsm8k", "when": {"kind": "none"}},
+    "held": {"reward": "gsm8k", "when": {"kind": "held"}},
+}
+"""Parts of a reward, of which each wants labels that the others refuse."""
+
+
+@pytest.mark.parametrize(
+    ("label", "complaint"),
+    [
+        (7, ""),
+        ("a word", "actor.reward_parts.mine: want a number for row 3 of data.path with its label as the response, got want a number"),
+    ],
+)
+def test_a_part_of_a_reward_is_tried_on_a_row_that_it_is_for(tmp_path: Path, label: object, complaint: str) -> None:
+    file = write_run(tmp_path)
+    kinds = {"form": None, "math": "5", "mine": label}
+    write_prompts(
+        tmp_path / "prompts.jsonl", *({"prompt": "what", "label": label, "meta": {"kind": kind}} for kind, label in kinds.items())
+    )
+    held = write_prompts(tmp_path / "held.jsonl", {"prompt": "what", "label": "6", "meta": {"kind": "held"}})
+    words = [f"actor.reward_parts={json.dumps(OF_KIND)}", "actor.reward=''", "data.metadata_key=meta", "eval.every=1"]
+    report = check(load(file, [*words, f"eval.sets={json.dumps({'held': {'path': str(held)}})}"]), Purpose(call_reward=True))
+    assert [complaint in text for text in texts(report.errors)] == ([True] if complaint else []), texts(report.errors)
+    tried = [text for text in report.on("reward") if "as the response is worth" in text]
+    assert len(tried) == 4 - bool(complaint) and "gsm8k loaded, not called (none of the rows read is for it)" in report.on("reward")
+
+
+def test_a_reward_is_not_tried_on_recorded_responses(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    said = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "is"}]
+    rows = [{"prompt": said, "label": None, "way": "shown"}, {"prompt": "what", "label": "5", "way": "single_turn"}]
+    write_prompts(tmp_path / "prompts.jsonl", *rows)
+    words = ["data.rollout_key=way", "learner.algorithm.sft_coef=0.1", "actor.reward=gsm8k"]
+    report = check(load(file, [*words, 'rollouts={"shown": {"use": "dataset"}}']), Purpose())
+    assert not texts(report.errors)
+    assert "gsm8k: the label of row 2 as the response is worth 1.0" in report.on("reward")
+
+
 def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     file.write_text(f"directory: {tmp_path}/run\nprepare: {{kind: digits}}\nactor: {{reward: digits}}\nsampling: {{max_new_tokens: 4}}\n")

@@ -194,7 +194,7 @@ MISTAKES: dict[str, Mistake] = {
     "a reward that fails when it is called": Mistake(
         "--set: actor.reward",
         "a number for row 1",
-        "RuntimeError('no judge')",
+        "RuntimeError('no judge') (",
         "fix mistake_call:word",
         ("actor.reward=mistake_call:word",),
         module("mistake_call", "def word(request):\n    raise RuntimeError('no judge')\n"),

@@ -2,12 +2,16 @@
 
 import importlib
 import re
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from bus.system import foreign
 from bus.system.foreign import described, errors_as, repr_of, settle, text_of
+from rewards.errors import RewardFailed
+from rewards.registry import REWARD, Bound
 
 
 class Ours(Exception):
@@ -51,6 +55,35 @@ def test_an_import_names_the_line_of_the_users_file(tmp_path: Path, monkeypatch:
     with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(described(error))):
         importlib.import_module("user_module")
     assert re.fullmatch(wanted, str(raised.value)), str(raised.value)
+
+
+RAISES = "def g():\n    raise KeyError\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "place"),
+    [
+        ({"mine.py": "def f(r):\n    raise KeyError('a')\n"}, " (mine.py, line 2)"),
+        ({"mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (mine.py, line 3)"),
+        ({"mine.py": "import bus.config\ndef f(r):\n    bus.config.BusConfig(port=0)\n"}, " (mine.py, line 3)"),
+        ({"mine.py": "import other\ndef f(r):\n    other.g()\n", "site/other.py": RAISES}, " (mine.py, line 3)"),
+        ({"site/mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (site/mine.py, line 3)"),
+        ({"site/mine.py": "import deep\ndef f(r):\n    deep.g()\n", "site/deep.py": RAISES}, " (site/mine.py, line 3)"),
+        ({"mine.py": "f = int\n"}, ""),
+    ],
+    ids=["own", "in Python", "in this program", "in a package", "an installed package", "in a package below it", "no frame"],
+)
+def test_the_line_of_the_users_code_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], place: str) -> None:
+    monkeypatch.setattr(foreign, "_PACKAGES", (f"{tmp_path}/site/",))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    with pytest.raises(RewardFailed) as raised:
+        Bound("mine:f", importlib.import_module("mine").f, {}, REWARD).checked(None)
+    assert raised.value.reason.replace(f"{tmp_path}/", "") == f"{raised.value.__cause__!r}{place}"
 
 
 def test_without_a_line_of_the_users_none_is_named() -> None:

@@ -1,6 +1,7 @@
 """Rewards by name: options checked against the signature, results checked, slow ones in a thread."""
 
 import asyncio
+import inspect
 import pickle
 import threading
 from typing import Any
@@ -144,7 +145,8 @@ async def test_whatever_a_reward_raises_is_the_reason_of_its_failure(error: Base
     request = RewardRequest(prompt="", response="", label=error, status=Status.COMPLETED)
     with pytest.raises(RewardFailed) as failed:
         await load(f"{HERE}:raises", {"in_thread": in_thread})(request)
-    assert failed.value.reason == repr(error) and failed.value.__cause__ is error
+    line = inspect.getsourcelines(raises)[1] + len(inspect.getsource(raises).splitlines()) - 1
+    assert failed.value.reason == f"{error!r} ({__file__}, line {line})" and failed.value.__cause__ is error
 
 
 @pytest.mark.parametrize("in_thread", [True, False])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Dead, Plan, Requeue
@@ -61,6 +62,34 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
             assert [one.task async for _, one in bus.plans.scan() if isinstance(one, Requeue)] == [first.task]
         verdict = await drained_and_judged(run)
         assert verdict.dropped["failed"] > 0
+
+
+def test_a_run_in_which_every_task_fails_ends_with_the_reason(tmp_path: Path) -> None:
+    """The dead tasks can be listed afterwards, and so can an evaluation's."""
+    failing = ("actor.reward=tests.poison:none", "learner.failing_tasks=4", "learner.failing_s=0.5", "actor.max_samples_in_flight=8")
+    with up(tmp_path, *failing, "learner.steps=1000000") as run:
+        assert run.wait() == 78, run.log[-3000:]
+    reason = r"RuntimeError\('no judge at all'\) \(.*/tests/poison\.py, line \d+\)"
+    assert re.search(rf"^ *learner: every task fails: .*, got \d+ tasks in a row .*the last: .*{reason}", run.log, re.MULTILINE), run.log[
+        -3000:
+    ]
+    listed = run_tidemill("dead", "--run-dir", str(run.directory))
+    assert listed.returncode == 0 and re.search(reason, listed.output), listed.output
+    words = (
+        "--limit",
+        "6",
+        "--reward",
+        "tests.poison:none",
+        "--set",
+        "learner.failing_tasks=3",
+        "--set",
+        "learner.failing_s=0",
+        "--set",
+        "sampling.max_new_tokens=8",
+    )
+    config = yaml.safe_load((run.directory / "config.yaml").read_text())
+    held = run_tidemill("eval", config["model"]["path"], config["data"]["path"], *words)
+    assert held.returncode == 78 and re.search(f"evaluation prompt given up task=.*{reason}", held.output), held.output
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from bus.wire.chat_messages import chat_messages
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
-CALL = r"<call>(.*?)</call>"
+CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
+"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the text."""
 RESULT = "<result>{result}</result>"
 
 
