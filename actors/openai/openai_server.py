@@ -15,7 +15,7 @@ from actors.http_api import body_of
 from actors.openai import openai_api
 from actors.request import Limits
 from actors.text.chat_template import ChatTemplate
-from actors.text.text import Text
+from actors.text.text import Text, beside_loop, size_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.access import Route
 
@@ -100,7 +100,8 @@ class OpenAiRoutes:
     async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
         engine = self._engine
         parsed = openai_api.parse(body_of(request), chat=chat)
-        prompts = openai_api.prompt_ids(parsed, engine.text, self._template)
+        size = size_of(parsed.messages if parsed.chat else parsed.prompts)
+        prompts = await beside_loop(size, lambda: openai_api.prompt_ids(parsed, engine.text, self._template))
         text = engine.text
         builder = openai_api.ResponseBuilder(
             parsed,

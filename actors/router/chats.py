@@ -8,7 +8,7 @@ messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from actors.router.tool_call_cache import ToolCallCache, comparable
 from actors.router.tree import Piece
 from actors.text.chat_template import ChatTemplate
 from actors.text.rendering import Renderer
+from actors.text.text import beside_loop, size_of
 from actors.text.tool_calls import ParsedReply
 from bus.wire.json_object import JsonMapping
 
@@ -50,7 +51,7 @@ class Chats(Protocol):
         """Tokens that end a response, besides those of the request."""
         ...
 
-    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+    async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
         """Return a chat with its prompt. Raises BadRequest."""
         ...
 
@@ -68,15 +69,16 @@ class TemplateChats:
 
     stop_token_ids = ()
 
-    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., list[Piece]], max_text: int) -> None:
+    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[Piece]]], max_text: int) -> None:
         """``pieces``: that of the history. ``max_text``: most characters of responses with calls of tools that are remembered."""
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
 
-    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+    async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
         """See ``Chats``."""
         original = replace(parsed, messages=self._cache.with_original_text(parsed.messages))
-        return AskedChat(parsed=parsed, pieces=self._pieces(openai_api.chat_text(original, self._template), session, add_special=False))
+        text = await beside_loop(size_of(original.messages), lambda: openai_api.chat_text(original, self._template))
+        return AskedChat(parsed=parsed, pieces=await self._pieces(text, session, add_special=False))
 
     def reader(self, asked: AskedChat) -> ReadReply | None:
         """See ``Chats``."""
@@ -120,16 +122,20 @@ class RenderedChats:
         """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat first."""
         self._num_tokens = 0
 
-    def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
+    async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
         """See ``Chats``. Where the renderer changes earlier turns, the whole chat is rendered."""
         messages, arguments = parsed.messages, parsed.template
         try:
             count, turn, key = self._longest(parsed, session)
         except RecursionError:
             raise BadRequest("messages: want values that are less deep") from None
-        if turn is not None and (found := self._continued(turn, messages[count:], arguments)) is not None:
-            return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
-        return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(self._renderer.prompt(messages, arguments)))], key=key)
+        if turn is not None:
+            known, following = turn, messages[count:]
+            found = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
+            if found is not None:
+                return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
+        ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
+        return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(ids))], key=key)
 
     def reader(self, asked: AskedChat) -> ReadReply | None:
         """See ``Chats``. A response is read as a whole, when it has ended."""

@@ -54,7 +54,7 @@ class ModelText:
         if text is None:
             raise ValueError(f"{where}: want a directory with a tokenizer.json, got {model!r}")
         template, context = ChatTemplate.read(directory), _max_context(directory)
-        return cls(name=directory.resolve().name, text=text, template=template, max_context=context)
+        return cls(name=directory.resolve().name, text=text.bounded(context), template=template, max_context=context)
 
 
 class TokenHistory:
@@ -95,13 +95,13 @@ class TokenHistory:
             return await handler(request)
         return await answering(request, handler)
 
-    def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
+    async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
         """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest for text that has no tokens."""
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
         try:
-            ids = self._text.encode(text[end:], add_special=add_special and end == 0)
+            ids = await self._text.encoded(text[end:], add_special=add_special and end == 0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
         return [*known, Piece(text=text[end:], tokens=tuple(ids))]
@@ -116,7 +116,7 @@ class TokenHistory:
         texts = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(each, str) for each in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
-        prompts = [self.pieces(each, request.session) for each in texts]
+        prompts = [await self.pieces(each, request.session) for each in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
@@ -205,8 +205,8 @@ class TokenHistory:
             parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
-                asked = self._ask(parsed, request.session)
-            prompts = [self._prompt(each, request.session) for each in parsed.prompts] if asked is None else [list(asked.pieces)]
+                asked = await self._ask(parsed, request.session)
+            prompts = [await self._prompt(each, request.session) for each in parsed.prompts] if asked is None else [list(asked.pieces)]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
         owners = _Owners(prompts, parsed.sampling)
@@ -237,9 +237,9 @@ class TokenHistory:
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
             return answer.with_content(whole)
 
-    def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
+    async def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
         """Return a chat with its prompt. Raises BadRequest."""
-        return self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
+        return await self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
 
     async def _translated(self, request: Request, handler: Handler) -> Answer:
         """Answer a request of another API by a chat completion."""
@@ -272,8 +272,8 @@ class TokenHistory:
         self._engine_context, self._engine_context_until_s = length, time.monotonic() + CONTEXT_S
         return length
 
-    def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
-        return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
+    async def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
+        return await self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
     async def _openai_events(
         self,
@@ -317,13 +317,13 @@ class TokenHistory:
         text = body.get("text")
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
-            pieces = list(self._ask(openai_api.parse(body, chat=True), request.session).pieces)
+            pieces = list((await self._ask(openai_api.parse(body, chat=True), request.session)).pieces)
             seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
             text = "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
         elif not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
-            pieces = self.pieces(text, request.session) if text else []
+            pieces = await self.pieces(text, request.session) if text else []
         found = list(columns(pieces))
         tokens, log_probs, versions, mask = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [], [])
         return Answer.of(

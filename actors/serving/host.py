@@ -79,10 +79,11 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         if self.config.max_context > max_positions:
             given = self.config.max_context
             raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {given}")
-        self.text = text = Text.read(self.model_dir)
+        max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
+        self.text = text = None if text is None else text.bounded(max_context)
         self.limits = Limits(
             vocab_size=vocab_size,
-            max_context=self.config.max_context or max_positions,
+            max_context=max_context,
             encode=text.encode if text is not None else None,
             max_responses=self.config.max_running + self.config.max_waiting,
             experts=experts,

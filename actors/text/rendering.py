@@ -6,6 +6,7 @@ knows the library; it is imported when a renderer is read.
 
 import json
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,6 +54,8 @@ class Renderer:
         """
         self._text, self._config, self._vocabulary = text, config, vocabulary
         self._tokenizer = _Tokenizer(text, public_name, template)
+        self._lock = threading.Lock()
+        """Long chats are rendered in threads."""
         self._variants: OrderedDict[str, Any] = OrderedDict()
         """Renderers by ``chat_template_kwargs`` as JSON, the longest unused first."""
         self.name = str(config.name)
@@ -138,12 +141,13 @@ class Renderer:
     def _variant(self, arguments: JsonMapping) -> Any:
         """Return the library's renderer for ``chat_template_kwargs``. Raises BadRequest for arguments that it does not have."""
         key = json.dumps(arguments, sort_keys=True)
-        if key not in self._variants:
-            self._variants[key] = self._create(arguments)
-            if len(self._variants) > MOST_VARIANTS:
-                self._variants.popitem(last=False)
-        self._variants.move_to_end(key)
-        return self._variants[key]
+        with self._lock:
+            if key not in self._variants:
+                self._variants[key] = self._create(arguments)
+                if len(self._variants) > MOST_VARIANTS:
+                    self._variants.popitem(last=False)
+            self._variants.move_to_end(key)
+            return self._variants[key]
 
     def _create(self, arguments: JsonMapping) -> Any:
         import renderers

@@ -1,12 +1,36 @@
 """The tokenizer of a model directory: its tokenizer.json, read with the tokenizers library alone. Knows no model."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.errors import BadRequest
 from bus.system.foreign import errors_as
+
+LONG = 16_384
+"""Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a thousand."""
+T = TypeVar("T")
+
+
+async def beside_loop(size: int, work: Callable[[], T]) -> T:
+    """Return ``work()``, which runs in a thread where it reads more than ``LONG`` characters (``size``)."""
+    return work() if size <= LONG else await asyncio.to_thread(work)
+
+
+def size_of(value: object) -> int:
+    """Return the characters of all texts in a JSON value."""
+    size, left = 0, [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple) and not (value and isinstance(value[0], int)):  # token ids
+            left += value
+    return size
 
 
 class Text:
@@ -15,6 +39,15 @@ class Text:
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self._max_tokens = self._max_bytes = 0
+        """Bounds of a text; 0 = none."""
+
+    def bounded(self, max_tokens: int) -> "Text":
+        """Return this tokenizer, which refuses a text that cannot have at most ``max_tokens``, by its length alone."""
+        found = Text(self._tokenizer, self.eos_ids)
+        longest = max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        found._max_tokens, found._max_bytes = max_tokens, max_tokens * longest
+        return found
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
@@ -51,15 +84,24 @@ class Text:
         """Return the token ids of a text.
 
         ``add_special``: with the tokens that the tokenizer puts before and after every text (a chat template has them already).
-        Raises BadRequest for text with a lone surrogate, which is not valid Unicode; ValueError for text without tokens.
+        Raises BadRequest for text with a lone surrogate, which is not valid Unicode, and for one over the bound; ValueError for text
+        without tokens.
         """
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise BadRequest(f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}") from error
+        if num_bytes > self._max_bytes > 0:
+            raise BadRequest(f"The input ({num_bytes} bytes) is longer than the model's context length ({self._max_tokens} tokens) allows.")
         # The library raises plain Exception, for a vocabulary without a token for unknown text.
         with errors_as(lambda error: ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}")):
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            # A batch of one: unlike ``encode`` it lets other threads run meanwhile.
+            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special)
+        return list(encoded.ids)
+
+    async def encoded(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Return the token ids as ``encode`` does, beside the event loop."""
+        return await beside_loop(len(text), lambda: self.encode(text, add_special=add_special))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""

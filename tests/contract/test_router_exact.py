@@ -129,9 +129,9 @@ async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) ->
     split = [text.encode(letter)[0] for letter in word]
     assert text.decode(split) == word and len(split) > 1
     for session, ids in (("one", split), ("other", joined)):
-        exact.remember(exact.pieces(PROMPT, session), answer_of(ids, word), session)
+        exact.remember(await exact.pieces(PROMPT, session), answer_of(ids, word), session)
     for session, ids in (("one", split), ("other", joined)):
-        pieces = exact.pieces(PROMPT + word + MORE, session)
+        pieces = await exact.pieces(PROMPT + word + MORE, session)
         assert [token for piece in pieces for token in piece.tokens] == text.encode(PROMPT) + ids + text.encode(MORE)
 
 
@@ -144,12 +144,12 @@ async def test_versions_that_changed_midway_are_returned_per_token(model_dir: Pa
     exact = TokenHistory(RouterConfig(model=str(model_dir)))
     ids = text_of(model_dir).encode("abcd")
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": len(ids)}]
-    exact.remember(exact.pieces(PROMPT), answer_of(ids, "abcd", weight_versions=spans))
-    assert exact.pieces(PROMPT + "abcd")[-1].versions == (3, *(5,) * (len(ids) - 1))
+    exact.remember(await exact.pieces(PROMPT), answer_of(ids, "abcd", weight_versions=spans))
+    assert (await exact.pieces(PROMPT + "abcd"))[-1].versions == (3, *(5,) * (len(ids) - 1))
     short = answer_of(ids, "xyz")
     short["meta_info"]["output_token_logprobs"].pop()
-    exact.remember(exact.pieces(PROMPT), short)
-    assert not exact.pieces(PROMPT + "xyz")[-1].sampled, "without a log-prob for each token it is not remembered"
+    exact.remember(await exact.pieces(PROMPT), short)
+    assert not (await exact.pieces(PROMPT + "xyz"))[-1].sampled, "without a log-prob for each token it is not remembered"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

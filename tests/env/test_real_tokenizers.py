@@ -1,5 +1,6 @@
 """Renderers with the tokenizers and chat templates of published models: prompts, answers with calls, and the turns behind them."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ def test_the_second_turn_begins_with_the_very_ids_of_the_first(read: dict[str, R
     one, family = read[name], FAMILIES[name]
     chats = RenderedChats(one.renderer, 10_000)
     tools = [ADD] if name != "deepseek-v3" else None  # neither its template nor its renderer has a place for them
-    asked = chats.ask(parse({"messages": [QUESTION], **({"tools": tools} if tools else {})}, chat=True), "")
+    asked = asyncio.run(chats.ask(parse({"messages": [QUESTION], **({"tools": tools} if tools else {})}, chat=True), ""))
     said = one.text.encode(family.said, add_special=False)
     assert said[-1] in chats.stop_token_ids
     answer = answer_of(said)
@@ -223,7 +224,7 @@ def test_the_second_turn_begins_with_the_very_ids_of_the_first(read: dict[str, R
     chats.remember(asked, answer, sent)
     result = {"role": "tool", "tool_call_id": "call-1", "content": RESULT}
     story = [QUESTION, sent if keeps_reasoning else message, result]
-    further = chats.ask(parse({"messages": story, **({"tools": tools} if tools else {})}, chat=True), "")
+    further = asyncio.run(chats.ask(parse({"messages": story, **({"tools": tools} if tools else {})}, chat=True), ""))
     begin = [*asked.ids, *said]
     assert further.ids[: len(begin)] == begin
     assert further.num_known == len(begin)

@@ -1,5 +1,6 @@
 """Renderers without an engine: hostile output of a model, hostile messages of a program, names, and the memory of chats."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_whatever_a_program_sends_is_rendered_or_refused(
     try:
         for story in (messages, [*messages, {"role": "assistant", "content": "ok"}, {"role": "tool", "content": "x"}]):
             parsed = parse({"messages": story, "add_generation_prompt": generation, **more}, chat=True).stopping_at(chats.stop_token_ids)
-            asked_chat = chats.ask(parsed, "")
+            asked_chat = asyncio.run(chats.ask(parsed, ""))
             assert asked_chat.ids and all(isinstance(token, int) and 0 <= token < text.vocab_size for token in asked_chat.ids)
             chats.remember(asked_chat, answer, {"role": "assistant", "content": "ok"})
     except BadRequest:
@@ -116,7 +117,7 @@ def answer_of(text: Text, thought: str) -> dict[str, Any]:
 
 def remember(chats: RenderedChats, text: Text, story: list[Any], thought: str) -> list[int]:
     """Answer a chat, and return the ids of its prompt and answer."""
-    asked, answer = chats.ask(parse({"messages": story}, chat=True), ""), answer_of(text, thought)
+    asked, answer = asyncio.run(chats.ask(parse({"messages": story}, chat=True), "")), answer_of(text, thought)
     chats.remember(asked, answer, {"role": "assistant", "content": "ok", "reasoning_content": thought})
     return [*asked.ids, *answer["output_ids"]]
 
@@ -124,7 +125,7 @@ def remember(chats: RenderedChats, text: Text, story: list[Any], thought: str) -
 def further(chats: RenderedChats, story: list[Any], **reasoning: Any) -> AskedChat:
     """Return the chat that goes on behind a result."""
     more = [{"role": "assistant", "content": "ok", **reasoning}, {"role": "tool", "content": "x"}]
-    return chats.ask(parse({"messages": [*story, *more]}, chat=True), "")
+    return asyncio.run(chats.ask(parse({"messages": [*story, *more]}, chat=True), ""))
 
 
 def test_answers_that_differ_in_their_reasoning_are_told_apart(rendered: dict[str, tuple[Renderer, Text]]) -> None:

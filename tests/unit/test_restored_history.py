@@ -1,5 +1,6 @@
 """Texts of turns in front of a stored state give the very ids again, whatever ids without text an answer has."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_the_next_request_has_the_ids_that_it_had_in_the_earlier_life(model: Mod
         for second in answers(model, "35=7,"):
             history, recorder, text, stored = TokenHistory(model, MOST), Recorder(), PROMPT, list[StoredTurn]()
             for number, (ids, finish, matched) in enumerate((first, second)):
-                pieces = history.pieces(text)
+                pieces = asyncio.run(history.pieces(text))
                 prompt, tokens = np.array(ids_of(pieces), np.int32), np.array(ids, np.int32)
                 parent, context = recorder.behind(prompt)
                 record = TurnRecord(
@@ -67,7 +68,7 @@ def test_the_next_request_has_the_ids_that_it_had_in_the_earlier_life(model: Mod
                 text += record.text + "="
             again = TokenHistory(model, MOST)
             remember_restored(again, model, stored)
-            assert ids_of(again.pieces(text)) == ids_of(history.pieces(text)), (first, second)
+            assert ids_of(asyncio.run(again.pieces(text))) == ids_of(asyncio.run(history.pieces(text))), (first, second)
 
 
 def test_of_answers_to_one_prompt_each_is_found_again(model: ModelText) -> None:
@@ -98,4 +99,4 @@ def test_of_answers_to_one_prompt_each_is_found_again(model: ModelText) -> None:
     third = TurnRecord(**{field: getattr(turns[0].record, field) for field in TurnRecord.__slots__} | {"number": 2, "parent": 0})
     history = TokenHistory(model, MOST)
     remember_restored(history, model, [*turns, StoredTurn(behind, third)])
-    assert ids_of(history.pieces(f"{PROMPT}12=12=")) == [*behind.tolist(), pad, *ids["12"], *ids["="]]
+    assert ids_of(asyncio.run(history.pieces(f"{PROMPT}12=12="))) == [*behind.tolist(), pad, *ids["12"], *ids["="]]

@@ -28,6 +28,7 @@ from actors.serving.builtin.update_checks import specs_in
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result
+from actors.text.text import beside_loop, size_of
 from bus.wire.json_object import JsonObject
 from weightstore.access import Route
 
@@ -106,7 +107,7 @@ class BuiltinBackend:
         """Check a body of /generate and submit its responses; those that have not ended when this context is left are aborted."""
         host = self._host
         host.require_servable()
-        generate = parse_generate(body, host.limits)
+        generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
         await host.serve_version(generate.min_version, generate.min_version_timeout_s)
         host.require_servable()  # again: it may have begun to drain while this waited
         progress = self.submit(generate)

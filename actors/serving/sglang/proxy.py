@@ -22,6 +22,7 @@ from actors.serving.sglang.request_ids import RequestIds
 from actors.serving.sglang.server_process import RETURNS_EXPERTS
 from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates
+from actors.text.text import beside_loop, size_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
 from weightstore.access import Route
@@ -83,7 +84,8 @@ class Proxy:
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
             host.require_servable()
         try:
-            count = responses_in(body, host.limits, most=host.config.max_waiting)
+            size = size_of(body.get("text"))
+            count = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
         except BadRequest:
             self._counters["refused"] += 1
             raise
