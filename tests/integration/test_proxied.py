@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,27 +19,26 @@ from bus.system.proxies import direct_opener, without_proxy
 from rewards.children.keeper_process import environment
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-ASYNC_HTTPX = """
-import asyncio, httpx
-async def ask():
-    async with httpx.AsyncClient(timeout=60) as client:
-        print((await client.get(URL)).text)
-asyncio.run(ask())
-"""
-AIOHTTP = """
-import asyncio, aiohttp
-async def ask():
-    async with aiohttp.ClientSession(trust_env=True) as session, session.get(URL) as answer:
-        print(await answer.text())
-asyncio.run(ask())
-"""
 CLIENTS = {
-    "httpx": "import httpx; print(httpx.get(URL, timeout=60).text)",
-    "httpx_async": ASYNC_HTTPX,
-    "requests": "import requests; print(requests.get(URL, timeout=60).text)",
-    "urllib": "import urllib.request; print(urllib.request.urlopen(URL, timeout=60).read().decode())",
-    "aiohttp": AIOHTTP,
+    "httpx": "import httpx\ndef ask(url): return httpx.get(url, timeout=60).text",
+    "requests": "import requests\ndef ask(url): return requests.get(url, timeout=60).text",
+    "urllib": "import urllib.request\ndef ask(url): return urllib.request.urlopen(url, timeout=60).read().decode()",
+    "httpx_async": """
+import asyncio, httpx
+async def get(url):
+    async with httpx.AsyncClient(timeout=60) as client:
+        return (await client.get(url)).text
+def ask(url): return asyncio.run(get(url))
+""",
+    "aiohttp": """
+import asyncio, aiohttp
+async def get(url):
+    async with aiohttp.ClientSession(trust_env=True) as session, session.get(url) as answer:
+        return await answer.text()
+def ask(url): return asyncio.run(get(url))
+""",
 }
+PRINT = "\nimport sys\nprint(*map(ask, sys.argv[1:]), sep='\\n')"
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def answering(text: str, host: str = "127.0.0.1") -> Iterator[str]:
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
     with Server((host, 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
@@ -82,23 +81,22 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def asked(client: str, url: str, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENTS[client].replace("URL", repr(url))], env=environment, capture_output=True, text=True, timeout=120
-    )
+def asked(client: str, urls: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the answers of a program with this client."""
+    command = [sys.executable, "-c", CLIENTS[client] + PRINT, *urls]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_reaches_this_machine_directly_and_others_by_the_proxy(proxy: str, client: str) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(answering("directly", host)) for host in ("127.0.0.1", "::1")[: 1 if client == "urllib" else 2]]
-        inside = [*servers, servers[0].replace("127.0.0.1", "localhost")]
-        for url in inside:
-            assert asked(client, url, dict(os.environ)) == "by proxy", "else this test shows nothing"
-            assert asked(client, url, environment(os.environ)) == "directly", url
-        assert asked(client, "http://hub.invalid/file", environment(os.environ)) == "by proxy", "downloads go through it"
+        hosts = ("127.0.0.1", "::1")[: 1 if client == "urllib" else 2]
+        urls = [stack.enter_context(answering("directly", host)) for host in hosts]
+        urls += [urls[0].replace("127.0.0.1", "localhost"), "http://hub.invalid/file"]
+        assert asked(client, urls, os.environ) == ["by proxy"] * len(urls), "else this test shows nothing"
+        assert asked(client, urls, environment(os.environ)) == ["directly"] * (len(urls) - 1) + ["by proxy"]
 
 
 def test_exceptions_that_were_set_stay_in_both_variables_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +117,7 @@ def test_requests_of_commands_and_ranks_go_past_the_proxy(proxy: str, module: st
 
 async def test_a_supervised_child_has_this_machine_among_the_exceptions(proxy: str, tmp_path: Path) -> None:
     with answering("directly") as url:
-        words = CLIENTS["httpx"].replace("URL", repr(url))
-        child = Child("asks", (sys.executable, "-c", words), tmp_path / "log")
+        child = Child("asks", (sys.executable, "-c", CLIENTS["httpx"] + PRINT, url), tmp_path / "log")
         await child.start()
         assert await child.wait() == 0
     assert (tmp_path / "log").read_text().strip() == "directly"
