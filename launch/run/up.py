@@ -4,7 +4,7 @@
             -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
 
 Consumes the end of the learner; waits for it, for a process that is given up, or for Ctrl-C, which drains in the order actors and
-learner, engines, bus: then ``--resume`` continues the run.
+learner, engines, bus. A run that is drained behind a step has the same files; ``--resume`` continues it.
 """
 
 import asyncio
@@ -12,8 +12,10 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -77,6 +79,8 @@ REPORTED = (
 """Fields of the summary that are printed at the end."""
 HOST = "up"
 """Name of this process among the hosts of the run."""
+DRAINED = "drained"
+"""Reason of the end in the summary of a run that goes on with ``--resume``."""
 BROKEN_PROMISE = 3
 """Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``."""
 
@@ -312,14 +316,14 @@ class Up:
             finally:
                 enough.set()
                 await asyncio.gather(hosting, return_exceptions=True)
-            finished = ended and await self._trained_to_the_end(bus)
-            if ended and not finished:
+            if ended and not await self._trained_to_the_end(bus):
                 self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
+        finished = await self._trained_to_the_end(bus)
+        if finished or (self._watch.step and not self.code):
+            await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
             self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
-            return
-        await self._audit(bus, self._watch.elapsed_s)
 
     @property
     def _cure(self) -> str:
@@ -373,11 +377,18 @@ class Up:
             self._watch.ending = True
         if self._host is not None:
             await self._host.settled()
-        await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
+        learner = self._supervisor.names("learner")
+        codes = await self._supervisor.end(self._supervisor.names("actor") + learner, within_s=within_s + 10)
+        for code in (codes[name] for name in learner):
+            if not self.code and code not in (0, None, -signal.SIGTERM):  # the latter: it had not begun
+                in_time = code not in (exit_codes.NOT_IN_TIME, -signal.SIGKILL)
+                self.code = exit_codes.CRASHED if in_time else exit_codes.NOT_IN_TIME
+                how = exit_codes.how(code) if in_time else f"was not drained within {within_s:.0f} s (up.drain_s)"
+                self.failure = f"the learner {how}; log: {self._root}/logs/learner.log"
         servers = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
         await self._supervisor.end(servers, within_s=within_s)
 
-    async def _audit(self, bus: Bus, seconds: float) -> None:
+    async def _audit(self, bus: Bus, seconds: float, *, finished: bool) -> None:
         assert self._watch is not None
         stored = bool(self._config.learner.checkpoint.url)
         cursor = await asyncio.to_thread(partial(read_cursor, self._config.checkpoints, stored=stored))
@@ -407,10 +418,10 @@ class Up:
             restarts=self._supervisor.restarted,
         )
         result = summary.summarize(accounting, lines, versions, observed)
-        broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
+        broken = summary.broken_promises(result, require_reward=self._config.up.require_reward if finished else -math.inf)
         best, _ = await bus.rows("run").read(BEST_KEY)
         result |= {
-            "ended_by": self._ended_by or "learner.steps",
+            "ended_by": self._ended_by or ("learner.steps" if finished else DRAINED),
             "best": best,
             "evaluations": evaluations,
             "promises_broken": broken,
@@ -419,11 +430,11 @@ class Up:
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
         picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
-        self._report(result, broken, picture)
+        self._report(result, broken, picture, finished=finished)
         if best is not None:
             self._print(f"  best checkpoint {evaluated.best_in_words(best)}")
 
-    def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
+    def _report(self, result: dict[str, object], broken: list[str], picture: str, *, finished: bool) -> None:
         if self._ended_by:
             self._print(f"  ended after step {result['steps']}: {self._ended_by}")
         self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
@@ -432,6 +443,7 @@ class Up:
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")
         model = "no model: nothing was trained" if self._config.debug.rollout_only else f"model {self._root}/final"
+        model += "" if finished else f" of step {result['steps']}, not finished"
         self._print(f"  {model}, picture {picture}, accounting {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)

@@ -27,15 +27,8 @@ class EarlyEnd:
 
     def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, rules: DataRules, *, epoch: int) -> None:
         self._bus, self._source, self._evaluations, self._rules, self._epoch = bus, source, evaluations, rules, epoch
-        self.state = b""
-        """State of the data at the last planned step, for its checkpoint; empty = the checkpoint is ordered, or none may be needed."""
         self.ended = False
         """True once the last step is known: no further task is issued and no step is planned."""
-
-    @property
-    def possible(self) -> bool:
-        """True if the settings have such an end."""
-        return self._rules.num_epochs > 0 or self._evaluations.may_stop
 
     async def begin(self) -> None:
         """Remove the row of an earlier start."""
@@ -56,11 +49,11 @@ class EarlyEnd:
             raise NothingTrained(self._rules.num_epochs, self._source.accounting().settled, last_failure)
         return f"all prompts of {self._rules.num_epochs} pass{'es' * (self._rules.num_epochs > 1)} are used (learner.num_epochs)"
 
-    async def end(self, reason: str, server: FeedServer, outcomes: Outcomes) -> None:
-        """End the run after the last planned step. Raises BusError."""
+    async def end(self, reason: str, server: FeedServer, outcomes: Outcomes, *, state: bytes) -> None:
+        """End the run after the last planned step. ``state``: of the data there; empty = its checkpoint is ordered. Raises BusError."""
         self.ended, step = True, self._source.step
         log.warning("the run ends after step %d of %d: %s", step, self._rules.steps, reason)
         await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})
         self._evaluations.ends_after(step, self._source.head)
-        await server.last(Last(step=step, state=self.state))
+        await server.last(Last(step=step, state=state))
         outcomes.ends_after(step)

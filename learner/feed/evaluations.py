@@ -112,11 +112,6 @@ class Evaluations:
         return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
 
     @property
-    def may_stop(self) -> bool:
-        """True if scores may end the run."""
-        return self._plan.stop_after > 0
-
-    @property
     def pending_steps(self) -> set[int]:
         """Steps of the versions that are being evaluated or will be next."""
         return self._rounds.pending_steps

@@ -4,9 +4,11 @@ The feeder sends a heartbeat to a waiting rank every second, with the reason of 
 the deadline is for the silence of the feeder, not for the duration of the wait.
 """
 
+import signal
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Self
 
 import zmq
@@ -44,6 +46,8 @@ class FeedClient:
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_reason = silence_s, on_wait, ""
         self._metadata, self._registered = metadata, False
+        self.draining, self._passed_on = False, False
+        """True once this process has received SIGTERM (``drained_by_sigterm``), or the answer that another rank has."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
@@ -69,6 +73,27 @@ class FeedClient:
         self._socket.close()
         self._context.term()
 
+    @contextmanager
+    def drained_by_sigterm(self) -> Iterator[None]:
+        """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of all with ``Last``.
+
+        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted.
+        """
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.draining = True
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _pass_on_sigterm(self) -> None:
+        if self.draining and not self._passed_on:
+            self._passed_on = True
+            self._send("drain")
+
     def hello(self) -> Start:
         """Register this rank, and return the start of the run, which the feeder sends when it has restored its state.
 
@@ -81,6 +106,7 @@ class FeedClient:
 
     def next(self, step: int) -> StepBatch | Last | End:
         """Return the batch of ``step`` for this data-parallel rank, or that there is none. Raises as ``hello``."""
+        self._pass_on_sigterm()
         self._send("next", step=step, dp_rank=self._dp_rank)
         header, frames = self._receive(f"batch {step}", wanted=("batch", "last", "end"))
         if header["type"] == "end":
@@ -88,7 +114,8 @@ class FeedClient:
         if header["type"] == "last":
             if header["step"] != step - 1:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
-            return Last(step=header["step"], state=header["state"])
+            self.draining = self.draining or header["drained"]
+            return Last(step=header["step"], state=header["state"], drained=header["drained"])
         batch = decode(header, frames, with_metadata=self._metadata)
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
@@ -140,5 +167,6 @@ class FeedClient:
 
     def _note_wait(self, waits_for: str) -> None:
         self._last_reason = waits_for
+        self._pass_on_sigterm()
         if self._on_wait is not None:
             self._on_wait(waits_for)

@@ -1,7 +1,8 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the reason
-of the wait), last (the step before was the last), end, error. Both ways, over a connection of their own: alive (``feed_liveness.py``).
+rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the
+reason of the wait), last (the step before was the last), end, error. Both ways, over a connection of their own: alive
+(``feed_liveness.py``).
 Knows no socket.
 """
 
@@ -21,6 +22,7 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "done": {"step": (int,), "metrics": (dict,), "weights_digest": (str, NoneType)},
     "published": {"version": (int,), "step": (int,)},
     "checkpointed": {"step": (int,), "directory": (str,)},
+    "drain": {},
     "failed": {"rank": (int,), "reason": (str,), "exit_code": (int,)},
     "bye": {},
     "alive": {"rank": (int,)},
@@ -61,12 +63,14 @@ class Last:
 
     step: int
     state: bytes
-    """State of the data for its checkpoint; empty = the checkpoint is made already."""
+    """State of the data for its checkpoint; empty = the checkpoint is made already, or there is none of this step."""
+    drained: bool = False
+    """The learner is drained: another start takes the steps behind ``step``, and publishes the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """End of the run: the last step is done and its checkpoint is committed."""
+    """End of the run: the last step is done and its checkpoint is committed; or, drained, it is reported."""
 
 
 def pack(kind: str, **values: object) -> bytes:

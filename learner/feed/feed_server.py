@@ -97,6 +97,8 @@ class FeedServer:
         self.deserted = asyncio.Event()
         """Set while no rank is registered, or all registered ranks have left."""
         self.deserted.set()
+        self.draining = asyncio.Event()
+        """Set when a rank has asked for the end of this start; the code that drains the feeder sets it, too."""
         self.refused = 0
         """Number of refused connections and messages."""
         self._refusal_logged_s = -_LOG_REFUSED_S
@@ -160,7 +162,12 @@ class FeedServer:
         return len(self._ranks) < self._world_size or any(rank.metadata for rank in self._ranks.values())
 
     async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
-        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: one more, for those that ask for it."""
+        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: one more, for those that ask for it.
+
+        A step behind the end of this start is left out: it was being planned when the end was decided.
+        """
+        if self._end_after is not None and step > self._end_after:
+            return
         self._ready[step] = _Step(batches, metadata)
         await self._serve()
 
@@ -168,6 +175,18 @@ class FeedServer:
         """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or will be offered."""
         self._last = last
         await self._serve()
+
+    async def drain(self, states: Mapping[int, bytes]) -> None:
+        """End this start behind the newest step that a rank has received: no rank takes another one, offered or not.
+
+        ``states``: state of the data for the checkpoints of the steps that have none yet. Ranks that have ``last`` already keep it.
+        """
+        first = 0 if self._start is None else self._start.step
+        step = max([first, *map(self._taken, self._ranks.values())])
+        self._ready = {offered: ready for offered, ready in self._ready.items() if offered <= step}
+        if self._last is None and self._start is not None and step < self._start.steps:
+            self._last = Last(step=step, state=states.get(step, b""), drained=True)
+        await self.end_after(step)
 
     async def end_after(self, step: int) -> None:
         """Answer requests for a later step with the end of the run."""
@@ -231,6 +250,9 @@ class FeedServer:
             raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
         if kind == "bye":
             rank.waits, rank.gone = None, True
+        elif kind == "drain":
+            self.draining.set()
+            self.waiter.wake()
         elif kind == "next":
             self._requested(rank, header)
         else:
@@ -294,8 +316,13 @@ class FeedServer:
         """Drop the batches that every rank has received."""
         # A rank that has not registered yet needs every batch. One that waits for a step has received those before it.
         if len(self._ranks) == self._world_size:
-            served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
+            served = min(self._taken(rank) for rank in self._ranks.values())
             self._ready = {step: ready for step, ready in self._ready.items() if step > served}
+
+    @staticmethod
+    def _taken(rank: _Rank) -> int:
+        """Return the last step of which a rank has received the batch."""
+        return rank.asked - (rank.waits not in (None, _HELLO))
 
     async def _send(self, identity: bytes, *frames: Frame) -> None:
         await self._socket.send_multipart([identity, *frames], copy=False)

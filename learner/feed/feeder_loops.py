@@ -97,6 +97,8 @@ class Feeder:
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._row = FeederRow(server, rules)
+        self._states: dict[int, bytes] = {}
+        """State of the data for a checkpoint of each of the last two planned steps; empty = it is ordered with the batch."""
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
@@ -228,17 +230,21 @@ class Feeder:
                 log.warning("not every rank requested the end of the run within %.0f s", END_S)
             self._row.text = "the last evaluation"
             await self._server.outcomes.join()  # the last version may have been reported after the last checkpoint
-            await first_of(self._evaluations.over(), draining.wait())
+            await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
 
     async def _drained(self, draining: asyncio.Event) -> None:
-        await draining.wait()
-        self._row.phase, self._row.text = "draining", "the ranks to leave"
+        """Wait until this process or a rank is to drain, then until the newest step that a rank has taken is in a checkpoint."""
+        await first_of(draining.wait(), self._server.draining.wait())
+        self._server.draining.set()
+        self._row.phase, self._row.text = "draining", "the ranks to write a checkpoint and leave"
+        await self._server.drain(self._states)
         await self._server.deserted.wait()
         await self._server.outcomes.join()
         self._row.text = "the copies of the last checkpoint"
         with suppress(TimeoutError):
             async with asyncio.timeout(COPIES_S):
                 await self._outcomes.all_copied()
+        await draining.wait()  # else a rank was drained by another program: ``refuse_leave`` ends this start with an error
 
     # ---- admit: consumes wanted(), produces TASKS; waits for places, which settled groups and new versions give back
 
@@ -325,9 +331,10 @@ class Feeder:
     # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for ranks that ask
 
     async def _feed(self) -> None:
-        while self._source.step < self._data_rules.steps:
+        while self._source.step < self._data_rules.steps and not self._server.draining.is_set():
             if self._replayed.is_set() and (reason := self._early_end.reason(self._intake.failing.reason)):
-                await self._early_end.end(reason, self._server, self._outcomes)
+                state = self._states.get(self._source.step, b"")
+                await self._early_end.end(reason, self._server, self._outcomes, state=state)
                 break
             began_s = time.monotonic()
             record, seq = self._next_record()
@@ -340,7 +347,8 @@ class Feeder:
                 # In the log before it is applied: a kill in between is repeated from the log, and nothing is trained that is not in it.
                 seq = await self._bus.plans.append(record)
             await self._take(record, seq, recorded=recorded)
-        self._row.text = f"rank 0 to finish step {self._source.step}"
+        if not self._server.draining.is_set():
+            self._row.text = f"rank 0 to finish step {self._source.step}"
 
     def _may_plan(self) -> bool:
         """Return whether the ranks take another step."""
@@ -397,8 +405,10 @@ class Feeder:
     async def _offer(self, record: Plan, samples: Sequence[Sample], limits: Mapping[int, int], *, recorded: bool, filtered: int) -> None:
         """Make the batches of a step, and offer them to the ranks. ``filtered``: groups that filters dropped for it."""
         wants = self._wants_checkpoint(record.step, recorded)
-        snapshot = await self._snapshot() if wants or self._early_end.possible else b""
-        state, self._early_end.state = (snapshot, b"") if wants else (b"", snapshot)
+        snapshot = await self._snapshot()  # of every step: any may be the last one, by a drain or by an early end
+        state = snapshot if wants else b""
+        self._states = {step: kept for step, kept in self._states.items() if step == record.step - 1}
+        self._states[record.step] = b"" if wants else snapshot
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
         build = partial(
             build_batches,

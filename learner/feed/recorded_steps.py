@@ -144,14 +144,18 @@ class RecordedFeeder:
                 loop_task.cancel()
 
     async def _over(self, draining: asyncio.Event) -> None:
-        _, drained, _ = await first_of(self._finished.wait(), draining.wait(), self._server.refuse_leave(draining))
+        _, drained, _ = await first_of(self._finished.wait(), self._drained(draining), self._server.refuse_leave(draining))
         if drained.cancelled():
             if not await self._server.end_run(self._recorded.steps, within_s=END_S):
                 log.warning("not every rank requested the end of the run within %.0f s", END_S)
-            return
+
+    async def _drained(self, draining: asyncio.Event) -> None:
+        await first_of(draining.wait(), self._server.draining.wait())
         self._text = "the ranks to leave"
+        await self._server.drain({})
         await self._server.deserted.wait()
         await self._server.outcomes.join()
+        await draining.wait()
 
     async def _beat(self, heartbeat: HeartbeatPublisher) -> None:
         while True:

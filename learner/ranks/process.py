@@ -7,8 +7,8 @@ can only wait. It knows no bus and no model, and loads no torch.
            -- rank 0 .. R-1     R = data x tensor x pipeline x context parallel, in equal parts on the nodes
 
 Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then all get SIGTERM. Ranks finish the current
-step, and the feeder waits for the ranks to leave. Ranks that leave without it were drained by another program: the feeder ends with an
-error then.
+step, and write its checkpoint and the model; the feeder waits for the ranks to leave. Ranks that leave without it were drained by another
+program: the feeder ends with an error then.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class ChildFailed(LearnerError):
     @property
     def exit_code(self) -> int:
         """Exit code of the learner as a whole."""
-        return self.code if self.code in exit_codes.FINAL else exit_codes.CRASHED
+        return self.code if self.code in (*exit_codes.FINAL, exit_codes.NOT_IN_TIME) else exit_codes.CRASHED
 
     def __str__(self) -> str:
         if self.code in exit_codes.FINAL and self.reason:

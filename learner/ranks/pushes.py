@@ -49,8 +49,12 @@ class Pushes:
         weights: WeightsConfig,
         wait: bool,
         colocated: bool = False,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``."""
+        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``. ``draining``: a push
+        that fails is not repeated, because the next start publishes its weights.
+        """
+        self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
         self._staged: Staged | None = None
@@ -144,7 +148,7 @@ class Pushes:
         """Report a push that has ended to the feeder; with ``wait``, wait for the current push first.
 
         A failed push (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the staged weights,
-        because this rank alone cannot gather the current ones.
+        because this rank alone cannot gather the current ones. While the learner drains it is left to the next start.
         """
         # A loop, because a failed push is replaced by another one.
         while self._handle is not None and (wait or self._handle.done):
@@ -152,17 +156,25 @@ class Pushes:
             try:
                 self._report = self._handle.result()
             except PushFailed as error:
+                if self._draining():
+                    log.warning("not pushed again, because the learner drains: %s", error)
+                    self._forget()
+                    return
                 self._handle = self._again(error)
                 if not wait:
                     return
                 time.sleep(_AGAIN_S)
             else:
-                self._handle = None
-                if self._staged is not None:
-                    self._staged.release()
-                    self._staged = None
+                self._forget()
                 self._feed.published(self._report.version, self._report.step)
             self._waited_s += time.monotonic() - began
+
+    def _forget(self) -> None:
+        """Forget a push that has ended, and release its weights."""
+        self._handle = None
+        if self._staged is not None:
+            self._staged.release()
+            self._staged = None
 
     def _again(self, error: PushFailed) -> PushHandle:
         assert self._publisher is not None and self._staged is not None

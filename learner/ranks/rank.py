@@ -7,19 +7,17 @@ With colocated engines, the learner owns the memory from a batch's arrival to th
 
 Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and checkpoints.
 Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
-the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM: the step is finished, and all ranks leave
-together before the next one.
+the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM is passed on to the feeder, which then answers
+the next request of all ranks with ``Last``: they finish the step, write its checkpoint and the model, and leave together.
 """
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -68,10 +66,6 @@ LONG_ROW_TOKENS = 2048
 """Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every head and layer."""
 
 
-class Draining(BaseException):
-    """SIGTERM arrived while this rank was waiting for a batch."""
-
-
 def main(
     places: RankPlaces,
     *,
@@ -92,22 +86,21 @@ def main(
 def _take_steps(
     places: RankPlaces, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig, debug: DebugConfig
 ) -> None:
-    with suppress(Draining):  # the last step is done, and only the feeder's answer was missing
-        with ExitStack() as stack:
-            here = _join(stack, learner)
-            idle = Idle()
-            if places.silence_s:
-                stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
-            feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
-            start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
-            policy = _policy(places, learner, here)
-            tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
-            stack.callback(tools.close)
-            rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
-            # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
-            # trims streams behind a checkpoint.
-            idle.work = rank.collect
-            rank.run(start)
+    with ExitStack() as stack:
+        here = _join(stack, learner)
+        idle = Idle()
+        if places.silence_s:
+            stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
+        feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
+        start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
+        policy = _policy(places, learner, here)
+        tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
+        stack.callback(tools.close)
+        rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
+        # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
+        # trims streams behind a checkpoint.
+        idle.work = rank.collect
+        rank.run(start)
 
 
 def _meter(policy: Policy, learner: LearnerConfig, model_dir: Path) -> Meter:
@@ -260,14 +253,13 @@ class Rank:
             weights=weights,
             wait=staleness.max_lag == 0 or not weights.overlap,
             colocated=learner.colocated,
+            draining=lambda: feed.draining,
         )
         self.checkpoints = self._open_checkpoints(state.Beside(reference=self._reference.saved, critic=critic))
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
-        self._terminated = False
-        self._in_wait = False
 
     def _open_checkpoints(self, beside: state.Beside) -> Checkpoints:
         return Checkpoints(
@@ -283,7 +275,7 @@ class Rank:
 
     def run(self, start: Start | None = None) -> None:
         """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
-        with self._sigterm_noted():
+        with self._feed.drained_by_sigterm():
             start = start or self._feed.hello()
             if start.checkpoint is not None:
                 self._trainer.restore(self.checkpoints.load(start))
@@ -293,12 +285,7 @@ class Rank:
             with self._parts.open(), self.pushes.open(start):
                 try:
                     self._turns.give()
-                    last = self._take_steps(start)
-                    if last is not None:
-                        self._end(last)
-                    else:
-                        self.checkpoints.collect(wait=True)
-                        self._models.wait()
+                    self._end(self._take_steps(start), start)
                 finally:
                     self.checkpoints.leave()
 
@@ -314,23 +301,22 @@ class Rank:
             self._proximal.refresh()
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
-    def _take_steps(self, start: Start) -> int | None:
-        """Take all steps. Returns the last one; None when drained before it."""
+    def _take_steps(self, start: Start) -> Last:
+        """Take all steps. Returns the last one."""
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
-            if batch is None:
-                log.info("drained rank=%d after step=%d", self._here.rank, step - 1)
-                return None
             with self._turns.mine():
                 if isinstance(batch, Last):
                     self._make_last(batch, start)
-                    return batch.step
+                    return batch
                 self._step(batch, start)
-        return start.steps
+        return Last(step=start.steps, state=b"")
 
     def _make_last(self, last: Last, start: Start) -> None:
-        """Publish and checkpoint the weights of a step that was not known to be the last, unless that is done."""
-        if self.pushes.published_step != last.step:
+        """Checkpoint, and publish unless drained, the weights of a step that was not known to be the last, unless that is done."""
+        if last.drained:
+            log.info("drained rank=%d after step=%d", self._here.rank, last.step)
+        elif self.pushes.published_step != last.step:
             self.pushes.publish()
         if last.state:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
@@ -382,59 +368,31 @@ class Rank:
         levels = [alarm.level for alarm in alarms]
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
-    def _end(self, last: int) -> None:
+    def _end(self, last: Last, start: Start) -> None:
         """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
+        if last.drained:  # reported first: a deadline may end this process while it writes the model
+            self.checkpoints.collect(wait=True)
         self.pushes.collect(wait=True)
-        with self._turns.mine():
-            self.pushes.write_model(self._places.final_dir)
+        if not last.drained or last.step > start.step:  # else nothing was trained
+            with self._turns.mine():
+                self.pushes.write_model(self._places.final_dir)
+            if self._here.rank == 0:
+                log.info("trained model=%s step=%d", self._places.final_dir, last.step)
         self.checkpoints.collect(wait=True)
         self._models.wait()
-        if self._here.rank == 0:
-            log.info("trained model=%s", self._places.final_dir)
-        with self._waiting():
-            answer = self._feed.next(last + 1)
-        assert isinstance(answer, End), f"the feeder has a step after the last, {last}"
-
-    def _next(self, step: int) -> StepBatch | Last | None:
-        """Return the batch of ``step``; None on all ranks when any rank has received SIGTERM."""
-        batch: StepBatch | Last | End | None = None
-        self.collect()
-        if not self._terminated:
-            try:
-                with self._waiting():
-                    batch = self._feed.next(step)
-            except Draining:
-                batch = None
-        assert not isinstance(batch, End), f"the feeder ends before step {step}"
-        leave, request = agreed(leaves=batch is None, request=self._debug.take_request(), here=self._here)
-        if request is not None:
-            self._debug.profile(request)
-        return None if leave else batch
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Measure a wait for the feeder; SIGTERM raises Draining inside it."""
         with self._clock.waiting():
-            self._in_wait = True
-            try:
-                yield
-            finally:
-                self._in_wait = False
+            answer = self._feed.next(last.step + 1)
+        assert isinstance(answer, End), f"the feeder has a step after the last, {last.step}"
 
-    @contextmanager
-    def _sigterm_noted(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._terminated = True
-        # Raised once, and only in a wait: a step is finished, and a second SIGTERM does not interrupt the way out.
-        if self._in_wait:
-            self._in_wait = False
-            raise Draining
+    def _next(self, step: int) -> StepBatch | Last:
+        """Return the batch of ``step``, or that the one before was the last."""
+        self.collect()
+        with self._clock.waiting():
+            batch = self._feed.next(step)
+        assert not isinstance(batch, End), f"the feeder ends before step {step}"
+        if (request := agreed(self._debug.take_request(), self._here)) is not None:
+            self._debug.profile(request)
+        return batch
 
 
 class WaitClock:

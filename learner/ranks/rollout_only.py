@@ -2,18 +2,13 @@
 
     feeder -- batch --> figures --> done --> checkpoint (the position in the data, without weights)
 
-Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence. SIGTERM ends it
-between two steps. Loads no torch, so it needs no accelerator.
+Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence. After SIGTERM the
+feeder ends the run behind the last step that it has taken. Loads no torch, so it needs no accelerator.
 """
 
 import logging
-import signal
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,11 +22,6 @@ from learner.feed.places import RankPlaces
 from learner.feed.progress import note_step
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class Draining(BaseException):
-    """SIGTERM arrived while this rank was waiting for a batch."""
 
 
 def main(places: RankPlaces) -> int:
@@ -40,60 +30,36 @@ def main(places: RankPlaces) -> int:
 
 
 def _consume(places: RankPlaces) -> None:
-    with suppress(Draining), FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed:
+    with FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed, feed.drained_by_sigterm():
         _Consumer(places, feed).run()
 
 
 class _Consumer:
     def __init__(self, places: RankPlaces, feed: FeedClient) -> None:
         self._places, self._feed = places, feed
-        self._terminated = self._in_wait = False
 
     def run(self) -> None:
-        """Take steps until the feeder ends the run, or SIGTERM. Raises as the feed, and Draining."""
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        try:
-            start = self._waiting(self._feed.hello)
-            if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
-                reason = "want one of a run with debug.rollout_only, got one with weights"
-                raise NoCheckpoint(start.checkpoint, reason)
-            step = start.step + 1
-            while not self._terminated:
-                batch = self._waiting(partial(self._feed.next, step))
-                if isinstance(batch, End):
-                    return
-                if isinstance(batch, Last):
-                    self._checkpoint(batch.step, start.epoch, batch.state)
-                    continue
-                self._feed.done(batch.step, figures(batch))
-                note_step(self._places.progress)
-                log.info("step=%d reward=%.4f samples=%d", batch.step, float(batch.rewards_N.mean()), len(batch.rewards_N))
+        """Take steps until the feeder ends the run. Raises as the feed."""
+        start = self._feed.hello()
+        if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
+            reason = "want one of a run with debug.rollout_only, got one with weights"
+            raise NoCheckpoint(start.checkpoint, reason)
+        step = start.step + 1
+        while not isinstance(batch := self._feed.next(step), End):
+            if isinstance(batch, Last):
                 self._checkpoint(batch.step, start.epoch, batch.state)
-                step += 1
-        finally:
-            signal.signal(signal.SIGTERM, before)
+                continue
+            self._feed.done(batch.step, figures(batch))
+            note_step(self._places.progress)
+            log.info("step=%d reward=%.4f samples=%d", batch.step, float(batch.rewards_N.mean()), len(batch.rewards_N))
+            self._checkpoint(batch.step, start.epoch, batch.state)
+            step += 1
 
     def _checkpoint(self, step: int, epoch: int, state: bytes) -> None:
         if state:
             staged = disk.staging(self._places.checkpoints, step=step, epoch=epoch)
             (staged / disk.NO_WEIGHTS).write_bytes(b"debug.rollout_only\n")
             self._feed.checkpointed(step, str(disk.commit(staged, state)))
-
-    def _waiting(self, wait: Callable[[], T]) -> T:
-        """Return the result of a wait for the feeder; SIGTERM raises Draining inside it."""
-        self._in_wait = True
-        try:
-            if self._terminated:
-                raise Draining
-            return wait()
-        finally:
-            self._in_wait = False
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._terminated = True
-        if self._in_wait:
-            self._in_wait = False
-            raise Draining
 
 
 def figures(batch: StepBatch) -> dict[str, float]:

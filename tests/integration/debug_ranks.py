@@ -55,8 +55,8 @@ def main(model_dir: Path, file: Path, out: Path) -> None:
             found["memory"] = StepMemory(here).of_all_ranks()
             found["own memory"] = psutil.Process().memory_info().rss
             request = ProfileRequest(steps=3, memory=True, rank=1) if here.rank == 0 else None
-            answers = [agreed(leaves=leaves, request=request, here=here) for leaves in (False, here.rank == 1)]
-            found["agreed"] = [(leaves, None if one is None else asdict(one)) for leaves, one in answers]
+            answers = [agreed(asked, here) for asked in (request, None)]
+            found["agreed"] = [None if one is None else asdict(one) for one in answers]
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -1,6 +1,7 @@
 """Real ranks on a real feeder and a real bus, with scripted actors: a run to its end, a killed one, a drained one."""
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from learner.checkpoints.disk import listed
 from learner.debug.profile_request import ProfileRequest, write_request
 from learner.debug.train_file import read_train
 from learner.errors import RankFailed
+from learner.feed.restart import CHECKPOINT_KEY
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
@@ -355,20 +357,44 @@ async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_e
     assert final and checkpointed.step == 3
 
 
-async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
-    """SIGTERM to both ranks: they leave together, with code 0, before the next step.
+@pytest.mark.parametrize(
+    ("max_lag", "push_every", "algorithm"),
+    [(2, 2, {}), (0, 1, {"advantage": "gae"})],
+    ids=["every-second-step", "synchronous-with-a-critic"],
+)
+async def test_a_drained_learner_goes_on_behind_its_last_step(
+    open_learner: OpenLearner, tmp_path: Path, max_lag: int, push_every: int, algorithm: dict[str, Any]
+) -> None:
+    """SIGTERM to one rank of two, twice: both leave after their step, which is in a checkpoint and in ``final``; no step is done again."""
+    settings = {"staleness": {"max_lag": max_lag}, "weights": {"push_every": push_every}, "algorithm": algorithm}
+    async with open_learner(data_parallel=2, steps=200, checkpoint_every=50, **settings) as learner:
+        for until in (3, 5):
+            async with learner.started():
+                await learner.until(until)
+                learner.ranks[1].send_signal(signal.SIGTERM)
+                assert await learner.ended() == [0, 0]
+                await learner.feeding
+            last = max(await learner.digests())
+            [newest, *_] = listed(learner.world.root)
+            assert newest.step == last >= until
+            row = await learner.world.bus.rows("run").get(CHECKPOINT_KEY)
+            assert row is not None and row[0]["step"] == last
+            assert json.loads((tmp_path / "final" / "manifest.json").read_text())["step"] == last
+        assert {step: len(done) for step, done in (await learner.digests()).items()} == dict.fromkeys(range(1, last + 1), 1)
 
-    The signal to the second one may come when the first has made both leave, and it takes no more signals.
-    """
-    async with open_learner(data_parallel=2, steps=200, checkpoint_every=50) as learner:
-        async with learner.started():
-            await learner.until(2)
-            for rank in learner.ranks:
-                rank.send_signal(signal.SIGTERM)
-            first, second = await learner.ended()
-            assert first == 0 and second in (0, -signal.SIGTERM)
-        last = max(await learner.digests())
-        assert 2 <= last < 200
+
+async def test_a_learner_that_is_drained_before_its_first_step_has_trained_nothing(open_learner: OpenLearner, tmp_path: Path) -> None:
+    async with open_learner() as learner:
+        async with learner.started_without_actors():
+            async for row in learner.world.bus.rows("weights").watch(HEAD):
+                if row is not None:
+                    break
+            learner.ranks[0].send_signal(signal.SIGTERM)
+            assert await learner.ended() == [0]
+            await learner.feeding
+        assert listed(learner.world.root) == [] and not (tmp_path / "final").exists()
+        await learner.finish()
+        assert sorted(await learner.digests()) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
