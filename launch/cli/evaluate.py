@@ -113,6 +113,6 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
 
 def _block(line: dict[str, object]) -> str:
     """Return the scores of one set as lines."""
-    shown = {name: value for name, value in line.items() if name not in ("version", "step", "set", "versions_later")}
+    shown = {name: value for name, value in line.items() if name not in ("version", "step", "set", "versions_later", "versions_later_min")}
     rows = [f"  {name:<18} {value:.6g}" if isinstance(value, float) else f"  {name:<18} {value}" for name, value in shown.items()]
     return "\n".join([in_words(line).removesuffix(" (version 0)"), *rows])

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bus.config import BusConfig
+from bus.liveness.epoch import current_epoch
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
+from launch.settings.run_config import RunConfig
 from learner.checkpoints import disk
 from learner.data.snapshot import read_state
 from learner.feed.restart import CHECKPOINT_KEY
@@ -42,20 +44,24 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         raise ValueError(f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}")
     with directory_of_one(source, resume=True, fresh=False):
         shutil.copytree(source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port"))
-        first, last = asyncio.run(_rewound(source, target, before.run))
+        first, last, epoch = asyncio.run(_rewound(source, target, before))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
     config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
     shutil.copy(source / CONFIG_FILE, target / CONFIG_FILE)  # makes it a run that can be resumed
-    return run_up(config, resume=True, fresh=False)
+    return run_up(config, resume=True, fresh=False, after_epoch=epoch)
 
 
-async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
-    """Rewind the copied run to the earliest step from which all samples are present: return (first step, last step) to repeat."""
+async def _rewound(source: Path, target: Path, config: RunConfig) -> tuple[int, int, int]:
+    """Rewind the copied run to the earliest step from which all samples are present.
+
+    Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest learner.
+    """
     server = EmbeddedServer(target / BUS_DIRECTORY, BusConfig())
     await asyncio.to_thread(server.start)
     try:
-        async with connect(server.url, run, name="replay") as bus:
+        async with connect(server.url, config.run, name="replay") as bus:
+            epoch = await current_epoch(bus)
             last = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)], default=0)
             if not last:
                 raise ValueError(f"--train: {source} has no recorded step")
@@ -65,11 +71,11 @@ async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
             done = await _set_back(bus, source, target)
     finally:
         await asyncio.to_thread(server.stop)
-    if done >= last:
+    if done >= min(last, config.learner.steps):
         raise ValueError(
             f"--train: no step behind step {done} is recorded, and what came before is trimmed (bus.history_samples keeps more)"
         )
-    return done + 1, last
+    return done + 1, min(last, config.learner.steps), epoch
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:

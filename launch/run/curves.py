@@ -20,8 +20,8 @@ UNSMOOTHED = ("offpolicy/lag_max",)
 """Curves drawn as they are: the mean of five maxima is no maximum."""
 
 
-def draw(lines: Sequence[JsonMapping], file: Path, *, title: str) -> None:
-    """Draw the panels that have data into a PNG."""
+def draw(lines: Sequence[JsonMapping], file: Path, *, title: str, evaluations: Sequence[JsonMapping] = ()) -> None:
+    """Draw the panels that have data into a PNG. ``evaluations``: lines of evaluations.jsonl, whose means are points beside the reward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,6 +37,8 @@ def draw(lines: Sequence[JsonMapping], file: Path, *, title: str) -> None:
             (drawn,) = axis.plot(steps, values, linewidth=0.8, alpha=0.35)
             shown = values if key in UNSMOOTHED else smooth(values)
             axis.plot(steps, shown, linewidth=1.8, color=drawn.get_color(), label=label)
+        for label, points in scores_of(evaluations).items() if name == "reward" else ():
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.0, label=label)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.2)
@@ -45,10 +47,20 @@ def draw(lines: Sequence[JsonMapping], file: Path, *, title: str) -> None:
             axis.spines[side].set_visible(False)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
-    axes.flat[0].set_ylim(*reward_limits([line[REWARD] for line in lines if REWARD in line]))
+    means = [mean for points in scores_of(evaluations).values() for _, mean in points]
+    axes.flat[0].set_ylim(*reward_limits([*(line[REWARD] for line in lines if REWARD in line), *means]))
     figure.suptitle(title, fontsize=11)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, float]]]:
+    """Return the (step, mean) of every version that has one, by the label of its set."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in evaluations:
+        if "mean" in line:
+            found.setdefault(f"evaluation {line['set']}", []).append((line["step"], line["mean"]))
+    return found
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:

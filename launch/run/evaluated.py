@@ -20,9 +20,10 @@ def lines_of(evaluated: Mapping[tuple[int, str], Evaluated]) -> list[JsonObject]
     return [line_of(evaluated[key]) for key in sorted(evaluated)]
 
 
-async def read(bus: Bus) -> dict[tuple[int, str], Evaluated]:
-    """Return the newest record by version and set."""
-    return {(record.version, record.dataset): record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)}
+async def read(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evaluated]:
+    """Return the newest record by version and set. ``after_epoch``: records up to it are of another run, see ``retrain``."""
+    records = [record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)]
+    return {(record.version, record.dataset): record for record in records if record.epoch > after_epoch}
 
 
 def newest(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
@@ -34,10 +35,19 @@ def newest(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
 
 
 def in_words(line: JsonMapping) -> str:
-    """Return a line's mean with its interval and version, in words."""
+    """Return a line's mean with its interval and the versions of its tokens, in words."""
     if "mean" not in line:
         return f"{line['set']} without an answer (version {line['version']})"
-    return f"{line['set']} {line['mean']:.3f} [{line['mean_low']:.3f}, {line['mean_high']:.3f}] (version {line['version']})"
+    return f"{line['set']} {line['mean']:.3f} [{line['mean_low']:.3f}, {line['mean_high']:.3f}] ({_versions(line)})"
+
+
+def _versions(line: JsonMapping) -> str:
+    """Return the version of a line, and those that its tokens are of where they are others."""
+    version = line["version"]
+    oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
+    if newest == version:
+        return f"version {version}"
+    return f"version {version}, tokens of {newest}" if oldest == newest else f"version {version}, tokens of {oldest} to {newest}"
 
 
 def best_in_words(row: JsonMapping) -> str:

@@ -230,6 +230,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
         stop_after=chosen.stop_after,
         at_start=chosen.at_start,
         at_end=chosen.at_end,
+        exact=chosen.exact,
         last_step=config.learner.steps,
         max_open_tasks=chosen.max_open_tasks,
         stall_s=chosen.stall_s,

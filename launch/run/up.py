@@ -89,9 +89,9 @@ class CannotBegin(ValueError):
     """The run's directory, or the state of its bus, does not fit the command."""
 
 
-def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
+def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0) -> int:
     """Run all of it and return the exit code: 0 done or drained, 1 a process was given up, 2 wrong use, 3 a promise was broken, 75 not
-    drained in time, 78 settings or data that no restart can cure.
+    drained in time, 78 settings or data that no restart can cure. ``after_epoch``: scores up to it in the log are of another run.
 
     Raises CannotBegin when the run's directory does not fit the command.
     """
@@ -102,7 +102,7 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
         log_to_file(log_file)
-        run = Up(config, console, resume=resume)
+        run = Up(config, console, resume=resume, after_epoch=after_epoch)
         code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False, on_event=run.event)
     if code and not run.failure:
         run.failure = "not drained in time" if code == process.NOT_IN_TIME else f"crashed; the reason is in {log_file}"
@@ -177,7 +177,8 @@ def log_to_file(file: Path) -> None:
 class Up:
     """One start of a run on this machine."""
 
-    def __init__(self, config: RunConfig, console: Console, *, resume: bool) -> None:
+    def __init__(self, config: RunConfig, console: Console, *, resume: bool, after_epoch: int = 0) -> None:
+        self._after_epoch = after_epoch
         self._ports = contextlib.ExitStack()
         """Ports of the teachers that it starts."""
         self._config, self._console, self._resume = teacher.placed(config, self._ports), console, resume
@@ -293,7 +294,14 @@ class Up:
         earlier = summary.seconds_of_steps(metrics)
         for file in (metrics, self._root / evaluated.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
-        self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier, room=self._room)
+        self._watch = RunWatch(
+            bus,
+            steps=self._config.learner.steps,
+            metrics_file=metrics,
+            earlier=earlier,
+            room=self._room,
+            after_epoch=self._after_epoch,
+        )
         async with self._shown():
             if not self._config.debug.trains_only:
                 for name, arguments in teacher.commands(self._config).items():
@@ -404,7 +412,7 @@ class Up:
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        evaluations = evaluated.lines_of(await evaluated.read(bus))
+        evaluations = evaluated.lines_of(await evaluated.read(bus, after_epoch=self._after_epoch))
         if evaluations:
             summary.write_lines(self._root / evaluated.EVALUATIONS_FILE, evaluations)
         observed = summary.Observed(
@@ -429,7 +437,7 @@ class Up:
         }
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
-        picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
+        picture = await asyncio.to_thread(_draw, lines, evaluations, self._root / "curves.png", title)
         self._report(result, broken, picture, finished=finished)
         if best is not None:
             self._print(f"  best checkpoint {evaluated.best_in_words(best)}")
@@ -455,7 +463,7 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
+def _draw(lines: list[dict[str, object]], evaluations: list[dict[str, object]], file: Path, title: str) -> str:
     """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
     from launch.run.curves import draw
 
@@ -464,7 +472,7 @@ def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
     except extras.PackagesMissing as missing:
         return f"not drawn ({missing})"
     try:
-        draw(lines, file, title=title)
+        draw(lines, file, title=title, evaluations=evaluations)
     except OSError as error:
         file.unlink(missing_ok=True)
         return f"not drawn ({error.strerror})"

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.wire.messages import LiveRow, Sample
+from launch.run.evaluated import in_words, lines_of, newest_in_words
 from launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
@@ -28,6 +29,10 @@ NUM_NUMBERS = 9
 NUMBERS_WIDTH = 38
 AXIS_WIDTH = 7
 NUM_EVENTS = 3
+LEAST_PROCESSES = 2
+"""Lines of the table of processes that are always there."""
+NUM_SETS = 2
+"""Most evaluation sets of which the newest scores are shown."""
 COMFORTABLE_HEIGHT = 30
 """Lines of a terminal from which on the plot has its full height."""
 WIDEST = 140
@@ -54,13 +59,13 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
-    """Background loop: print every event once, and a line every few seconds if a step was done or the bus does not answer."""
+    """Background loop: print events and evaluations once, and a line every few seconds if a step was done or the bus does not answer."""
     printed: set[str] = set()
     printed_step, next_s = -1, 0.0
 
     def show(*lines: str) -> None:
         """Print new events, then these lines."""
-        events = [event for event in watch.events if event not in printed]
+        events = [event for event in (*watch.events, *evaluations(watch)) if event not in printed]
         printed.update(events)
         for line in (*events, *lines):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -87,6 +92,11 @@ def _progress_line(watch: RunWatch, printed_step: int) -> str:
     return "   ".join(f"{name} {value}" for name, value in watch.flat().items()) if watch.step > printed_step else ""
 
 
+def evaluations(watch: RunWatch) -> list[str]:
+    """Return the scores of all versions that were evaluated, in words, by version."""
+    return [f"evaluation {in_words(line)}" for line in lines_of(watch.evaluated)]
+
+
 def waits(watch: RunWatch) -> str:
     """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus stores nothing."""
     if watch.full:
@@ -104,14 +114,16 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
         events = [*events[1 - NUM_EVENTS :], watch.bus_silence]
     plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
     room = height - 9 - (plot_height + 1) - len(events)
+    scores = newest_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
     blocks: list[Table | Text] = [
         _progress(watch),
         Text(),
         _middle(watch, inner, plot_height),
         Text(),
-        _processes(watch, max(2, room)),
+        _processes(watch, max(LEAST_PROCESSES, room - len(scores))),
         Text(),
         _sample(watch.sample),
+        *(Text(f"evaluation {words}", no_wrap=True, overflow="ellipsis") for words in scores),
     ]
     return Panel(Group(*blocks, *map(_event, events)), title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
 

@@ -47,12 +47,14 @@ class RunWatch:
         metrics_file: Path | None = None,
         earlier: Mapping[int, float] | None = None,
         room: Callable[[], str] = str,
+        after_epoch: int = 0,
     ) -> None:
         """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there.
 
         ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
+        ``after_epoch``: scores up to this epoch are of another run.
         """
-        self._room = room
+        self._room, self._after_epoch = room, after_epoch
         self._bus, self.steps = bus, steps
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(evaluated.EVALUATIONS_FILE))
         self._files = [GrowingFile(file) for file in files]
@@ -158,9 +160,15 @@ class RunWatch:
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
                 self._note(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
-            elif isinstance(record, Evaluated):
-                self.evaluated[record.version, record.dataset] = record
-                self._note(1, evaluated.line_of(record))
+            elif isinstance(record, Evaluated) and record.epoch > self._after_epoch:
+                self._note_scores(record)
+
+    def _note_scores(self, record: Evaluated) -> None:
+        """Register the scores of a set at a version; those that a restart has recorded again are no news."""
+        before = self.evaluated.get((record.version, record.dataset))
+        self.evaluated[record.version, record.dataset] = record
+        if before is None or before.metrics != record.metrics:
+            self._note(1, evaluated.line_of(record))
 
     def _note(self, file: int, line: Mapping[str, object]) -> None:
         """Append a line to metrics.jsonl, or to the file beside it, at once; at the end the files are written again, in order."""
@@ -287,7 +295,6 @@ class RunWatch:
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
             "actors wait": f"{self.share('actor') or 0:.0%}",
-            **({"eval": "; ".join(evaluated.newest_in_words(self.evaluated.values()))} if self.evaluated else {}),
         }
 
 

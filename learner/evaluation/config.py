@@ -111,6 +111,8 @@ class EvalConfig:
     """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: int = 8
     """Most evaluation prompts that are out at a time; bounds the share of the engines that evaluation takes."""
+    exact: bool = False
+    """No step is trained before the evaluation of a version is over, so that all its tokens are of that version; false = of version 0."""
     stall_s: float = 600.0
     """Seconds without any result after which an evaluation ends with the results it has; missing ones are counted."""
     seed: int = 0

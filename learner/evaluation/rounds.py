@@ -59,6 +59,8 @@ class Result:
 class _Round:
     version: int
     step: int
+    same: int
+    """Newest version with the same weights: a start publishes those that it begins with again."""
     tasks: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Set and row of each issued task that is open."""
     placed: set[tuple[str, int]] = field(default_factory=set)
@@ -82,6 +84,8 @@ class Rounds:
         """Version and step that wait for the open round."""
         self._newest = -1
         """Newest version that has had a round."""
+        self._newest_step = -1
+        """Step of its weights."""
         self.skipped = 0
         """Versions that were due and were not evaluated, because a later one was due before the round before them had ended."""
 
@@ -91,13 +95,16 @@ class Rounds:
         """Return whether a version is to be evaluated."""
         if not self._every or not self._sets:
             return False
-        if version == 0:
+        if step == 0:  # version 0, or 1 where the run begins with other weights than those of the model directory
             return self._at_start
         return version % self._every == 0 or (self._at_end and step == self._last_step)
 
     def published(self, version: int, step: int) -> None:
-        """Open the round of ``version``, if it is due and has had none; or let it wait for the open one."""
-        if not self.due(version, step) or version <= self._newest or (self._next is not None and version <= self._next[0]):
+        """Open the round of ``version``, if it is due and its weights have had none; or let it wait for the open one."""
+        if self._open is not None and step == self._open.step:
+            self._open.same = max(version, self._open.same)
+        newest_step = self._newest_step if self._next is None else self._next[1]
+        if not self.due(version, step) or version <= self._newest or step <= newest_step:
             return
         if self._open is None:
             self._begin(version, step)
@@ -110,7 +117,8 @@ class Rounds:
         self._last_step = step
 
     def _begin(self, version: int, step: int) -> None:
-        self._open, self._newest = _Round(version=version, step=step), max(self._newest, version)
+        self._open = _Round(version=version, step=step, same=version)
+        self._newest, self._newest_step = max(self._newest, version), max(self._newest_step, step)
 
     @property
     def pending_steps(self) -> set[int]:
@@ -190,6 +198,7 @@ class Rounds:
             score=sample.score,
             num_tokens=int(np.count_nonzero(sample.loss_mask)),
             truncated=sample.status is Status.TRUNCATED,
+            oldest_version=sample.min_version,
             newest_version=sample.max_version,
         )
         if len(there) == self._sets[place[0]].samples:
@@ -232,22 +241,25 @@ class Rounds:
 
     def _result(self, done: _Round, one: SetSize) -> Result:
         prompts = {row: list(done.responses.get((one.name, row), {}).values()) for row in one.rows}
-        metrics = scores(prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, version=done.version)
+        versions = (done.version, done.same)
+        metrics = scores(prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, versions=versions)
         return Result(version=done.version, step=done.step, set=one.name, metrics=metrics)
 
     # ---- persist
 
     def dump(self) -> JsonObject:
         """Return the state for a checkpoint: plain values."""
-        state: JsonObject = {"digest": self.digest, "newest": self._newest, "next": self._next, "open": None}
+        state: JsonObject = {"digest": self.digest, "next": self._next, "open": None}
+        state |= {"newest": self._newest, "newest_step": self._newest_step}
         if self._open is not None:
             state["open"] = {
                 "version": self._open.version,
                 "step": self._open.step,
+                "same": self._open.same,
                 "tasks": [(id, *place) for id, place in self._open.tasks.items()],
                 "placed": sorted(self._open.placed),
                 "responses": [
-                    (*place, index, one.score, one.num_tokens, one.truncated, one.newest_version)
+                    (*place, index, one.score, one.num_tokens, one.truncated, one.oldest_version, one.newest_version)
                     for place, there in self._open.responses.items()
                     for index, one in there.items()
                 ],
@@ -256,14 +268,14 @@ class Rounds:
 
     def load(self, state: JsonObject) -> None:
         """Take the state of a checkpoint; of other sets only which versions were evaluated."""
-        self._newest = int(state["newest"])
+        self._newest, self._newest_step = int(state["newest"]), int(state["newest_step"])
         if state["digest"] != self.digest or state["open"] is None:
             return
         there = state["open"]
         self._next = None if state["next"] is None else (int(state["next"][0]), int(state["next"][1]))
-        self._open = _Round(version=there["version"], step=there["step"])
+        self._open = _Round(version=there["version"], step=there["step"], same=there["same"])
         self._open.tasks = {id: (name, row) for id, name, row in there["tasks"]}
         self._open.placed = {(name, row) for name, row in there["placed"]}
-        for name, row, index, score, num_tokens, truncated, newest in there["responses"]:
-            response = Response(score=score, num_tokens=num_tokens, truncated=truncated, newest_version=newest)
+        for name, row, index, score, num_tokens, truncated, oldest, newest in there["responses"]:
+            response = Response(score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest)
             self._open.responses.setdefault((name, row), {})[index] = response

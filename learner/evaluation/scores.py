@@ -22,16 +22,19 @@ class Response:
     """Tokens that the model has sampled."""
     truncated: bool
     """It ran into its length limit."""
+    oldest_version: int
+    """Oldest version that generated one of its tokens; -1 for an empty response."""
     newest_version: int
     """Newest version that generated one of its tokens; -1 for an empty response."""
 
 
 def scores(
-    prompts: Mapping[int, Sequence[Response]], *, num_prompts: int, samples: int, passes_at: float, version: int
+    prompts: Mapping[int, Sequence[Response]], *, num_prompts: int, samples: int, passes_at: float, versions: tuple[int, int]
 ) -> dict[str, float]:
     """Return the metrics of one set at one version.
 
-    ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each.
+    ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each. ``versions``: the
+    version, and the newest one with the same weights.
     A prompt without a response is in no mean; ``missing`` says how many responses were expected and are not there.
 
     - ``mean``: mean over prompts of the mean score of a prompt's responses (mean@k).
@@ -56,11 +59,15 @@ def scores(
         chances = [pass_at(k, total, passed) for total, passed in counts if total >= k]
         if chances:
             result[f"pass_at_{k}"] = float(np.mean(chances))
+    version, same = versions
+    sampled = [response for response in every if response.newest_version >= 0]
+    oldest, newest = min((one.oldest_version for one in sampled), default=same), max((one.newest_version for one in sampled), default=same)
     result |= {
         "tokens_mean": float(np.mean([response.num_tokens for response in every])),
         "tokens_max": float(max(response.num_tokens for response in every)),
         "truncated_share": float(np.mean([response.truncated for response in every])),
-        "versions_later": float(max(0, *(response.newest_version - version for response in every))),
+        "versions_later": float(newest - version if newest > same else 0),
+        "versions_later_min": float(oldest - version if oldest > same else 0),
     }
     return result
 

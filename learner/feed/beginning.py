@@ -46,6 +46,7 @@ async def evaluations_of(
     if resumed.evaluation is not None:
         rounds.load(resumed.evaluation)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
+    evaluations.sampled = False
     await evaluations.read_scores()
     for task in resumed.eval_tasks:
         evaluations.issued(task)

@@ -39,13 +39,11 @@ class BestCheckpoint:
         elif (await self._bus.rows("run").read(BEST_KEY))[1]:
             await self._bus.rows("run").delete(BEST_KEY)
 
-    def wants(self, step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int) -> bool:
-        """Return whether the step that is being planned needs a checkpoint, because its version will be evaluated.
+    def due(self, step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int) -> bool:
+        """Return whether the weights of a planned step will be evaluated, as far as that is known before they have a version.
 
         ``versions``: step of every version so far. ``head``: the newest of them, and its step.
         """
-        if not self.wanted:
-            return False
         found = versions_of(step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head)
         return any(self._evaluations.due(version, step) for version in found)
 

@@ -44,6 +44,7 @@ class EvalPlan:
     at_start: bool = True
     at_end: bool = True
     last_step: int = 0
+    exact: bool = False
     max_open_tasks: int = 8
     stall_s: float = 600.0
     seed: int = 0
@@ -77,8 +78,10 @@ class Evaluations:
         """The tasks that are out."""
         self._early: list[Sample] = []
         self._changed = Waiter()
-        self._moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
         """Time of the last result, or of the begin of the round."""
+        self.sampled = True
+        """False until a run that begins has its first sample: engines are being started, which takes minutes for a large model."""
         self._idle = asyncio.Event()
         """Set while no round is open."""
         self._note_idle()
@@ -86,7 +89,7 @@ class Evaluations:
     def published(self, version: int, step: int) -> None:
         """Register a published version."""
         if self._rounds.idle:
-            self._moved_s = time.monotonic()
+            self.moved_s = time.monotonic()
         skipped = self._rounds.skipped
         self._rounds.published(version, step)
         self._note_idle()
@@ -120,6 +123,15 @@ class Evaluations:
         """Return whether a version will be evaluated, if there is time."""
         return self._rounds.due(version, step)
 
+    def holds(self, step: int, head: tuple[int, int] | None, *, due: bool) -> bool:
+        """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this one.
+
+        ``head``: version and step of the newest published weights. ``due``: the weights of ``step`` may be evaluated.
+        """
+        if not (step == 0 or self._plan.exact) or not due:
+            return False
+        return head is None or head[1] < step or not self._rounds.idle
+
     def ends_after(self, step: int, head: tuple[int, int] | None) -> None:
         """Register that the run ends after ``step``. ``head``: version and step of the newest published weights."""
         self._rounds.ends_after(step)
@@ -146,7 +158,7 @@ class Evaluations:
             log.warning("evaluation sample passed over task=%d index=%d: its %s is not the task's", sample.task, sample.index, wrong)
             return
         if self._rounds.arrived(sample):
-            self._moved_s = time.monotonic()
+            self.moved_s = time.monotonic()
             self._forget()
             self._changed.wake()
 
@@ -195,7 +207,7 @@ class Evaluations:
     def _close(self) -> None:
         # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.
         self._rounds.close()
-        self._moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
         self._early.clear()
         self._note_idle()
 
@@ -211,7 +223,9 @@ class Evaluations:
         return one.task(place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step)
 
     def _end_stalled(self) -> None:
-        silent_s = time.monotonic() - self._moved_s
+        silent_s = time.monotonic() - self.moved_s
+        if self._rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
+            return
         if not self._rounds.idle and silent_s > self._plan.stall_s:
             log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self._rounds.open, silent_s)
             self._rounds.end()

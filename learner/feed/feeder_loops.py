@@ -367,8 +367,10 @@ class Feeder:
                 self._recorded.popleft()
                 return record, seq
             return None, None
-        if not may_plan:
-            self._row.text = f"rank 0 to take step {self._server.asked}"
+        self._row.held = self._is_held()
+        if not may_plan or self._row.held:
+            evaluation = self._evaluations.waits_for or f"the version of step {self._source.step}, which is evaluated"
+            self._row.text = evaluation if self._row.held else f"rank 0 to take step {self._server.asked}"
             return self._source.settlement(), None
         proposal = self._source.plan(time.monotonic())
         if isinstance(proposal, Waits):
@@ -442,14 +444,21 @@ class Feeder:
             more |= {"curriculum": self._curriculum.dump()} if self._rules.curriculum.active else {}
             return self._source.snapshot(self._evaluations.dump(), **more)
 
+    def _is_evaluated(self, step: int) -> bool:
+        source = self._source
+        return self._best.due(step, versions=source.versions, head=source.head, push_every=self._data_rules.push_every)
+
+    def _is_held(self) -> bool:
+        """Return whether the next step waits for an evaluation."""
+        step = self._source.step
+        return self._evaluations.holds(step, self._source.head, due=self._is_evaluated(step))
+
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._rules.checkpoint_every
         if step == self._data_rules.steps:
             return True
         wanted = bool(every) and step % every == 0
-        wanted = wanted or self._best.wants(
-            step, versions=self._source.versions, head=self._source.head, push_every=self._data_rules.push_every
-        )
+        wanted = wanted or (self._best.wanted and self._is_evaluated(step))
         if self._outcomes.pending >= MOST_PENDING:  # they are on the disk, which has an end
             if wanted:
                 log.warning("no checkpoint of step %d, because %d wait: %s", step, self._outcomes.pending, self._row.copies_waited_for)

@@ -52,6 +52,10 @@ class FeederRow:
         self.phase = "starting"
         self.text = "the bus"
         """The event that the feeder waits for."""
+        self.held = False
+        """True while the next step waits for an evaluation."""
+        self._evaluated_s = 0.0
+        """Time of the last result of an evaluation that a step has waited for."""
         self.copies: Copies | None = None
         """Set when each node has checkpoints of its own, or there is a store."""
         self.parts: Parts | None = None
@@ -60,9 +64,12 @@ class FeederRow:
     async def beat(self, heartbeat: HeartbeatPublisher) -> None:
         """Background loop: heartbeats on the bus and for waiting ranks. Raises NoProgress, TasksFail."""
         while True:
-            starved_s = self._server.starved_s(time.monotonic())
+            now = time.monotonic()
+            starved_s = self._server.starved_s(now)
             await self._server.beat(self._waits_for())
-            if starved_s > self._rules.batch_timeout_s:
+            if self.held and self.parts is not None:
+                self._evaluated_s = self.parts.evaluations.moved_s
+            if min(starved_s, now - self._evaluated_s) > self._rules.batch_timeout_s:
                 raise NoProgress("feeder", starved_s, self._waits_for())
             self._refuse_failing()
             heartbeat.update(**self._fields(starved_s))

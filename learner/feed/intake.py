@@ -70,7 +70,7 @@ class Intake:
                 await self._look_up(registry, received.seq, received.sample)
             before, complete = self._source.changes, self._source.complete
             arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
-            self.behind = received.pending
+            self.behind, self._evaluations.sampled = received.pending, True
             if self._source.complete != complete:
                 self.failing.completed()
             if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
+import pytest
+
+from bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
 from learner.data.prompts import PromptFile
 from learner.evaluation.prompts import EvalPrompts
 from learner.feed.evaluations import EvalPlan
@@ -31,6 +34,17 @@ def plan(directory: Path, *, rows: int = 5, samples: int = 2, **changes: Any) ->
 
 def respond(task: Task, index: int) -> Sample:
     return sample(task, index, ((task.min_version, 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata))
+
+
+async def tasks_of(world: World, kind: Kind) -> AsyncIterator[Task]:
+    """Yield the tasks of a kind as they are issued."""
+    first = 1
+    while True:
+        async for task in world.bus.tasks.scan(first):
+            first = task.id + 1
+            if task.kind is kind:
+                yield task
+        await asyncio.sleep(0.02)
 
 
 async def evaluated(world: World) -> list[Evaluated]:
@@ -67,44 +81,111 @@ async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWor
         assert len(seeds) == 5, "a prompt has the same seed at every version"
 
 
+@pytest.mark.parametrize("exact", [False, True])
+async def test_no_step_is_planned_before_an_exact_evaluation_is_over(open_world: OpenWorld, tmp_path: Path, exact: bool) -> None:
+    """That of version 0 always is one. Its prompts are answered when there are samples for steps; prompts that fail hold up no step."""
+
+    async def buried() -> None:
+        async for task in tasks_of(world, Kind.EVAL):
+            if task.offset == 1:
+                await world.bus.dead.store(Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt))
+
+    async with open_world(steps=6, max_lag=2) as world:
+        evaluation = plan(tmp_path, every=1, last_step=6, exact=exact)
+        async with world.actors(), world.feeder(evaluation=evaluation) as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            seen = 0
+            async for _ in world.bus.samples.read(await world.bus.samples.cursor()):
+                if (seen := seen + 1) == 4:  # those of a step
+                    break
+            burying = asyncio.create_task(buried())
+            async with world.actors(respond, kind=Kind.EVAL):
+                await training
+                await feeding
+            burying.cancel()
+        records = [record async for _, record in world.bus.plans.scan() if isinstance(record, Evaluated | Plan)]
+        planned = 0
+        for record in records:
+            if isinstance(record, Plan):
+                planned = record.step
+            elif exact or record.step == 0:
+                assert planned == record.step, f"version {record.version} is evaluated behind step {planned}"
+        assert {record.step for record in records if isinstance(record, Evaluated)} >= (set(range(7)) if exact else {0, 6})
+
+
+async def test_a_feeder_that_is_killed_in_the_evaluation_of_version_0_goes_on_with_it(open_world: OpenWorld, tmp_path: Path) -> None:
+    """The next start publishes the weights of step 0 again, as version 1: the scores are those of one set of weights."""
+    begun = asyncio.Event()
+
+    def first_five(task: Task, index: int) -> Sample:
+        answered.append(task)
+        if len(answered) == 5:
+            begun.set()
+        if len(answered) > 5:
+            raise RuntimeError("no more, however late the feeder is killed")
+        return respond(task, index)
+
+    def by_version_1(task: Task, index: int) -> Sample:
+        return sample(task, index, ((max(1, task.min_version), 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata))
+
+    answered: list[Task] = []
+    evaluation = plan(tmp_path, every=100)
+    async with open_world() as world:
+        async with world.actors(), world.actors(first_five, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, _):
+            training = asyncio.create_task(world.train(url, stop=lambda did, step: True))
+            await begun.wait()
+        await asyncio.gather(training, return_exceptions=True)
+        assert await world.plans() == [] and await evaluated(world) == []
+        async with world.actors(), world.actors(by_version_1, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
+            await world.train(url)
+            await feeding
+        records = await evaluated(world)
+        assert [(record.version, record.step) for record in records] == [(0, 0), (0, 0), (6, 5), (6, 5)]
+        assert {record.metrics["versions_later"] for record in records} == {0.0}
+        tasks = await eval_tasks(world)
+        assert len(tasks) == 14, "no prompt is issued twice"
+
+
 async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_path: Path) -> None:
-    """It is killed in the first evaluation, of which the checkpoint has a part, and goes on with it."""
+    """It is killed in the evaluation of version 2, of which the checkpoint has a part, and goes on with it."""
     begun = threading.Event()
     answered: list[Task] = []
 
     def first_five(task: Task, index: int) -> Sample:
-        if begun.is_set():
-            raise RuntimeError("no more, however late the feeder is killed")
-        answered.append(task)
-        if len(answered) >= 5:
-            begun.set()
+        if task.min_version == 2:
+            if begun.is_set():
+                raise RuntimeError("no more, however late the feeder is killed")
+            answered.append(task)
+            if len(answered) >= 5:
+                begun.set()
         return respond(task, index)
 
     def stop(did: str, step: int) -> bool:
-        if (did, step) == ("batch", 1):
+        if (did, step) == ("batch", 3):
             assert begun.wait(60), "five responses"
-        return (did, step) == ("publish", 3)
+        return (did, step) == ("publish", 4)
 
-    evaluation = plan(tmp_path, rows=12, every=100)
+    evaluation = plan(tmp_path, rows=12, every=2)
     async with open_world() as world:
         async with world.actors(), world.feeder(evaluation=evaluation) as (url, _):
             training = asyncio.create_task(world.train(url, stop=stop))
             async with world.actors(first_five, kind=Kind.EVAL):
                 await asyncio.to_thread(begun.wait, 60)
             await training
-        assert await evaluated(world) == [], "the evaluation is not over"
+        assert {record.version for record in await evaluated(world)} == {0}, "the evaluation of version 2 is not over"
         async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
             await world.train(url)
             await feeding
         await check_history(world)
         tasks = await eval_tasks(world)
         placed = [(task.min_version, task.metadata["evaluation"]["set"], task.offset) for task in tasks]
-        assert len(placed) == len(set(placed)) == 2 * 14
+        assert len(placed) == len(set(placed))
         wanted = {"held": (12.0, 24.0, 0.5), "first": (2.0, 2.0, 0.5)}
         head = await VersionRegistry(world.bus).head()
         assert head is not None and head.step == 5
-        versions = (0, head.version)
-        assert summary(await evaluated(world)) == {(version, name): numbers for version in versions for name, numbers in wanted.items()}
+        found = summary(await evaluated(world))
+        assert found.keys() >= {(version, name) for version in (0, 2, head.version) for name in wanted}
+        assert all(numbers == wanted[name] for (_, name), numbers in found.items())
 
 
 async def test_failed_foreign_and_dead_responses(open_world: OpenWorld, tmp_path: Path) -> None:
@@ -151,11 +232,19 @@ async def test_an_evaluation_that_stands_still_ends_with_what_it_has(open_world:
         await check_history(world)
 
 
-async def test_a_drained_feeder_does_not_wait_for_an_evaluation(open_world: OpenWorld, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_start", [False, True])
+async def test_a_drained_feeder_does_not_wait_for_an_evaluation(open_world: OpenWorld, tmp_path: Path, at_start: bool) -> None:
+    """Of the last version, for which the run waits, or of version 0, for which the first step does."""
     async with open_world() as world:
         draining = asyncio.Event()
-        async with world.actors(), world.feeder(evaluation=plan(tmp_path), draining=draining) as (url, feeding):
-            await world.train(url)
+        async with world.actors(), world.feeder(evaluation=plan(tmp_path, at_start=at_start), draining=draining) as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async for _ in tasks_of(world, Kind.EVAL):
+                break
+            if not at_start:
+                await training
             draining.set()
+            await training
             await feeding
         assert await evaluated(world) == []
+        assert len(await world.plans()) == (0 if at_start else 5)

@@ -91,6 +91,39 @@ def test_versions_that_are_due() -> None:
     assert due == [0, 10, 20, 30, 35], "0 at the start, the multiples, the last step"
     assert [version for version in range(40) if made(at_start=False, at_end=False).due(version, version)] == [10, 20, 30]
     assert not any(made(every=0).due(version, version) for version in range(40))
+    assert made().due(1, 0) and not made(every=1, at_start=False).due(1, 0), "the first version of a run with other initial weights"
+
+
+def test_weights_that_are_published_again_are_evaluated_once_and_are_not_later_ones() -> None:
+    """A start publishes the weights that it begins with under another version; tokens of a third version are later ones."""
+    for later, expected in ((1, (0.0, 0.0)), (2, (2.0, 0.0)), (3, (3.0, 0.0))):
+        run = Run(made(size("a", 2, 2), every=1))
+        run.rounds.published(0, 0)
+        task, other = run.issue(), run.issue()
+        assert task is not None and other is not None
+        run.rounds.arrived(run.sample(task, 0))
+        again = made(size("a", 2, 2), every=1)
+        again.load(run.rounds.dump())
+        again.published(1, 0)
+        assert again.pending_steps == {0}
+        for one, index in ((task, 1), (other, 0), (other, 1)):
+            spans = replace(data_kit.sample(one, index, ((later, 2),)), metadata={})
+            assert again.arrived(spans)
+        (result,) = again.results()
+        assert (result.version, result.metrics["versions_later"], result.metrics["versions_later_min"]) == (0, *expected)
+        again.close()
+        assert again.idle
+
+
+def test_responses_without_a_token_of_the_version_say_so() -> None:
+    run = Run(made(size("a", 1, 2)))
+    run.rounds.published(10, 10)
+    task = run.issue()
+    assert task is not None
+    for index, spans in enumerate((((11, 2), (12, 3)), ((13, 3),))):
+        assert run.rounds.arrived(data_kit.sample(task, index, spans))
+    (result,) = run.rounds.results()
+    assert (result.metrics["versions_later"], result.metrics["versions_later_min"]) == (3.0, 1.0)
 
 
 def test_a_version_that_is_due_while_a_round_is_open_waits_and_only_the_newest_does() -> None:
@@ -242,7 +275,7 @@ def test_the_state_of_other_sets_is_passed_over() -> None:
 
 
 def response(score: float, **changes: Any) -> Response:
-    return Response(**({"score": score, "num_tokens": 3, "truncated": False, "newest_version": 7} | changes))
+    return Response(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
 
 
 @given(st.integers(1, 12), st.data())
@@ -282,14 +315,15 @@ def test_the_scores_of_a_set() -> None:
         2: [],
         3: [response(2.0)],
     }
-    found = scores(prompts, num_prompts=4, samples=2, passes_at=0.5, version=5)
+    found = scores(prompts, num_prompts=4, samples=2, passes_at=0.5, versions=(5, 5))
     assert found["mean"] == pytest.approx((0.5 + 0.5 + 2.0) / 3)
     assert found["mean_low"] <= found["mean"] <= found["mean_high"]
     assert found["pass_at_1"] == pytest.approx((0.5 + 1.0 + 1.0) / 3) and found["pass_at_2"] == 1.0
     assert (found["prompts"], found["samples"], found["missing"]) == (3.0, 5.0, 3.0)
-    assert (found["tokens_mean"], found["tokens_max"], found["truncated_share"], found["versions_later"]) == (4.2, 9.0, 0.2, 2.0)
+    assert (found["tokens_mean"], found["tokens_max"], found["truncated_share"]) == (4.2, 9.0, 0.2)
+    assert (found["versions_later"], found["versions_later_min"]) == (2.0, 1.0)
     assert not undocumented(f"eval/{name}" for name in found)
-    assert scores({}, num_prompts=4, samples=2, passes_at=1.0, version=5) == {"prompts": 0.0, "samples": 0.0, "missing": 8.0}
+    assert scores({}, num_prompts=4, samples=2, passes_at=1.0, versions=(5, 5)) == {"prompts": 0.0, "samples": 0.0, "missing": 8.0}
 
 
 # ---- settings

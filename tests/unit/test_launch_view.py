@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bus.wire.messages import Done, LiveRow
+from bus.wire.messages import Done, Evaluated, LiveRow
 from launch.run import view
-from launch.run.curves import draw, reward_limits, smooth
-from launch.run.view import picture, plot, show_plain, waits
+from launch.run.curves import draw, reward_limits, scores_of, smooth
+from launch.run.evaluated import lines_of
+from launch.run.view import evaluations, picture, plot, show_plain, waits
 from launch.run.watch import SILENT_S, RunWatch
 from tests import data_kit
 from tests.small_disk import small_disk
@@ -118,6 +119,43 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
         assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
 
 
+def scored(version: int, mean: float, *, later: tuple[int, int] = (0, 0), epoch: int = 1) -> Evaluated:
+    metrics = {"mean": mean, "mean_low": 0.1, "mean_high": 0.9, "versions_later_min": float(later[0]), "versions_later": float(later[1])}
+    return Evaluated(epoch=epoch, version=version, step=2 * version, dataset="held", metrics=metrics)
+
+
+def test_evaluations_are_shown_each_once_with_the_versions_of_their_tokens(tmp_path: Path) -> None:
+    watch = RunWatch(NoBus(), steps=10, metrics_file=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
+    for record in (scored(0, 0.25), scored(2, 0.5, later=(0, 2)), scored(2, 0.5, later=(0, 2), epoch=2), scored(3, 0.75, later=(1, 1))):
+        watch._note_scores(record)
+    assert evaluations(watch) == [
+        "evaluation held 0.250 [0.100, 0.900] (version 0)",
+        "evaluation held 0.500 [0.100, 0.900] (version 2, tokens of 2 to 4)",
+        "evaluation held 0.750 [0.100, 0.900] (version 3, tokens of 4)",
+    ]
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 3
+    assert scores_of(lines_of(watch.evaluated)) == {"evaluation held": [(0, 0.25), (4, 0.5), (6, 0.75)]}
+    console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
+    console.print(picture(watch, "tidemill test"))
+    assert console.file.getvalue().count("evaluation held 0.750 [0.100, 0.900] (version 3") == 1  # type: ignore[attr-defined]
+
+
+async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "EVENTS_EVERY_S", 0.01)
+    monkeypatch.setattr(view, "PLAIN_EVERY_S", 0.01)
+    watch, console = watch_of([0.5], steps=10), Console(file=io.StringIO(), width=200)
+    watch.evaluated[0, "held"] = scored(0, 0.25)
+    showing = asyncio.create_task(show_plain(watch, console))
+    for step, wanted in ((2, "step 2/10"), (3, "step 3/10")):
+        watch.outcomes[step] = replace(watch.outcomes[1], step=step)
+        while wanted not in console.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("evaluation held 0.250") == 1 and "eval held" not in text
+
+
 @pytest.mark.parametrize("size", [(100, 32), (80, 24), (140, 50)])
 @pytest.mark.parametrize("num_actors", [0, 1, 40])
 @pytest.mark.parametrize("steps_done", [0, 5])
@@ -133,6 +171,9 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
         for place in range(num_actors)
     ]
     watch.rows += [(LiveRow(role="engine", id="sick", host="h", pid=1, phase="serving"), 60.0)]
+    watch.evaluated = {
+        (version, name): replace(scored(version, 0.5), dataset=name) for version in range(5) for name in ("a" * 40, "b", "c")
+    }
     watch.sample = replace(data_kit.sample(data_kit.task(1), 0), response="many words\n" * 100)
     for place in range(9):
         watch.event(f"engine-{place} ended with code -9; started again in 0.5 s " * 3)

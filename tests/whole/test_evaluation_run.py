@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.held_steps import EVALUATED
 from tests.launched import run_tidemill
 from tests.whole.running import up
 
@@ -16,15 +15,14 @@ PARTS = {"digits": {"reward": "digits", "when": {"reward": "digits"}}, "short": 
 
 
 @pytest.mark.slow
-def test_evaluations_of_each_version_are_those_of_the_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets with rewards, lengths and temperatures of their own. A step waits for the scores of its version, so that no push is between."""
+def test_evaluations_of_each_version_are_those_of_the_command_alone(tmp_path: Path) -> None:
+    """Sets with rewards, lengths and temperatures of their own, each version of which is scored before a step goes on."""
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps({"prompt": f"{n}=", "label": f"{n}"}) + "\n" for n in range(10, 22)))
     sets: dict[str, Any] = {
         "sampled": {"path": str(held), "samples": 3, "reward": "digits"},
         "greedy": {"path": str(held), "temperature": 0.0, "max_new_tokens": 5, "limit": 7, "reward": "other", "passes_at": 0.0},
     }
-    monkeypatch.setenv(EVALUATED, f"{EVERY}:{len(sets)}:{tmp_path / 'run/evaluations.jsonl'}")
     settings = (
         f"learner.steps={STEPS}",
         f"eval.every={EVERY}",
@@ -34,7 +32,7 @@ def test_evaluations_of_each_version_are_those_of_the_command_alone(tmp_path: Pa
         "data.reward=digits",
         "learner.save_hf_every=1",
         f"learner.keep_hf={STEPS}",
-        "learner.hooks.before_step=tests.held_steps:until_evaluated",
+        "eval.exact=true",
     )
     with up(tmp_path, *settings) as run:
         assert run.wait() == 0, run.log[-4000:]

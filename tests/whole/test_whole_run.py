@@ -46,6 +46,7 @@ def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> Non
     """The last version is evaluated when no push follows, and the command has the same weights: the numbers are equal."""
     lines = [json.loads(line) for line in (from_nothing.directory / "evaluations.jsonl").read_text().splitlines()]
     assert lines == from_nothing.summary["evaluations"]
+    assert lines[0]["version"] == lines[0]["versions_later"] == 0
     versions = [line["version"] for line in lines]
     assert versions == sorted(set(versions)) and {0, 6} <= set(versions) <= {0, 3, 6}
     assert all((line["set"], line["prompts"], line["samples"], line["missing"]) == ("held", 8, 24, 0) for line in lines)
@@ -72,7 +73,9 @@ def test_a_learner_alone_comes_to_the_same_bits(from_nothing: Up, tmp_path: Path
     """`tidemill replay --train` takes recorded steps again, and leaves the run as it is."""
     run, again = from_nothing, tmp_path / "again"
     streams = sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk"))
-    assert "steps 1 to 6 again" in retrain(run.directory, again)
+    printed = retrain(run.directory, again)
+    assert "steps 1 to 6 again" in printed
+    assert "evaluation" not in printed and json.loads((again / "summary.json").read_text())["evaluations"] == [], "those are the run's"
     assert sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk")) == streams, "the run is not touched"
     assert weights(again) == weights(run.directory)
     summary = json.loads((again / "summary.json").read_text())
