@@ -231,6 +231,7 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
             {"directory": TEXT, "epoch": NATURAL},
         ),
         subjects.END_KEY: Shape({"step": NATURAL, "reason": TEXT}, {"epoch": NATURAL}),
+        f"{subjects.SETTINGS_KEY}.*": Shape({"learner": MAP, "weights": MAP}, {}),
         "holder.*": Shape({"node": NATURAL, "url": TEXT, "held": keyed(TEXT, TEXTS)}, {"host": TEXT, "trouble": TEXT}),
         "stored.*": Shape(
             {"node": NATURAL, "files": keyed(TEXT, TEXTS)},

@@ -22,6 +22,8 @@ END_KEY = "end"
 """Row of the bucket ``run``: the last step of a run that ends before ``learner.steps``, and the reason; none while the run goes on."""
 BEST_KEY = "best"
 """Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
+SETTINGS_KEY = "settings"
+"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
 """Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.data.senders.Refusal``."""
 

@@ -23,6 +23,7 @@ from learner.feed.places import FeederPlaces
 from learner.settings.checkpoint_store import LOCAL
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT
+from learner.settings.step_settings import record_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ async def run_feeder(
     feeder_rules = replace(feeder_rules, budgets=budgets or {}, save_rollout=debug.save_rollout, recorded=recorded)
     if debug.rollout_only:
         feeder_rules = replace(feeder_rules, initial_model=model.directory)
+    else:
+        feeder_rules = replace(feeder_rules, step_settings=record_of(learner, push_every=push_every))
     rules = replace(rules, max_lag=rules.steps) if debug.rollout_only else rules  # version 0 makes all samples, and none is too old
     async with opened_ends(places, learner) as (server, connected), opened_filters(filters) as opened:
         await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))

@@ -58,7 +58,7 @@ from learner.feed.new_task import task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
 from learner.feed.recorded import RecordedResponses
 from learner.feed.recorded_steps import save_step
-from learner.feed.restart import Resumed, recorded_versions, resume
+from learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
 from learner.settings.checkpoint_store import MOST_PENDING
 from weightstore.store.registry import HEAD, VersionRegistry
 
@@ -149,6 +149,8 @@ class Feeder:
         self._source.max_record_bytes = self._bus.plans.max_record_bytes
         self._curriculum = Curriculum(self._rules.curriculum)
         self._curriculum.load(resumed.curriculum)
+        now = self._rules.step_settings
+        settings = await recorded_settings(self._bus, resumed, now, epoch=self._epoch) if now else ()
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
@@ -176,6 +178,7 @@ class Feeder:
                 head_step=step,
                 initial=await initial_weights(self._rules, resumed),
                 recorded_until=self._recorded_until,
+                settings=settings,
                 **await peers_of(self._row.copies, resumed.checkpoint),
             )
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.wire.budget import Budget
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape
 from learner.algorithms.alarms import AlarmConfig
@@ -53,6 +54,8 @@ class FeederRules:
     """True if the advantages may depend on the metadata of samples: with a function by import path, and with roles."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     """Action on alarms, of which the feeder raises ``long_episodes``."""
+    step_settings: JsonObject = field(default_factory=dict)
+    """Record of the settings that decide the result of a step (``learner.settings.step_settings``); empty = no step trains."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name; empty = none."""
     initial_model: str = ""

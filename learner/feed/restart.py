@@ -11,6 +11,7 @@ from pathlib import Path
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
+from bus.wire.subjects import SETTINGS_KEY
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
 from learner.data.datasource import DataSource
@@ -19,6 +20,7 @@ from learner.data.rules import DataRules
 from learner.data.snapshot import ROWS, read_state
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.feed.copies import Copies
+from learner.settings.step_settings import refuse_built_in
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class Resumed:
     """Last recorded step; that of the checkpoint if there is none."""
     done: dict[int, Done]
     """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
+    executed: dict[int, int]
+    """Epoch of the start that executed each of these steps first."""
     versions: dict[int, int]
     """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
     evaluation: JsonObject | None = None
@@ -71,7 +75,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned:
             if state["identity"]["prompts_digest"] != rules.prompts_digest:
                 log.warning("the prompts are other files than those of %s: %s; no planned row differs", checkpoint.name, differences)
     versions, eval_tasks = await _register_tasks(bus, source, planned)
-    recorded, done = await _records(bus, source, versions)
+    recorded, done, executed = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
     for _, record in recorded:
@@ -84,6 +88,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned:
         recorded=recorded,
         recorded_until=max(steps, default=source.step),
         done=done,
+        executed=executed,
         versions=versions,
         evaluation=state.get("evaluation"),
         curriculum=state.get("curriculum", ()),
@@ -155,13 +160,16 @@ async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) ->
 
 async def _records(
     bus: Bus, source: DataSource, versions: dict[int, int]
-) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
-    """Read the records after the state, and add their versions to ``versions``. Returns (records to repeat, outcomes by step).
+) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done], dict[int, int]]:
+    """Read the records after the state, and add their versions to ``versions``.
+
+    Returns (records to repeat, outcomes by step, epochs of the first outcomes by step).
 
     Raises ReplayMismatch if the last plan of the state is not in the log.
     """
     recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
     done: dict[int, Done] = {}
+    executed: dict[int, int] = {}
     found = source.plan_seq == 0
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
@@ -174,11 +182,35 @@ async def _records(
             recorded.append((seq, record))
         elif isinstance(record, Done):
             done[record.step] = record
+            executed.setdefault(record.step, record.epoch)
         found = found or seq == source.plan_seq
     if not found:
         want = f"the plan of step {source.step}"
         raise ReplayMismatch(f"log PLAN at {source.plan_seq}", want, f"nothing: it was made anew; {_STORE_BACK}")
-    return recorded, done
+    return recorded, done, executed
+
+
+async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoch: int) -> list[tuple[int, JsonObject]]:
+    """Record the settings of this start, and return those of the steps that it executes again.
+
+    A pair is the last step with these settings, and their record; empty = those of this start. Raises ConfigRefused for a setting that
+    cannot be changed between two steps.
+    """
+    rows = bus.rows("run")
+    await rows.put(f"{SETTINGS_KEY}.{epoch}", now)
+    found: list[tuple[int, JsonObject]] = []
+    for step in (record.step for _, record in resumed.recorded if isinstance(record, Plan)):
+        first = resumed.executed.get(step)  # a step that was planned alone has the settings of this start
+        then = now if first is None else (await rows.read(f"{SETTINGS_KEY}.{first}"))[0]
+        if then is None:
+            log.error("step %d is executed again with the settings of this start: row run/%s.%d is lost", step, SETTINGS_KEY, first)
+            then = now
+        refuse_built_in(then, now, step)
+        record = {} if then == now else then
+        if found and found[-1][1] == record:
+            found.pop()
+        found.append((step, record))
+    return found
 
 
 def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:

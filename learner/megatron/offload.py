@@ -49,7 +49,7 @@ class OffloadedAdam:
         clip_grad: float,
         block: int = OFFLOADED_AT_ONCE,
     ) -> None:
-        self._ddps, self._distributed, self._clip_grad = ddps, distributed, clip_grad
+        self._ddps, self._distributed, self.clip_grad = ddps, distributed, clip_grad
         self.steps = 0
         """Steps taken."""
         # Megatron's rule: no weight decay for vectors (norms and biases).
@@ -100,7 +100,7 @@ class OffloadedAdam:
     def step(self) -> float:
         """Clip and apply the gradients; collective. Returns the norm before clipping."""
         norm = self._norm()
-        scale = clip_factor(norm, self._clip_grad)
+        scale = clip_factor(norm, self.clip_grad)
         self.steps += 1
         for group in self.param_groups:
             for block in group["blocks"]:

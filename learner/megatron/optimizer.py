@@ -97,6 +97,12 @@ class PolicyOptimizer:
                 one.init_state_fn = _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
         return inner
 
+    def configure(self, config: OptimizerConfig, *, steps: int) -> None:
+        """Take over the settings of the next steps: any but the optimizer itself and the weights that it trains."""
+        self._config, self._steps, self._most = config, steps, config.clip_grad or math.inf
+        if self._offloaded is not None:
+            self._offloaded.clip_grad = self._most
+
     @property
     def by_tokens(self) -> bool:
         """True if the learning rate follows ``tokens``."""

@@ -49,6 +49,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from learner.megatron.schedule import run_rows
 from learner.settings.hooks import HooksConfig
+from learner.settings.step_settings import StepSettings
 
 _BASELINE = "baseline/"
 """Prefix of the running baselines among the numbers of a checkpoint."""
@@ -122,21 +123,31 @@ class Trainer:
             policy.routing.observe(policy.parallel)
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, others.proximal, others.reference
         self._others = OtherWeights(policy)
-        self._objective, self._algorithm = Objective(algorithm), algorithm
         assert others.reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
-        self._turn_gamma, self._critic, self._hooks = turn_gamma, critic, Hooks(hooks)
+        self._critic, self._hooks = critic, Hooks(hooks)
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
-        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
-        """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
         self.baselines: dict[str, float] = {}
         """Running baseline of each role, in units of the reward, with ``advantage: rae``; part of the checkpoint then."""
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
+        self._set(algorithm, turn_gamma)
         _prepare(policy, optimizer)
         if critic is not None:
             _prepare(critic.model, critic.optimizer)
+
+    def _set(self, algorithm: AlgorithmConfig, turn_gamma: float | None) -> None:
+        self._objective, self._algorithm, self._turn_gamma = Objective(algorithm), algorithm, turn_gamma
+        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
+        """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
+
+    def configure(self, settings: StepSettings) -> None:
+        """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step before."""
+        numbers = self.numbers
+        self._set(settings.algorithm, settings.turn_gamma)
+        self._optimizer.configure(settings.optimizer, steps=settings.steps)
+        self.restore(numbers)
 
     @property
     def numbers(self) -> dict[str, float]:

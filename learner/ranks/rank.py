@@ -57,6 +57,7 @@ from learner.ranks.saved_models import SavedModels
 from learner.ranks.step_agreement import agreed
 from learner.ranks.weight_parts import WeightParts
 from learner.settings.config import LearnerConfig, StalenessConfig
+from learner.settings.step_settings import StepSettings
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
 
@@ -229,6 +230,7 @@ class Rank:
     ) -> None:
         self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
         self._here, self._debug = policy.parallel, debug
+        self._own_settings = self._settings = StepSettings.of(learner)
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._reference = open_reference(policy, places.model_dir, learner.algorithm)
@@ -239,7 +241,7 @@ class Rank:
             learner.algorithm,
             max_lag=staleness.max_lag,
             others=OtherModels(proximal=self._proximal, reference=self._reference.weights, critic=critic),
-            turn_gamma=learner.credit_gamma if learner.credit == "turn" else None,
+            turn_gamma=self._settings.turn_gamma,
             collector=debug.collector,
             hooks=learner.hooks,
         )
@@ -277,6 +279,7 @@ class Rank:
         """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
         with self._feed.drained_by_sigterm():
             start = start or self._feed.hello()
+            self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
             if start.checkpoint is not None:
                 self._trainer.restore(self.checkpoints.load(start))
             elif start.initial is not None:
@@ -321,7 +324,17 @@ class Rank:
         if last.state:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
 
+    def _configure(self, step: int, start: Start) -> None:
+        """Take over the settings of a step: one that is executed again has those of its first execution."""
+        record = next((record for last, record in start.settings if step <= last), {})
+        settings = StepSettings.read(record) if record else self._own_settings
+        if settings != self._settings:
+            self._trainer.configure(settings)
+            self._settings = settings
+            log.info("step %d has the settings of %s", step, "its first execution" if record else "this start")
+
     def _step(self, batch: StepBatch, start: Start) -> None:
+        self._configure(batch.step, start)
         with self._debug.around(batch):
             trained = self._trainer.train(batch)
         reported = self._debug.after(batch, trained)

@@ -45,7 +45,7 @@ def run(settings: dict[str, dict[str, object]]) -> int:
     return main(
         places,
         learner=LearnerConfig(
-            optimizer=OptimizerConfig(lr=1e-2),
+            optimizer=OptimizerConfig(**settings["optimizer"]),  # type: ignore[arg-type]
             algorithm=AlgorithmConfig(**settings["algorithm"]),  # type: ignore[arg-type]
             hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
             **settings["learner"],  # type: ignore[arg-type]

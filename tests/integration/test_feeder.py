@@ -49,6 +49,7 @@ from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import KeptCheckpoints, Outcomes
 from learner.feed.restart import CHECKPOINT_KEY, resume
 from learner.settings.config import LearnerConfig, StalenessConfig
+from learner.settings.schedule import OptimizerConfig
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -651,6 +652,27 @@ async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld
         async with world.feeder(learner=other) as (_, feeding):
             with pytest.raises(ConfigRefused, match=r"learner\.data_parallel: want 1 until the recorded step 1"):
                 await feeding
+
+
+async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behind_an_executed_one(open_world: OpenWorld) -> None:
+    """Of a step that was planned alone they are not: nothing has been trained with the former ones."""
+    other = LearnerConfig(steps=5, groups_per_step=2, group_size=2, optimizer=OptimizerConfig(name="sgd"))
+    async with open_world() as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("batch", 1))
+        async with world.feeder(learner=other) as (url, _):
+            start = await world.train(url, stop=lambda did, at: (did, at) == ("done", 1))
+            assert all(record == {} for _, record in start.settings) and start.recorded_until >= 1
+            async for _, record in world.bus.plans.follow():
+                if isinstance(record, Done):
+                    break
+        async with world.feeder() as (_, feeding):
+            with pytest.raises(ConfigRefused, match=r"learner\.optimizer\.name: want 'sgd' until the step 1 that was executed"):
+                await feeding
+        async with world.feeder(learner=replace(other, optimizer=OptimizerConfig(name="sgd", lr=0.5))) as (url, feeding):
+            start = await world.train(url)
+            assert start.settings[0][0] == 1 and start.settings[0][1]["learner"]["optimizer"]["lr"] == OptimizerConfig().lr
+            await feeding
 
 
 async def test_draining_ends_when_the_ranks_have_left(open_world: OpenWorld) -> None:

@@ -26,6 +26,7 @@ from learner.debug.train_file import read_train
 from learner.errors import RankFailed
 from learner.feed.restart import CHECKPOINT_KEY
 from learner.settings.config import LearnerConfig, StalenessConfig
+from learner.settings.schedule import OptimizerConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
@@ -51,6 +52,7 @@ class Learner:
     algorithm: dict[str, Any]
     debug: dict[str, Any]
     hooks: dict[str, str]
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     respond: Callable[[Task, int], Sample] | None = None
     """Response of the scripted actors; None = the world's own."""
     ranks: list[Forked] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Learner:
             "final_dir": str(self.directory / "final"),
         }
         nodes = [{"node": node, "checkpoints": str(root)} for node, root in enumerate(self.roots)] or [{}] * world_size
-        settings = {"learner": self.settings, "algorithm": self.algorithm, "hooks": self.hooks}
+        settings = {"learner": self.settings, "algorithm": self.algorithm, "hooks": self.hooks, "optimizer": self.optimizer}
         settings |= {"staleness": self.staleness, "weights": self.weights, "debug": self.debug}
         logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
@@ -137,6 +139,12 @@ class Learner:
         async with self.started():
             assert await self.ended() == [0] * len(self.ranks)
             await self.feeding
+
+    def change(self, *, optimizer: dict[str, Any], algorithm: dict[str, Any], **settings: Any) -> None:
+        """Change the settings of the next start."""
+        self.optimizer, self.algorithm, self.settings = optimizer, algorithm, self.settings | settings
+        algorithms, rates = AlgorithmConfig(**algorithm), OptimizerConfig(**optimizer)
+        self.world.learner = LearnerConfig(**self.settings, algorithm=algorithms, optimizer=rates)
 
     async def until(self, step: int) -> None:
         """Wait until the step's outcome is in the log."""
@@ -180,7 +188,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 run=run_id,
                 bus=bus,
                 root=tmp_path / "checkpoints",
-                learner=LearnerConfig(**settings, algorithm=AlgorithmConfig(**(algorithm or {}))),
+                learner=LearnerConfig(**settings, algorithm=AlgorithmConfig(**(algorithm or {})), optimizer=OptimizerConfig(lr=1e-2)),
                 staleness=StalenessConfig(**lag),
                 config=BusConfig(lease_s=5.0),
             )
@@ -267,6 +275,39 @@ async def test_a_killed_rank_resumes_with_the_same_bits(
         assert after.version > before.version and after.epoch == 2
         plans = [record for record in await learner.world.records() if isinstance(record, Plan)]
         assert sorted({plan.step for plan in plans}) == list(range(1, 25))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+async def test_steps_that_are_executed_again_have_the_settings_of_their_first_execution(open_learner: OpenLearner, offload: bool) -> None:
+    """A killed learner is started with another schedule, loss and clipping, and killed again while it repeats steps: bits and rates of
+    each step are those of its first execution, behind the checkpoint and behind none.
+    """
+    first = {"optimizer": {"lr": 1e-2, "lr_decay": "linear", "clip_grad": 0.01}, "algorithm": {"entropy_coef": 0.1, "entropy_target": 2.0}}
+    second = {"optimizer": {"lr": 3e-3, "warmup_steps": 20, "weight_decay": 0.5}, "algorithm": {"correction": "aipo"}}
+    async with open_learner(staleness={"max_lag": 0}, steps=20, checkpoint_every=6, offload_optimizer=offload) as learner:
+        learner.change(**first)
+        async with learner.started(steps=4):
+            await learner.until(4)
+            learner.ranks[0].kill()
+            await learner.ended()
+        for executed, changes in ((8, second), (10, first), (16, second | {"steps": 16})):
+            learner.change(**changes)
+            async with learner.started(steps=executed - max(await learner.digests())):
+                if executed == 16:
+                    assert await learner.ended() == [0]
+                    await learner.feeding
+                    break
+                await learner.until(executed)
+                learner.ranks[0].kill()
+                await learner.ended()
+        done = [record for record in await learner.world.records() if isinstance(record, Done)]
+        rates: dict[int, set[float]] = {}
+        for record in done:
+            rates.setdefault(record.step, set()).add(record.metrics["train/lr"])
+        assert len(done) > 16 and all(len(same) == 1 for same in rates.values()), rates
+        assert all(len(set(same)) == 1 for same in (await learner.digests()).values())
+        expected = {step: 1e-2 * (1 - step / 20) if step <= 4 or 8 < step <= 10 else 3e-3 * step / 20 for step in range(1, 17)}
+        assert {step: rate for step, (rate,) in rates.items()} == pytest.approx(expected)
 
 
 async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_taken(open_learner: OpenLearner) -> None:

@@ -1,0 +1,91 @@
+"""Settings that decide the result of an optimizer step: a step that is executed again has those of its first execution. Loads no torch.
+
+Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings`` between two steps.
+The others are built into the models, so another value of one is refused until the steps recorded with it are in a checkpoint.
+"""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+from bus.wire.json_object import JsonMapping, JsonObject
+from learner.algorithms.config import AlgorithmConfig
+from learner.errors import ConfigRefused
+from learner.settings.config import LearnerConfig
+from learner.settings.schedule import OptimizerConfig
+
+BUILT_IN = (
+    *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "from_checkpoint"),
+    *("moe_aux_loss_coef", "moe_bias_update_rate", "routing_replay"),
+    *("algorithm.kl.reference", "algorithm.kl.reference_every", "algorithm.kl.reference_ema"),
+)
+"""Settings below ``learner`` that no rank can change between two steps, and ``weights.push_every``."""
+MODELS = {"by_critic": "a critic", "needs_reference": "a reference model", "may_need_metadata": "the metadata of samples"}
+"""Needs of an algorithm that are decided when a rank starts."""
+_Kind = typing.TypeVar("_Kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings of one step that can differ from those of the next."""
+
+    steps: int
+    """``learner.steps``, at which the learning rate's decay ends."""
+    optimizer: OptimizerConfig
+    algorithm: AlgorithmConfig
+    credit: str
+    credit_gamma: float
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> "StepSettings":
+        """Return those of a configuration."""
+        return cls(**{field.name: getattr(learner, field.name) for field in dataclasses.fields(cls)})
+
+    @classmethod
+    def read(cls, record: JsonMapping) -> "StepSettings":
+        """Return those of a record."""
+        return _read(cls, {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def turn_gamma(self) -> float | None:
+        """Discount of the returns of turns; None = one advantage for an episode."""
+        return self.credit_gamma if self.credit == "turn" else None
+
+
+def record_of(learner: LearnerConfig, *, push_every: int) -> JsonObject:
+    """Return the record of a start's settings, plain values."""
+    names = {field.name for field in dataclasses.fields(StepSettings)} | {path.partition(".")[0] for path in BUILT_IN}
+    values = dataclasses.asdict(learner)
+    record: JsonObject = json.loads(json.dumps({name: values[name] for name in sorted(names)}))
+    return {"learner": record, "weights": {"push_every": push_every}}
+
+
+def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
+    """Raise ConfigRefused if a setting that is built in differs from that with which ``step`` was executed."""
+    for path in (*(f"learner.{path}" for path in BUILT_IN), "weights.push_every"):
+        if (before := _at(then, path)) != (value := _at(now, path)):
+            raise ConfigRefused(path, f"{before!r} until the step {step} that was executed with it is in a checkpoint", value)
+    before, after = StepSettings.read(then).algorithm, StepSettings.read(now).algorithm
+    for name, words in MODELS.items():
+        if getattr(before, name) and not getattr(after, name):
+            want = f"one that needs {words}, as the executed step {step} does, until it is in a checkpoint"
+            raise ConfigRefused("learner.algorithm", want, f"advantage {after.advantage}, loss {after.loss}")
+
+
+def _at(record: JsonMapping, path: str) -> object:
+    return reduce(lambda values, name: values[name], path.split("."), record)
+
+
+def _read(kind: type[_Kind], values: Mapping[str, typing.Any]) -> _Kind:
+    """Return a dataclass of the plain values of ``asdict``, with those of nested ones."""
+    kinds = typing.get_type_hints(kind)
+    return kind(**{name: _value(kinds[name], value) for name, value in values.items()})
+
+
+def _value(kind: typing.Any, value: typing.Any) -> typing.Any:
+    if dataclasses.is_dataclass(kind):
+        return _read(typing.cast(type, kind), value)
+    return tuple(value) if isinstance(value, list) else value
