@@ -1,8 +1,8 @@
 """``tidemill replay --train``: a learner alone repeats the recorded steps of a run, in a directory of its own.
 
 The streams of the run are copied, not changed. No engine and no actor runs: every batch is the one that PLAN names, with
-the log-probs recorded in its samples. With the same settings the weights are the same bits; with others (``--set learner...``) it is
-off-policy training on the recorded samples.
+the log-probs recorded in its samples. Each step has the settings of its first execution, and the weights are the same bits; with others
+(``--set learner...``) it is off-policy training on the recorded samples.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from bus.liveness.epoch import current_epoch
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
+from bus.wire.subjects import SETTINGS_KEY
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig
@@ -44,7 +45,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         raise ValueError(f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}")
     with directory_of_one(source, resume=True, fresh=False):
         shutil.copytree(source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port"))
-        first, last, epoch = asyncio.run(_rewound(source, target, before))
+        first, last, epoch = asyncio.run(_rewound(source, target, before, same=not settings))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
     config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
@@ -52,8 +53,8 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
     return run_up(config, resume=True, fresh=False, after_epoch=epoch)
 
 
-async def _rewound(source: Path, target: Path, config: RunConfig) -> tuple[int, int, int]:
-    """Rewind the copied run to the earliest step from which all samples are present.
+async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool) -> tuple[int, int, int]:
+    """Rewind the copied run to the earliest step from which all samples are present. ``same``: with the settings of each step.
 
     Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest learner.
     """
@@ -68,6 +69,8 @@ async def _rewound(source: Path, target: Path, config: RunConfig) -> tuple[int, 
             rows = bus.rows("wanted")
             for key in await rows.keys():  # a resumed run would keep these numbers, not take those of ``ALONE``
                 await rows.delete(key)
+            if not same:
+                await _forget_settings(bus)
             done = await _set_back(bus, source, target)
     finally:
         await asyncio.to_thread(server.stop)
@@ -76,6 +79,13 @@ async def _rewound(source: Path, target: Path, config: RunConfig) -> tuple[int, 
             f"--train: no step behind step {done} is recorded, and what came before is trimmed (bus.history_samples keeps more)"
         )
     return done + 1, min(last, config.learner.steps), epoch
+
+
+async def _forget_settings(bus: Bus) -> None:
+    rows = bus.rows("run")
+    for key in await rows.keys():
+        if key.startswith(f"{SETTINGS_KEY}."):
+            await rows.delete(key)
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:

@@ -203,7 +203,7 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
         first = resumed.executed.get(step)  # a step that was planned alone has the settings of this start
         then = now if first is None else (await rows.read(f"{SETTINGS_KEY}.{first}"))[0]
         if then is None:
-            log.error("step %d is executed again with the settings of this start: row run/%s.%d is lost", step, SETTINGS_KEY, first)
+            log.warning("step %d is executed again with the settings of this start: no row run/%s.%d", step, SETTINGS_KEY, first)
             then = now
         refuse_built_in(then, now, step)
         record = {} if then == now else then
