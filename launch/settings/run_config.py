@@ -83,8 +83,9 @@ class UpConfig:
     """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
     restart_window_s: float = 300.0
     """Window in which ``restarts`` are counted."""
-    drain_s: float = 30.0
-    """Seconds for every process to drain. A learner with an engine that has just frozen needs twice ``weights.phase_deadline_s``."""
+    drain_s: float = 60.0
+    """Seconds for every process to drain: a learner finishes its step, then writes a checkpoint and the model. With an engine that has
+    just frozen it needs twice ``weights.phase_deadline_s`` more."""
     view: str = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30

@@ -127,8 +127,8 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
         (TWO + "data: {rollout: c}", "data.rollout: want a name in rollouts"),
         ("data: {rollout: a}", "which has none"),
         (
-            "rollouts: {a: {use: 'agent:mine:A', drain_s: 30}}",
-            "rollouts.a.drain_s: want less than up.drain_s = 30, after which an actor is ended; raise that one, got 30",
+            "rollouts: {a: {use: 'agent:mine:A', drain_s: 60}}",
+            "rollouts.a.drain_s: want less than up.drain_s = 60, after which an actor is ended; raise that one, got 60",
         ),
         (
             "rollouts: {solver: {use: 'agent:mine:A'}}\nactor: {rollouts: [solvr]}",
