@@ -49,7 +49,7 @@ class Start:
     """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = those of the model directory."""
     recorded_until: int
     """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as head + 1."""
-    settings: Sequence[tuple[int, JsonObject]] = ()
+    settings: Sequence[tuple[int, JsonObject]] = field(default_factory=list)
     """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = those of this start."""
     manifest: str = ""
     """SHA-256 of the manifest of ``checkpoint``, when it is spread over nodes."""

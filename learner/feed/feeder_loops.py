@@ -150,7 +150,7 @@ class Feeder:
         self._curriculum = Curriculum(self._rules.curriculum)
         self._curriculum.load(resumed.curriculum)
         now = self._rules.step_settings
-        settings = await recorded_settings(self._bus, resumed, now, epoch=self._epoch) if now else ()
+        settings = await recorded_settings(self._bus, resumed, now, epoch=self._epoch) if now else []
         registry = VersionRegistry(self._bus)
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)

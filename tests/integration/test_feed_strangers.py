@@ -28,6 +28,7 @@ MESSAGES = (
     pack("checkpointed", step=1, directory="/"),
     pack("failed", rank=0, reason="made up", exit_code=1),
     pack("bye"),
+    pack("drain"),
 )
 ODD = (msgpack.packb({"type": [1]}), msgpack.packb({"type": {}}), msgpack.packb({"type": None}), b"\x91" * 5000, b"")
 
