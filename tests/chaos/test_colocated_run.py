@@ -14,6 +14,7 @@ import pytest
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from launch.run.audit import audit
+from learner.checkpoints.disk import listed
 from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
@@ -98,7 +99,8 @@ def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
 
 async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) -> None:
     """It has no end of its own, which might come before the kill."""
-    with up(tmp_path, *COLOCATED, "learner.steps=1000000", "learner.checkpoint_every=4", "learner.weights_digest=true") as run:
+    settings = ("learner.steps=1000000", "learner.checkpoint_every=400", "learner.weights_digest=true", "up.drain_s=120")
+    with up(tmp_path, *COLOCATED, *settings) as run:
         async with run.bus() as bus:
             learner = await frozen_in_its_turn(bus)
             before = (await live(bus, "engine")).load
@@ -118,6 +120,7 @@ async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) 
     assert accounting.balance() and not (accounting.lost or accounting.trained_twice or accounting.problems), accounting
     assert accounting.max_lag_trained <= 2 and not aborted, (accounting, aborted)
     assert verdict.steps_done > 8 and verdict.steps_without_digest == 0, verdict
+    assert [one.step for one in listed(run.directory / "checkpoints")] == [verdict.steps_done], "the drain has checkpointed the last step"
     engine = (run.directory / "logs" / "engine-0.log").read_text()
     assert engine.count("engine loaded") == 1, "the engine lives on"
     assert_never_both(run, 1, verdict.steps_done)
