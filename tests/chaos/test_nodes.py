@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from bus.streams.bus import Bus
+from bus.wire.messages import Done
 from learner.feed.restart import CHECKPOINT_KEY
 from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of
 from tests.chaos.auditor import Verdict, judge
@@ -62,6 +63,9 @@ async def _killed_and_drained(run: Parts) -> None:
         for agent in (leader, other):
             assert await agent.code() == 0, agent.log[-3000:]
         assert await bus.rows("run").keys("node") == []
+        checkpoint = await bus.rows("run").get(CHECKPOINT_KEY)
+        done = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)])
+        assert checkpoint is not None and checkpoint[0]["step"] == done, "the drain has checkpointed the last step of all ranks"
     for part in run.started:
         if part.name in ("actor", "engine"):
             part.kill()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoints.disk import listed
 from tests.check_kit import write_model
+from tests.held_steps import HELD
 from tests.launched import run_tidemill
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
 
@@ -145,3 +146,27 @@ def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
     assert_books_balance(run.summary, max_lag=2)
     epochs = {line["step"]: line["epoch"] for line in run.metrics}
     assert epochs == {step: 1 if step <= reached else 2 for step in range(1, reached + 5)}, "no step is done again"
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_not_drained_in_time_ends_the_run_with_75(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second step takes longer than ``up.drain_s``: there is no summary, and the next start takes both steps."""
+    held = tmp_path / "goes on"
+    monkeypatch.setenv(HELD, f"2:{held}")
+
+    async def stop_in_step_2() -> None:
+        async with run.bus() as bus:
+            await until_step(bus, 1)
+
+    settings = ("learner.checkpoint_every=100", "learner.steps=3", "learner.hooks.before_step=tests.held_steps:hold")
+    with up(tmp_path, *settings, "up.drain_s=2", "actor.drain_finish_s=1") as run:
+        asyncio.run(asyncio.wait_for(stop_in_step_2(), UP_LIMIT_S))
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 75, run.log[-4000:]
+    assert "the learner was not drained within 2 s (up.drain_s)" in run.log and "--resume" in run.log
+    assert not (run.directory / "summary.json").exists()
+    held.touch()
+    with up(tmp_path, *settings, "up.drain_s=60", flags=("--resume",)) as run:
+        assert run.wait() == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=2)
+    assert {line["step"]: line["epoch"] for line in run.metrics} == {1: 2, 2: 2, 3: 2}
