@@ -424,6 +424,33 @@ async def test_a_drained_learner_goes_on_behind_its_last_step(
         assert {step: len(done) for step, done in (await learner.digests()).items()} == dict.fromkeys(range(1, last + 1), 1)
 
 
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_a_drain_does_not_wait_for_a_push_that_fails(open_learner: OpenLearner, max_lag: int) -> None:
+    """No engine takes version 1, which is pushed again and again; the step is in a checkpoint, and the next start publishes its weights."""
+    staleness = {"max_lag": max_lag}
+    async with open_learner(
+        steps=200, checkpoint_every=50, staleness=staleness, weights={"min_engines": 1, "phase_deadline_s": 1.0}
+    ) as learner:
+        async with learner.started():
+            async with asyncio.timeout(60):
+                while "pushing again the weights of step 1" not in (learner.directory / "rank-0.log").read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            learner.ranks[0].send_signal(signal.SIGTERM)
+            assert await learner.ended() == [0]
+            await learner.feeding
+        last = max(await learner.digests())
+        assert listed(learner.world.root)[0].step == last
+        head = await VersionRegistry(learner.world.bus).head()
+        assert head is not None and head.version == 0
+        learner.weights = {}
+        async with learner.started():
+            await learner.until(last + 1)
+            learner.ranks[0].send_signal(signal.SIGTERM)
+            assert await learner.ended() == [0]
+        assert min((await VersionRegistry(learner.world.bus).steps()).values()) == 0
+        assert {len(done) for done in (await learner.digests()).values()} == {1}
+
+
 async def test_a_learner_that_is_drained_before_its_first_step_has_trained_nothing(open_learner: OpenLearner, tmp_path: Path) -> None:
     async with open_learner() as learner:
         async with learner.started_without_actors():
