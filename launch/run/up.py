@@ -327,7 +327,7 @@ class Up:
             if ended and not await self._trained_to_the_end(bus):
                 self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
-        finished = await self._trained_to_the_end(bus)
+        finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
