@@ -145,9 +145,8 @@ class RecordedFeeder:
 
     async def _over(self, draining: asyncio.Event) -> None:
         _, drained, _ = await first_of(self._finished.wait(), self._drained(draining), self._server.refuse_leave(draining))
-        if drained.cancelled():
-            if not await self._server.end_run(self._recorded.steps, within_s=END_S):
-                log.warning("not every rank requested the end of the run within %.0f s", END_S)
+        if drained.cancelled() and not await self._server.end_run(self._recorded.steps, within_s=END_S):
+            log.warning("not every rank requested the end of the run within %.0f s", END_S)
 
     async def _drained(self, draining: asyncio.Event) -> None:
         await first_of(draining.wait(), self._server.draining.wait())
