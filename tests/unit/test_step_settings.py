@@ -72,6 +72,6 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
     kernels = {"attention", "recompute", "fused_activation", "grouped_experts", "fused_log_probs", "fused_rotary", "deterministic"}
     of_the_run = {"seed", "lora"}  # refused on resume at any step: launch/checks/resume.py
     outside = {"checkpoint_every", "keep_checkpoints", "checkpoint", "save_hf_every", "keep_hf", "prefetch", "weights_digest"}
-    outside |= {"batch_timeout_s"}
+    outside |= {"batch_timeout_s", "failing_tasks", "failing_s"}
     named = known | recorded_in_the_plan | layout | kernels | of_the_run | outside
     assert {field.name for field in dataclasses.fields(LearnerConfig)} - named == set()
