@@ -31,9 +31,12 @@ async def main(draining):
 sys.exit(process.run(main, drain_s={drain_s}, uvloop={uvloop}, same_signal_s={same_signal_s}))
 """
 
+HEEDING = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+"""Begins a program that heeds SIGHUP, whatever the tests inherited: under nohup they ignore it."""
+
 
 def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s: float = 1) -> subprocess.Popen[str]:
-    code = BODY.format(body=body, drain_s=drain_s, uvloop=uvloop, same_signal_s=same_signal_s)
+    code = HEEDING + BODY.format(body=body, drain_s=drain_s, uvloop=uvloop, same_signal_s=same_signal_s)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert child.stdout is not None
@@ -125,7 +128,7 @@ def test_nohup_ignores_a_closed_terminal() -> None:
 def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Signals, drain_s: float, code: int) -> None:
     """Ctrl-C, again and again: the process writes its last lines, and Python ends."""
     body = f"await (draining.wait() if {drain_s} else asyncio.Event().wait())"
-    program = BODY.replace("sys.exit(", "code = (").format(body=body, drain_s=drain_s, uvloop=False, same_signal_s=1)
+    program = HEEDING + BODY.replace("sys.exit(", "code = (").format(body=body, drain_s=drain_s, uvloop=False, same_signal_s=1)
     program += "print('ended', flush=True); sys.stdin.readline(); sys.exit(code)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)

@@ -48,7 +48,8 @@ def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
     assert (run.directory / "final" / "config.json").exists()
     log = (run.directory / "logs" / "learner.log").read_text()
     assert "report step=1 ok   log-probs, learner - engine: mean |delta|" in log
-    assert "report step=1 LOOK sampled text: ...'" in log  # the model has learnt nothing
+    assert "report step=1 LOOK entropy: " in log  # the model has learnt nothing
+    assert "report step=1 ok   sampled text: ...'" in log  # and its tokens are as likely as the entropy has it
     assert [line.get("debug/report_look") for line in run.metrics] == [*(log.count(f"report step={step} LOOK") for step in (1, 2)), None]
     assert "report step=2" in log and "memory, host" in log and "report step=3" not in log
     dumped = read_modules(run.directory / "debug" / "modules.safetensors")
