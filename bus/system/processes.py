@@ -219,7 +219,7 @@ class Child:
             self._reason_file.close()
             self._reason_file = None
         if self.returncode == -signal.SIGKILL and not self._killed_by_us:
-            self._reason = self._reason or killed.cause(self._last_look)
+            self._reason = self._reason or exit_codes.reason(self.lines()) or killed.cause(self._last_look)
 
     def _send_group(self, number: signal.Signals) -> None:
         self._killed_by_us = self._killed_by_us or (number == signal.SIGKILL and self.running)

@@ -242,6 +242,7 @@ _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
         *("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+        *("failing_tasks", "failing_s"),
     }
 )
 """Settings of the learner with which the training has the same bits."""

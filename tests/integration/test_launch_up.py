@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -98,7 +99,7 @@ async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_termin
     assert "the learner was drained by a signal of another program, so the run is drained" in run.log
     assert "the learner drained at step" in run.log
     assert f"tidemill up {run.directory}/config.yaml --resume" in run.log
-    assert not (run.directory / "summary.json").exists()
+    assert json.loads((run.directory / "summary.json").read_text())["ended_by"] == "drained"
     assert not (run.directory / "bus.url").exists()
 
 

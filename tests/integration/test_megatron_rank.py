@@ -311,7 +311,7 @@ async def test_steps_that_are_executed_again_have_the_settings_of_their_first_ex
             rates.setdefault(record.step, set()).add(record.metrics["train/lr"])
         assert len(done) > 16 and all(len(same) == 1 for same in rates.values()), rates
         assert all(len(set(same)) == 1 for same in (await learner.digests()).values())
-        expected = {step: 1e-2 * (1 - step / 20) if step <= 4 or 8 < step <= 10 else 3e-3 * step / 20 for step in range(1, 17)}
+        expected = {step: 1e-2 * (1 - (step - 1) / 20) if step <= 4 or 8 < step <= 10 else 3e-3 * step / 20 for step in range(1, 17)}
         assert {step: rate for step, (rate,) in rates.items()} == pytest.approx(expected)
 
 

@@ -51,11 +51,11 @@ def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float
 
 def test_arguments_of_megatron_reach_its_configuration(world: Parallel, tmp_path: Path) -> None:
     model_dir = write_tiny_model(tmp_path, vocab_size=VOCAB)
-    named = {"clone_scatter_output_in_embedding": False, "wgrad_deferral_limit": 3}
+    named = {"deallocate_pipeline_outputs": True, "config_logger_dir": str(tmp_path)}
     config = build_policy(model_dir, dtype="float32", parallel=world, kernels=Wanted(megatron=named)).config
     assert {name: getattr(config, name) for name in named} == named
-    with pytest.raises(ConfigRefused, match=r"learner\.megatron\.wgrad_limit: .*did you mean wgrad_deferral_limit"):
-        build_policy(model_dir, dtype="float32", parallel=world, kernels=Wanted(megatron={"wgrad_limit": 3}))
+    with pytest.raises(ConfigRefused, match=r"learner\.megatron\.config_logger: .*did you mean config_logger_dir"):
+        build_policy(model_dir, dtype="float32", parallel=world, kernels=Wanted(megatron={"config_logger": ""}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,7 +38,7 @@ def test_the_check_reads_the_sets(tmp_path: Path) -> None:
         ("{", {}, "held.jsonl:1: want a JSON map"),
         ({"question": "what"}, {}, "held.jsonl:1: want key 'prompt'"),
         ({"prompt": "what", "label": "1"}, {"prompt_key": "question"}, "held.jsonl:1: want key 'question'"),
-        ({"prompt": LONG, "label": "1"}, {}, "held.jsonl:1: want prompts of <="),
+        ({"prompt": LONG, "label": "1"}, {}, "held.jsonl:1: want <= "),
         (
             {"prompt": "what", "label": "1"},
             {"stop_token_ids": [4, 100_000]},

@@ -168,7 +168,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
         "grouped_experts": "never",
         "fused_log_probs": "never",
         "fused_rotary": "never",
-        "megatron": {"test_mode": True},
+        "megatron": {"deallocate_pipeline_outputs": True},
     }
     assert dataclasses.asdict(Wanted.of(LearnerConfig(**settings))) == settings  # type: ignore[arg-type]
 

@@ -13,11 +13,11 @@ def test_a_checkpoint_that_is_left_out_is_logged(every: int, evaluated: bool, ca
     """Also one that is wanted for its evaluation alone."""
     parts = SimpleNamespace(
         _rules=SimpleNamespace(checkpoint_every=every),
-        _data_rules=SimpleNamespace(steps=100, push_every=1),
+        _data_rules=SimpleNamespace(steps=100),
         _outcomes=SimpleNamespace(pending=MOST_PENDING),
         _row=SimpleNamespace(copies_waited_for="an upload"),
-        _best=SimpleNamespace(wants=lambda step, **_: evaluated),
-        _source=SimpleNamespace(versions={}, head=None),
+        _best=SimpleNamespace(wanted=True),
+        _is_evaluated=lambda step: evaluated,
     )
     assert not Feeder._wants_checkpoint(parts, 8, False)  # type: ignore[arg-type]  # the parts that it reads
     assert caplog.messages == ["no checkpoint of step 8, because 2 wait: an upload"]
