@@ -103,8 +103,8 @@ def value(text: str, where: str, path: str = "") -> tuple[Any, dict[str, Written
 
 
 def dump(values: object, *, flow: bool = False) -> str:
-    """Return plain values as YAML text, in the order of their keys; ``flow``: in one line, without one of its own at the end."""
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, width=100_000 if flow else None)
+    """Return plain values as YAML text; ``flow``: in one line, keys in order, without a line end."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=flow, default_flow_style=flow, width=100_000 if flow else None)
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
