@@ -286,4 +286,8 @@ async def test_a_reward_that_fails_is_an_answer() -> None:
     async with serving(RewardServer("broken", load(f"{__name__}:broken")), "127.0.0.1", 0) as url, ClientSession() as session:
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "r"}) as response:
             answer = await response.json()
-            assert response.status == 200 and answer["failed"].startswith("KeyError('gold') (") and "test_rewards_http.py, line " in answer["failed"]
+            assert (
+                response.status == 200
+                and answer["failed"].startswith("KeyError('gold') (")
+                and "test_rewards_http.py, line " in answer["failed"]
+            )
