@@ -190,6 +190,11 @@ gpu-wheels: setup
 # Style, formatting, types, import directions, and that every test can be imported; the first part of `.ci/run`.
 check: check-style check-types check-imports collected
 
+# Every folder and file with its role, from the docstrings.
+.PHONY: tree
+tree:
+	@$(PYTHON) -m tests.tree
+
 .PHONY: check-style check-types check-imports collected
 check-style: setup
 	$(BIN)/ruff check .
