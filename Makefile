@@ -200,11 +200,21 @@ check-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-check-types: setup
-	$(BIN)/mypy
+# mypy and import-linter read folders, and know nothing of [tool.setuptools.package-dir]: they get the folders in the places of an installed
+# package, as links to the files.
+ROOMS := actors bus launch learner rewards weightstore
+AS_INSTALLED := $(VENV)/as-installed
+.PHONY: as-installed
+as-installed: setup
+	@rm -rf $(AS_INSTALLED) && mkdir -p $(AS_INSTALLED)/tidemill
+	@cp -rs $(CURDIR)/launch/tidemill/. $(AS_INSTALLED)/tidemill
+	@cp -rs $(addprefix $(CURDIR)/,$(ROOMS)) $(AS_INSTALLED)/tidemill
 
-check-imports: setup
-	$(BIN)/lint-imports
+check-types: as-installed
+	MYPYPATH=$(AS_INSTALLED) $(BIN)/mypy
+
+check-imports: as-installed
+	PYTHONPATH=$(AS_INSTALLED) $(BIN)/lint-imports
 
 # pytest rewrites the asserts of a file and keeps the result: here once, in a fresh clone, and not in each of its workers at once.
 collected: setup

@@ -27,7 +27,7 @@ CHILDLESS = ("actor", "bus", "engine", "feeder", "prepare", "rank", "router")
 """Commands that start no command of ours."""
 EXECUTED = "CHILDREN_EXECUTED"
 """Environment variable: a forked program executes its children. For GPUs: torch refuses CUDA in a process forked after its start."""
-FORKED = ("launch", "tests.chaos.dying")
+FORKED = ("tidemill", "tests.chaos.dying")
 """Modules that are forked where a forked program starts them; others are executed."""
 
 
@@ -161,7 +161,8 @@ _APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 async def _spawn(child: Child, stdout: int, stderr: int, pass_fds: Sequence[int]) -> Any:
     """Fork a child that runs a module of ours; start another program as always."""
-    python, option, module, *words = (*child.command, "", "", "")[: max(3, len(child.command))]
+    command = tuple(word for place, word in enumerate(child.command) if (place, word) != (1, "-P"))
+    python, option, module, *words = (*command, "", "", "")[: max(3, len(command))]
     if (python, option) != (sys.executable, "-m") or module not in FORKED:
         return await _executed(child, stdout, stderr, pass_fds)
     nothing, reader = os.open(os.devnull, os.O_RDONLY), None
@@ -192,7 +193,7 @@ def _fork(
     words, childless = (f"{main.__module__}.{main.__qualname__}",), True
     if main is run_module:
         module, words = arguments
-        childless = module == "launch" and words[:1] and words[0] in CHILDLESS
+        childless = module == "tidemill" and words[:1] and words[0] in CHILDLESS
         words = ("-m", module, *words)
     return template().fork(
         main,

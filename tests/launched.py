@@ -14,7 +14,7 @@ from tests.template import ROOT
 
 def tidemill(*words: str, output: Path, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> Forked:
     """Start ``tidemill WORDS``. ``output``: the file to which stdout and stderr are appended."""
-    return Forked.module("launch", words, output, environment, cwd=cwd)
+    return Forked.module("tidemill", words, output, environment, cwd=cwd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ def run_tidemill(*words: str, cwd: Path = ROOT, limit_s: float = 240.0) -> Ended
     """Run ``tidemill WORDS`` to its end. Raises TimeoutError after ``limit_s`` seconds."""
     with tempfile.TemporaryDirectory(prefix="tidemill-command-") as directory:
         out, errors = Path(directory) / "out", Path(directory) / "errors"
-        command = Forked.module("launch", words, out, errors=errors, cwd=cwd)
+        command = Forked.module("tidemill", words, out, errors=errors, cwd=cwd)
         try:
             code = command.wait(limit_s)
         finally:

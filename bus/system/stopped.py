@@ -45,7 +45,7 @@ def program(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = [word.decode(errors="replace") for word in file.read().split(b"\0")]
-        if "python" in words[0] and words[1:2] == ["-c"]:  # children of a reward and of a rollout program
+        if "python" in words[0] and "-c" in words[1:3]:  # children of a reward and of a rollout program
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 parent = program(int(file.read().rpartition(")")[2].split()[1]))
             return parent if parent.startswith(CHILD) else CHILD + parent
@@ -53,7 +53,7 @@ def program(pid: int) -> str:
         return "a process"
     if "-m" in words[:-1]:
         place = words.index("-m") + 1
-        return words[place + 1] if words[place] == "launch" else words[place]
+        return words[place + 1] if words[place] == "tidemill" else words[place]
     return os.path.basename(words[0]) or "a process"
 
 

@@ -345,8 +345,11 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 
 def _find_modules_here() -> None:
-    """Add the working directory to ``sys.path``: rewards and losses by import path are found there, as in the processes started."""
-    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+    """Add the working directory to the end of ``sys.path``: rewards and losses by import path are found there, as in the processes started.
+
+    At its end, because a file there may have the name of a module of Python or of a package. PYTHONSAFEPATH keeps the directory out.
+    """
+    if not os.environ.get("PYTHONSAFEPATH") and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 

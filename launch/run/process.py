@@ -98,5 +98,5 @@ def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> Non
 
 def launched(name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> Child:
     """Return the child that runs ``python -m tidemill ARGUMENTS``, with its output in ``log_file``."""
-    command = (sys.executable, "-m", "tidemill", *arguments)
+    command = (sys.executable, "-P", "-m", "tidemill", *arguments)  # -P: modules of the working directory come last
     return Child(name, command, log_file, {"PYTHONUNBUFFERED": "1", **(environment or {})})

@@ -115,7 +115,7 @@ async def run_part(
     Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
     that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
-    command = [sys.executable, "-m", "tidemill"]
+    command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []
     try:

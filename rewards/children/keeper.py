@@ -38,7 +38,7 @@ MAX_REASON = 10_000
 def command(module: str, descriptor: int) -> list[str]:
     """Return the command of a new interpreter that runs ``main`` of ``tidemill.rewards.children.MODULE``."""
     path = [entry or os.getcwd() for entry in sys.path]
-    return [sys.executable, "-c", BOOT.format(module=module), str(descriptor), json.dumps(path)]
+    return [sys.executable, "-P", "-c", BOOT.format(module=module), str(descriptor), json.dumps(path)]
 
 
 def settings_file(settings: object) -> int:

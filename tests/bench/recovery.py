@@ -153,7 +153,7 @@ class Scene:
             words = process.info["cmdline"] or []
             if "up" in words or not any(str(self._directory) in word for word in words):
                 continue
-            name = words[words.index("launch") + 1] if "launch" in words else process.info["name"]
+            name = words[words.index("tidemill") + 1] if "tidemill" in words else process.info["name"]
             if command in ("", name):
                 found.append(process.pid)
         return found

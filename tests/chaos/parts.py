@@ -82,7 +82,7 @@ class Parts:
 
         ``words``: further arguments.
         """
-        module, *arguments = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
+        module, *arguments = ["tests.chaos.dying", role, instant, how] if instant else ["tidemill", role]
         arguments += () if role in ("bus", "prepare") else ("--bus", url or self.url)
         arguments += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):

@@ -191,8 +191,8 @@ def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             words = child.cmdline()
-            if "launch" in words:
-                found.append((words[words.index("launch") + 1], child))
+            if "tidemill" in words:
+                found.append((words[words.index("tidemill") + 1], child))
             elif child.name() == "nats-server":
                 found.append(("nats-server", child))
             elif any(word.endswith("child_program.py") for word in words):

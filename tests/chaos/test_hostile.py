@@ -136,7 +136,7 @@ async def _measure(processes: Callable[[], list[psutil.Process]], grown: Counter
                 words, size, began_s = process.cmdline(), process.memory_info().rss, process.create_time()
                 if time.time() - began_s < aged_s:
                     continue
-                name = words[words.index("launch") + 1] if "launch" in words else process.name()
+                name = words[words.index("tidemill") + 1] if "tidemill" in words else process.name()
                 grown[name] = max(grown[name], size - first.setdefault((process.pid, began_s), size))
         await asyncio.sleep(0.5)
 

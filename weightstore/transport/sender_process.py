@@ -53,7 +53,7 @@ class SenderProcess:
         ``gpu``: UUID of the GPU that it uses. Raises PeerLost.
         """
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
         # No ``preexec_fn``, for which all page tables of this process would be copied: the child itself asks for its end with the parent.
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()

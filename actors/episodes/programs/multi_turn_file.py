@@ -8,18 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 _ROOT = Path(__file__).resolve().parents[3]
+_PACKAGE = ModuleType("tidemill")
+_PACKAGE.__path__ = [str(_ROOT)]  # its folders, without its own module: that is elsewhere in a checkout
+sys.modules.setdefault("tidemill", _PACKAGE)
 
-
-def _find(name: str) -> None:
-    """Make one of our packages importable, unless the interpreter has it."""
-    package = ModuleType(name)
-    package.__path__ = [str(_ROOT / name)]
-    sys.modules.setdefault(name, package)
-
-
-for _name in ("actors", "rewards", "bus"):
-    _find(_name)
-
-from tidemill.actors.episodes.programs.multi_turn import MultiTurn  # noqa: E402  # behind what finds it
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn  # noqa: E402  # behind the package in which it is
 
 __all__ = ["MultiTurn"]

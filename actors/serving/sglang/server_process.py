@@ -202,9 +202,9 @@ def server_child(command: Sequence[str], environment: Mapping[str, str], log_fil
     """Return the server, not started yet, in a process group that ends with this process."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.touch(mode=0o600)  # SGLang writes its settings there, keys included
-    return Child(
-        "sglang", (sys.executable, "-m", "tidemill.actors.serving.sglang.process_group", *command), log_file, environment, keeper=True
-    )
+    keeper = (sys.executable, "-P", "-m", "tidemill.actors.serving.sglang.process_group", *command)
+    environment = {"PYTHONSAFEPATH": "1", **environment}  # a types.py in the working directory would hide Python's own
+    return Child("sglang", keeper, log_file, environment, keeper=True)
 
 
 async def until_ended(child: Child | None) -> None:
