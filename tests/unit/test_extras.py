@@ -19,9 +19,9 @@ IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron", "math-verify": "mat
 NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
 
 BASE_PACKAGES = (
-    "bus",
-    "rewards",
-    "launch",
+    "tidemill.bus",
+    "tidemill.rewards",
+    "tidemill.launch",
     "tidemill.actors.rollout",
     "tidemill.actors.engines",
     "tidemill.actors.text",
@@ -66,9 +66,9 @@ def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
 
 
 def _base_modules() -> list[str]:
-    files = [file for package in BASE_PACKAGES for file in (ROOT / package.replace(".", "/")).rglob("*.py")]
+    files = [file for package in BASE_PACKAGES for file in (ROOT / package.replace(".", "/").removeprefix("tidemill/")).rglob("*.py")]
     files += (ROOT / "actors").glob("*.py")
-    names = {str(file.relative_to(ROOT).with_suffix("")).replace("/", ".") for file in files if not file.stem.startswith("__")}
+    names = {f"tidemill.{file.relative_to(ROOT).with_suffix('')}".replace("/", ".") for file in files if not file.stem.startswith("__")}
     return sorted(names - OF_LEARNER)
 
 
