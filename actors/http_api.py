@@ -38,7 +38,8 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other exception a 500 with its repr."""
+    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other exception a 500 with its
+    repr."""
     try:
         return await handler(request)
     except BadRequest as error:

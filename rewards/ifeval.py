@@ -1,8 +1,8 @@
 """Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``tidemill.rewards.ifbench``).
 
 Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
-unchanged. ``language:response_language`` needs the extra ``language`` (``tidemill.rewards.language``); ``english_*`` checks the case only, and
-sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
+unchanged. ``language:response_language`` needs the extra ``language`` (``tidemill.rewards.language``); ``english_*`` checks the case only,
+and sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
 """
 
 import json

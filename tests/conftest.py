@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.template import has_template, template
 from tests.workers import fork_workers
 
-pytest_plugins = ["tests.bus_fixtures", "tests.sglang_servers", "tests.skips"]
+pytest_plugins = ["tests.bus_fixtures", "tests.cost", "tests.sglang_servers", "tests.skips"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a core waste it."""

@@ -1,6 +1,7 @@
 """Programs of tests, forked from the process' template (``tests.template``): functions, and our modules in place of ``python -m``.
 
-Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m tidemill``.
+Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m
+tidemill``.
 """
 
 import asyncio

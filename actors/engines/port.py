@@ -26,8 +26,8 @@ class Generation:
     finish: str | None
     """stop | length | abort; None = unfinished (streaming only)."""
     routed_experts: RoutedExperts | None = None
-    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``tidemill.bus.wire.routed_experts``): those of unfinished responses,
-    and of positions that were computed for them, are unknown. None = not requested, or not known for any token."""
+    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``tidemill.bus.wire.routed_experts``): those of unfinished
+    responses, and of positions that were computed for them, are unknown. None = not requested, or not known for any token."""
     matched: int | str | None = None
     """The token id or stop string that ended it."""
     text: str = ""
@@ -67,9 +67,9 @@ class EngineInfo:
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
-    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving, full, too late: try
-    another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere), BadRequest (never repeat it). A call
-    that is cancelled aborts its request at the engine. No method retries.
+    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving, full, too
+    late: try another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere), BadRequest (never repeat it).
+    A call that is cancelled aborts its request at the engine. No method retries.
     """
 
     async def generate(

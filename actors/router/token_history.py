@@ -2,7 +2,8 @@
 
 A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the sampled ids: the
 model then reads tokens that it never generated, and training uses other tokens than were sampled. Here the prompt is made of the remembered
-ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token ids.
+ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token
+ids.
 
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """

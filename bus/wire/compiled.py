@@ -1,8 +1,8 @@
 """A message compiled for msgspec, which checks, reads and writes it in C: several times as fast as field by field in Python.
 
-It handles the usual case: on the wire, every field and no unknown one; in memory, fields of the declared types, all of which msgpack
-can express. The table (``tidemill.bus.wire.table``) handles the rest: it knows defaults and unknown fields and names the field that is wrong.
-A test requires equal results of both.
+It handles the usual case: on the wire, every field and no unknown one; in memory, fields of the declared types, all of which msgpack can
+express. The table (``tidemill.bus.wire.table``) handles the rest: it knows defaults and unknown fields and names the field that is wrong. A
+test requires equal results of both.
 """
 
 from collections.abc import Mapping

@@ -25,7 +25,8 @@ BEST_KEY = "best"
 SETTINGS_KEY = "settings"
 """Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``tidemill.learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``tidemill.learner.data.senders.Refusal``."""
+"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples:
+``tidemill.learner.data.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

@@ -68,7 +68,8 @@ class Supervisor:
     def keep(
         self, name: str, arguments: Sequence[str], *, finishes: bool = False, environment: Mapping[str, str] | None = None
     ) -> asyncio.Task[None]:
-        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another program.
+        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another
+        program.
 
         ``finishes``: code 0 means that its work is done; it is not started again then, and the returned task ends.
         The returned task raises GaveUp.

@@ -31,7 +31,8 @@ KNOWN = ("text", "messages", "tokens", "prompt_tokens", "log_probs", "loss_mask"
 """Keys of one response."""
 
 Tokenize = Callable[..., Sequence[int]]
-"""``tidemill.learner.data.prompts.Tokenize`` with ``whole``: if True, messages end without a generation prompt, and text has no special tokens."""
+"""``tidemill.learner.data.prompts.Tokenize`` with ``whole``: if True, messages end without a generation prompt, and text has no special
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

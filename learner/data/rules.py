@@ -43,7 +43,8 @@ _LATER = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
-    """All settings that the DataSource uses, with the meanings of ``tidemill.learner.settings.config`` and ``tidemill.bus.wire.messages.Sampling``."""
+    """All settings that the DataSource uses, with the meanings of ``tidemill.learner.settings.config`` and
+    ``tidemill.bus.wire.messages.Sampling``."""
 
     run: str
     steps: int

@@ -12,7 +12,8 @@ PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
 
 
 def test_tidemill_is_the_only_import_name() -> None:
-    """The rooms are packages of ``tidemill``, from one checkout: a user's ``rewards.py`` or ``bus/`` hides none of them, and is hidden by none."""
+    """The rooms are packages of ``tidemill``, from one checkout: a user's ``rewards.py`` or ``bus/`` hides none of them, and is hidden by
+    none."""
     code = (
         "import importlib, importlib.util\n"
         f"print('\\n'.join(importlib.import_module('tidemill.' + name).__file__ for name in {PACKAGES!r}))\n"

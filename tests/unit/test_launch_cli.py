@@ -117,7 +117,8 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     """The installed command's own directory is that of the environment."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tidemill").write_text(
-        "import sys\nfrom tidemill.launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\ncode = main(['config', sys.argv[1]])\n"
+        "import own_module_here\nsys.exit(code)\n"
     )
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "own_module_here.py").write_text("")

@@ -69,5 +69,8 @@ def test_values_that_fit() -> None:
 
 
 def test_names_are_read_without_megatron() -> None:
-    code = "import sys; from tidemill.learner.settings.megatron_arguments import annotations; print(bool(annotations()), 'torch' in sys.modules)"
+    code = (
+        "import sys; from tidemill.learner.settings.megatron_arguments import annotations; "
+        "print(bool(annotations()), 'torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"

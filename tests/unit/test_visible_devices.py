@@ -160,5 +160,8 @@ def test_hidden_devices_are_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_reading_them_loads_no_torch() -> None:
-    code = "import sys, tidemill.launch.devices.visible, tidemill.launch.devices.placement; assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
+    code = (
+        "import sys, tidemill.launch.devices.visible, tidemill.launch.devices.placement; "
+        "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
