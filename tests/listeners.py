@@ -29,7 +29,7 @@ from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.releases import release_of
 from tidemill.bus.client.reach import HERE, Reach
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.learner.checkpoints.server import CheckpointServer
+from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.rewards.registry import load
 from tidemill.weightstore.access import Access, RunAccess, TokenAccess
 from tidemill.weightstore.config import WeightsConfig

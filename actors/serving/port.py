@@ -198,8 +198,7 @@ class Backend(Protocol):
         """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable, EngineFailed."""
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield the states of all responses to a body of /generate, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires.
-        """
+        """Yield the states of all responses to a body of /generate, as ``tidemill.actors.openai.openai_server.GenerateBackend`` wants."""
         ...
 
     async def abort(self, rid: str | None, body: Body) -> web.StreamResponse:

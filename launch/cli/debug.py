@@ -36,8 +36,7 @@ def run_debug(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from tidemill.learner.debug.comparison import compare_modules, compare_train
-    from tidemill.learner.debug.module_file import read_modules
-    from tidemill.learner.debug.train_file import MODULES, read, read_train, record_path
+    from tidemill.learner.debug.train_file import MODULES, read, read_modules, read_train, record_path
 
     theirs = args.theirs or record_path(args.ours)
     kinds = [read(path)[0].get("kind") for path in (args.ours, theirs)]
@@ -87,7 +86,7 @@ def _score(args: argparse.Namespace) -> int:
         source = f"{args.by} {args.model}"
         outputs, dtype = _of_sglang(args, prompts) if args.by == "sglang" else _of_this_process(args, prompts, args.dtype or "float32")
     if args.out is not None:
-        from tidemill.learner.debug.module_file import write_modules
+        from tidemill.learner.debug.train_file import write_modules
 
         write_modules(args.out, outputs, prompts=prompts, dtype=dtype, source=source)
         megabytes = args.out.stat().st_size / 1e6
@@ -155,7 +154,7 @@ def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
 def _profile(args: argparse.Namespace) -> int:
     from tidemill.launch.settings.config_loader import load
     from tidemill.launch.settings.run_config import CONFIG_FILE
-    from tidemill.learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
+    from tidemill.learner.debug.config import DIRECTORY, ProfileRequest, trace_name, write_request
 
     root = Path(args.run_dir)
     if not (root / CONFIG_FILE).exists():

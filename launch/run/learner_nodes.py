@@ -115,7 +115,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
 
 
 class NodeWork:
-    """The ranks of this node: ``tidemill.learner.nodes.port.Work``."""
+    """The ranks of this node: ``tidemill.learner.nodes.attempts.Work``."""
 
     def __init__(
         self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace

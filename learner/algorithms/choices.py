@@ -10,10 +10,10 @@ DISCOUNTED = ("reinforce", "reinforce_pp")
 OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
 """Arguments that an estimator by import path may ask for, by the names of its parameters."""
 RUNNING = ("rae",)
-"""Estimators with a baseline that is carried from step to step (``learner/algorithms/running_baseline.py``)."""
+"""Estimators with a baseline that is carried from step to step (``learner/algorithms/advantages.py``)."""
 CREDITS = ("episode", "turn")
 OF_TURNS = ("grpo_no_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
-"""Estimators that know turns (``learner/algorithms/credit.py``)."""
+"""Estimators that know turns (``learner/algorithms/token_returns.py``)."""
 IN_REWARD = (*OF_TURNS, *RUNNING)
 """Estimators without a critic whose advantages are in units of the reward."""
 BY_COVARIANCE = ("clip_cov", "kl_cov")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learner.algorithms.advantages import group_moments
+from tidemill.learner.algorithms.aggregation import TokenLoss
 from tidemill.learner.algorithms.objective import Tokens
-from tidemill.learner.algorithms.outcome import TokenLoss
 from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio
 
 MAX_LAG_BUCKETS = 16

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms import policy_losses, rejection, token_choice, token_returns
-from tidemill.learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
-from tidemill.learner.algorithms.aggregation import Denominators, Reducer, aggregate
+from tidemill.learner.algorithms import policy_losses, rejection, token_returns
+from tidemill.learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, over_baselines, pass_at_k, roles_of, whitened
+from tidemill.learner.algorithms.aggregation import Denominators, Reducer, TokenLoss, aggregate
 from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.credit import turn_advantages
-from tidemill.learner.algorithms.distillation import top_k_divergence
 from tidemill.learner.algorithms.importance_weights import (
     WeightFunction,
     Weights,
@@ -34,13 +32,11 @@ from tidemill.learner.algorithms.importance_weights import (
     weight_sums,
 )
 from tidemill.learner.algorithms.kl import corrected_kl, kl_T
-from tidemill.learner.algorithms.outcome import TokenLoss
 from tidemill.learner.algorithms.own_functions import asked_for, imported
 from tidemill.learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
-from tidemill.learner.algorithms.running_baseline import over_baselines, roles_of
-from tidemill.learner.algorithms.shaping import distillation_advantages, overlong_penalty
-from tidemill.learner.algorithms.supervised import sft_loss
+from tidemill.learner.algorithms.shaping import distillation_advantages, overlong_penalty, sft_loss, top_k_divergence
+from tidemill.learner.algorithms.token_returns import turn_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class Coupled:
     """Tokens with a squared log-ratio of at least this are rejected."""
     entropy_floor: float = -math.inf
     """Tokens with a smaller entropy are left out."""
-    covariance: token_choice.CovarianceCut | None = None
+    covariance: policy_losses.CovarianceCut | None = None
     """Choice of the tokens of clip_cov and kl_cov; None = another loss."""
 
 
@@ -170,12 +166,12 @@ def _clip_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Alg
     assert config.clip_low is not None and config.clip_high is not None
     clip = policy_losses.Clip(low=config.clip_low, high=config.clip_high)
     place = (tokens.advantages_T, tokens.mask_T)
-    return token_choice.clip_cov(log_probs_T, anchor_T, *place, clip=clip, chosen_T=tokens.chosen_T)
+    return policy_losses.clip_cov(log_probs_T, anchor_T, *place, clip=clip, chosen_T=tokens.chosen_T)
 
 
 def _kl_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     place = (tokens.advantages_T, tokens.mask_T)
-    return token_choice.kl_cov(log_probs_T, anchor_T, *place, coef=config.kl_cov_coef, chosen_T=tokens.chosen_T)
+    return policy_losses.kl_cov(log_probs_T, anchor_T, *place, coef=config.kl_cov_coef, chosen_T=tokens.chosen_T)
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
@@ -370,28 +366,28 @@ class Objective:
             squares = [delta_T[counted_T].double().square() for counted_T, delta_T in counted]
             cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
         if config.top_entropy < 1:
-            floor = token_choice.top_cut(gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy)
+            floor = policy_losses.top_cut(gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy)
         if by_covariance:
             covariance = self._covariance_cut(rows, summed=summed, gathered=gathered)
         return Coupled(weight_sums=sums, m2_cut=cut, entropy_floor=floor, covariance=covariance)
 
     def _covariance_cut(
         self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]
-    ) -> token_choice.CovarianceCut:
+    ) -> policy_losses.CovarianceCut:
         """Return the choice of kl_cov (the largest covariances) or of clip_cov (a draw from those within its bounds). Collective."""
         config = self.config
-        parts = [token_choice.covariance_sums(_old(row), row.advantages_T, row.mask_T) for row in rows]
+        parts = [policy_losses.covariance_sums(_old(row), row.advantages_T, row.mask_T) for row in rows]
         sums = summed(torch.stack(parts).sum(0))
         means = sums[1:] / sums[0].clamp(min=1)
-        values = [token_choice.covariances(_old(row), row.advantages_T, row.mask_T, means) for row in rows]
+        values = [policy_losses.covariances(_old(row), row.advantages_T, row.mask_T, means) for row in rows]
         if config.loss == "kl_cov":
-            lowest = token_choice.top_cut(
+            lowest = policy_losses.top_cut(
                 gathered(torch.cat([v_T[row.mask_T] for v_T, row in zip(values, rows, strict=True)])), config.cov_share
             )
-            return token_choice.CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
-        cut = token_choice.CovarianceCut(means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf)
-        drawn = [_draws(row)[token_choice.chosen(v_T, _draws(row), row.mask_T, cut)] for v_T, row in zip(values, rows, strict=True)]
-        last = token_choice.last_draw(gathered(torch.cat(drawn)), max(1, int(config.cov_share * float(sums[0]))))
+            return policy_losses.CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
+        cut = policy_losses.CovarianceCut(means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf)
+        drawn = [_draws(row)[policy_losses.chosen(v_T, _draws(row), row.mask_T, cut)] for v_T, row in zip(values, rows, strict=True)]
+        last = policy_losses.last_draw(gathered(torch.cat(drawn)), max(1, int(config.cov_share * float(sums[0]))))
         return replace(cut, last_draw=last)
 
     def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
@@ -443,8 +439,8 @@ class Objective:
         compared_T = self._compared(log_probs_T, tokens, start_T)
         anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
         if coupled.covariance is not None:
-            value_T = token_choice.covariances(_old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means)
-            tokens = replace(tokens, chosen_T=token_choice.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance))
+            value_T = policy_losses.covariances(_old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means)
+            tokens = replace(tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance))
         made = self._loss(log_probs_T, anchor_T, tokens, self.config)
         for name, value_T in made.metrics.items():
             if value_T.shape != log_probs_T.shape:
@@ -458,7 +454,7 @@ class Objective:
         rejected = self._rejected(tokens, log_probs_T.detach(), compared_T, coupled)
         left_out_T: Tensor | None = None
         if self.config.top_entropy < 1:
-            left_out_T = token_choice.low_entropy(_old_entropy(tokens), tokens.mask_T, coupled.entropy_floor)
+            left_out_T = policy_losses.low_entropy(_old_entropy(tokens), tokens.mask_T, coupled.entropy_floor)
             loss_T = torch.where(left_out_T, 0.0, loss_T)
         loss = TokenLoss(
             loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected, left_out_T=left_out_T, metrics=made.metrics
@@ -583,4 +579,4 @@ def _old_entropy(tokens: Tokens) -> Tensor:
 
 
 def _draws(tokens: Tokens) -> Tensor:
-    return token_choice.draws(tokens.rollout_T, tokens.mask_T, *tokens.by_sequence)
+    return policy_losses.draws(tokens.rollout_T, tokens.mask_T, *tokens.by_sequence)

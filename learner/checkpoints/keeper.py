@@ -1,4 +1,4 @@
-"""Keeper of a node's checkpoints, in the node's agent: serves them, copies those of its neighbours, removes old ones.
+"""Keeper of a node's checkpoints, in the node's agent: serves them over HTTP, copies the checkpoints of its neighbours, removes old ones.
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiohttp import web
+
 from tidemill.bus.client.reach import HERE, Reach
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
@@ -21,14 +23,78 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.checkpoints import disk, fetch
-from tidemill.learner.checkpoints.choice import targets
+from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.manifest import FileEntry
-from tidemill.learner.checkpoints.peers import Peer, PeerClient
-from tidemill.learner.checkpoints.server import CheckpointServer, held_below
+from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
+from tidemill.learner.checkpoints.peers import PATH, Peer, PeerClient, targets
 from tidemill.learner.errors import CheckpointCorrupt
-from tidemill.weightstore.access import RunAccess
+from tidemill.weightstore.access import Route, RunAccess
 from tidemill.weightstore.listener import Listener
+
+_KEPT_MANIFESTS = 8
+"""Manifests in memory; that of a complete directory does not change, and names are not used again."""
+
+
+class CheckpointServer:
+    """Routes for ``Listener``."""
+
+    def __init__(self, root: Path, *, node: int) -> None:
+        self._root, self._node = root, node
+        self._manifests: dict[str, Mapping[str, FileEntry]] = {}
+
+    @property
+    def routes(self) -> Mapping[str, Route]:
+        """Routes of the server."""
+        held, file = Route.request(self._held), Route.request(self._file)
+        return {"GET /health": Route.open(self._health), f"GET {PATH}": held, f"GET {PATH}/{{name}}/{{file:.+}}": file}
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"node": self._node})
+
+    async def _held(self, request: web.Request) -> web.Response:
+        return web.json_response({"node": self._node, "held": await asyncio.to_thread(held_below, self._root)})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        """Send a file. 404 for all but the files of complete checkpoints, wherever the path points."""
+        name, file = request.match_info["name"], request.match_info["file"]
+        path = await asyncio.to_thread(self._found, name, file)
+        if path is None:
+            raise web.HTTPNotFound(text=f"want a file of a checkpoint that this node has, got {name[:80]}/{file[:80]}\n")
+        return web.FileResponse(path)
+
+    def _found(self, name: str, file: str) -> Path | None:
+        """Return the path of a file that may be sent."""
+        try:
+            directory = disk.named(Path(name)).path  # raises for other names
+            if directory.name != name:  # an encoded slash
+                return None
+            directory = self._root / name
+            if file != MANIFEST and file not in self._files(directory):
+                return None
+            path = (directory / file).resolve(strict=True)
+        except (ValueError, OSError, CheckpointCorrupt):
+            return None
+        # The names of a manifest stay inside its directory; a symbolic link in it may not.
+        return path if path.is_file() and path.is_relative_to(self._root.resolve()) else None
+
+    def _files(self, directory: Path) -> Mapping[str, FileEntry]:
+        if directory.name not in self._manifests:
+            if len(self._manifests) >= _KEPT_MANIFESTS:
+                self._manifests.clear()
+            self._manifests[directory.name] = manifests.read(directory).files
+        return self._manifests[directory.name]
+
+
+def held_below(root: Path) -> dict[str, list[str]]:
+    """Return the files of every checkpoint below ``root`` that are there with their size, and the manifest."""
+    found = {}
+    for one in disk.listed(root):
+        try:
+            found[one.path.name] = sorted([MANIFEST, *disk.held(one.path)])
+        except CheckpointCorrupt as error:
+            log.warning("checkpoint passed over: %s", error)
+    return found
+
 
 log = logging.getLogger(__name__)
 

@@ -32,11 +32,60 @@ from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, digests_in, kept_names, latest_of
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
-from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.peers import PeerClient
-from tidemill.learner.checkpoints.stored import Stored, survey
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A checkpoint in the store with a readable manifest."""
+
+    digest: str
+    """Digest of the manifest."""
+    files: Mapping[str, FileEntry]
+    held: Collection[str]
+    """Files that are there with the size in the manifest; their content is verified when it is read."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no file is missing or truncated."""
+        return len(self.held) == len(self.files)
+
+
+def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
+    """Return the checkpoints with a manifest, and the names of those without: never completed, or damaged. Raises StoreFailed."""
+    found, rest = {}, set()
+    for name, sizes in store.listing().items():
+        if not _is_checkpoint(name):
+            continue
+        try:
+            if not 0 <= sizes.get(MANIFEST, -1) <= MOST_BYTES:
+                raise FileNotFoundError(name)
+            data = store.manifest(name)
+            files = Manifest.parse(f"{store.url}/{name}", data).files
+        except FileNotFoundError:
+            rest.add(name)
+        except CheckpointCorrupt as error:
+            log.error("checkpoint in the store is not used: %s", error)
+            rest.add(name)
+        else:
+            held = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
+            found[name] = Stored(digest=manifests.digest_of(data), files=files, held=held)
+            for file in sorted(files.keys() - set(held))[:1]:
+                defect = CheckpointCorrupt(f"{store.url}/{name}", file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} bytes")
+                log.error("checkpoint in the store is NOT WHOLE: %s", defect)
+    return found, rest
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Return whether a name is that of a checkpoint: nothing else in the store is read or removed."""
+    try:
+        return str(disk.named(Path(name)).path) == name
+    except ValueError:
+        return False
+
 
 log = logging.getLogger(__name__)
 

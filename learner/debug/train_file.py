@@ -138,3 +138,31 @@ def _cut(flat: Mapping[str, Array]) -> JsonObject:
         by = "total_lengths" if name in BY_TOTAL else "response_lengths" if name in BY_RESPONSE else ""
         found[name] = np.split(value, np.cumsum(flat[by])[:-1]) if by else value
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDump:
+    """The content of a file."""
+
+    source: str
+    """Program that computed the outputs: learner or engine, with its model."""
+    dtype: str
+    """Dtype of weights and activations there."""
+    prompts: Sequence[Sequence[int]]
+    outputs: Mapping[str, Array]
+    """``<prompt>.<module>`` -> [T, size], in the order of computation."""
+
+
+def write_modules(path: Path, outputs: Mapping[str, Array], *, prompts: Sequence[Sequence[int]], dtype: str, source: str) -> None:
+    """Write a dump, whole or not at all."""
+    header = {"kind": MODULES, "source": source, "dtype": dtype, "prompts": [list(one) for one in prompts], "order": list(outputs)}
+    write(path, header, outputs)
+
+
+def read_modules(path: Path) -> ModuleDump:
+    """Read a dump. Raises DebugFileRefused."""
+    header, tensors = read(path)
+    if header.get("kind") != MODULES:
+        raise DebugFileRefused(str(path), "a dump of modules", f"one of kind {header.get('kind')!r}")
+    outputs = {name: tensors[name] for name in header["order"]}
+    return ModuleDump(source=header["source"], dtype=header["dtype"], prompts=header["prompts"], outputs=outputs)

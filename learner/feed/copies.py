@@ -21,22 +21,21 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.choice import choose, short_of_copies
-from tidemill.learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, holders
+from tidemill.learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, held_below, holders
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.peers import Peer, PeerClient, PeerFailed
-from tidemill.learner.checkpoints.server import held_below
-from tidemill.learner.checkpoints.stored import Stored, survey
+from tidemill.learner.checkpoints.peers import Peer, PeerClient, PeerFailed, choose, short_of_copies
 from tidemill.learner.checkpoints.uploads import (
     MOST_PAUSE_S,
     SILENCE_S,
     Silence,
+    Stored,
     Uploaded,
     claimed,
     foreign,
     identity_of,
     in_daemon,
+    survey,
     uploaded,
 )
 from tidemill.learner.checkpoints.uploads import ROWS as UPLOADS

@@ -26,9 +26,8 @@ from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerErr
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.megatron.model import DTYPES, Policy, build_policy
-from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.megatron.tuning import ADAPTER, Tuning, write_adapter
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.weightstore.store import snapshot
 

@@ -1,23 +1,24 @@
-"""Adam or SGD, with clipping and a learning rate that is a pure function of the step or of the trained tokens.
+"""Adam, SGD or an optimizer of torch, with clipping and a learning rate that is a pure function of the step or of the trained tokens.
 
 All ranks skip a step that is not finite.
 """
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.clipping import clipped
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.offload import OffloadedAdam
@@ -31,8 +32,66 @@ from tidemill.learner.megatron.optimizer_pieces import (
     state_of_pieces,
     whole_pieces,
 )
-from tidemill.learner.megatron.torch_optimizers import torch_optimizers
 from tidemill.learner.settings.schedule import OptimizerConfig, learning_rate
+
+NAMES: tuple[tuple[ModuleType, str, object], ...] = (
+    (optimizer, "Adam", torch.optim.AdamW),
+    (optimizer, "SGD", torch.optim.SGD),
+    (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+    (distrib_optimizer, "Adam", torch.optim.Adam),
+)
+"""Modules, names in them, and the values that they have where neither package is installed."""
+
+
+@contextmanager
+def torch_optimizers() -> Iterator[None]:
+    """Let Megatron make optimizers of torch inside the context."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in NAMES]
+    for module, name, value in NAMES:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+SMALL = 1.0e-6
+"""Megatron's addition to the norm in the factor of clipping."""
+
+
+def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the norm of all gradients, float32, of all ranks of ``group``; collective over it. ``device``: that of a rank without any."""
+    norms = torch.stack(torch._foreach_norm(list(grads))) if grads else torch.zeros(1, device=device)
+    square = torch.linalg.vector_norm(norms) ** 2
+    dist.all_reduce(square, group=group)
+    return float(square.item() ** 0.5)
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to ``most``."""
+    return min(1.0, most / (norm + SMALL))
+
+
+@torch.no_grad()
+def clipped(inner: Any, most: float, device: torch.device) -> float:
+    """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the norm before that.
+
+    One collective serves all optimizers with gradients over the same ranks. Otherwise (experts) each has one of its own.
+    """
+    shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
+    by_group = [optimizers] if shared else [[each] for each in optimizers]
+    norms = []
+    for several in by_group:
+        grads = [grad for each in several for grad in each.get_main_grads_for_grad_norm()]
+        norms.append(norm_over_ranks(grads, several[0].get_grad_stats_parallel_group(), device))
+    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each**2 for each in norms))
+    factor = clip_factor(norm, most)
+    grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
+    if factor < 1.0 and (present := [grad.detach() for grad in grads if grad is not None]):
+        torch._foreach_mul_(present, factor)
+    return norm
+
 
 log = logging.getLogger(__name__)
 

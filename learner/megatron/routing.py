@@ -8,7 +8,7 @@ policy has hardly moved. The weights of the experts are those of the current rou
 Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma et al. 2025 (arXiv 2510.11370).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,6 +22,22 @@ from torch import Tensor
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.attention import PackedRow
 from tidemill.learner.megatron.layers.context import gather_parts
+
+
+def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return Megatron's ``grad_scale_func`` for one minibatch: the balancing loss counts as its mean over all tokens.
+
+    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. The ranks that share a row by tensor or context
+    parallelism have parts of its loss, which their gradients add up; each data-parallel rank has rows of its own.
+
+    ``tokens``: number of tokens of the minibatch on all data-parallel ranks, without padding. ``scale_loss`` scales the objective.
+    """
+
+    def scale(value: Tensor) -> Tensor:
+        """Scale the objective, which has a graph, or the number that Megatron gives for the balancing loss."""
+        return scale_loss(value) if value.requires_grad else value / tokens
+
+    return scale
 
 
 class Routing:

@@ -1,10 +1,14 @@
 """The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
@@ -12,8 +16,22 @@ from tidemill.learner.layout import stages
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
 from tidemill.learner.settings.schedule import frozen_names
+from tidemill.weightstore.store.snapshot import ASIDE, rename_into_place
+
+ADAPTER = "adapter"
+"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top of it."""
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, model_dir: Path) -> None:
+    """Write exported adapters on the model of ``model_dir``; the directory is replaced whole. Raises OSError."""
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, aside / WEIGHTS, metadata={"format": "pt"})
+    (aside / CONFIG).write_text(json.dumps(config.peft(str(model_dir.resolve())), indent=2), encoding="utf-8")
+    rename_into_place(aside, directory, durable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,10 @@ from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.nodes.attempts import Attempts
+from tidemill.learner.nodes.attempts import Attempts, Work
 from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
 from tidemill.learner.nodes.own_row import OwnRow
-from tidemill.learner.nodes.port import Work
 from tidemill.learner.nodes.probes import Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,

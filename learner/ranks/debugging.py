@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig
-from tidemill.learner.debug.excerpt import excerpt
-from tidemill.learner.debug.module_file import write_modules
-from tidemill.learner.debug.profile_request import ProfileRequest, take_request
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, take_request
 from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.debug.prompts import read_prompts
-from tidemill.learner.debug.report import LOOKS, Facts, report
+from tidemill.learner.debug.report import LOOKS, Facts, excerpt, report
+from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy

@@ -19,8 +19,8 @@ from tidemill.bus.errors import BusError, Fenced
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed

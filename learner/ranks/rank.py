@@ -28,7 +28,7 @@ from tidemill.learner.algorithms.alarms import AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_liveness import Heartbeats
@@ -39,11 +39,10 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.critic import open_critic
-from tidemill.learner.megatron.flops import StepFlops
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.memory import open_memory
-from tidemill.learner.megatron.meter import Meter
+from tidemill.learner.megatron.meter import Meter, StepFlops
 from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.reference import open_reference
@@ -54,12 +53,22 @@ from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.ranks.debugging import RankDebug
 from tidemill.learner.ranks.pushes import Pushes
 from tidemill.learner.ranks.saved_models import SavedModels
-from tidemill.learner.ranks.step_agreement import agreed
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
+
+
+def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | None:
+    """Return the request that rank 0 has read. Collective over all ranks."""
+    asked = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
+    numbers = torch.tensor(asked, dtype=torch.int32, device=here.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
+    steps, memory, rank = numbers.tolist()
+    return ProfileRequest(steps=steps, memory=bool(memory), rank=rank) if steps else None
+
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot

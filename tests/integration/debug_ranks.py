@@ -20,16 +20,16 @@ from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.data.batching import build_batches
 from tidemill.learner.data.plans import GENESIS
 from tidemill.learner.debug.collector import Collector
-from tidemill.learner.debug.module_file import write_modules
-from tidemill.learner.debug.profile_request import ProfileRequest
+from tidemill.learner.debug.config import ProfileRequest
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
+from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.ranks.debugging import StepMemory
-from tidemill.learner.ranks.step_agreement import agreed
+from tidemill.learner.ranks.rank import agreed
 
 STEP_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

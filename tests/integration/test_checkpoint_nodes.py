@@ -16,8 +16,8 @@ from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.learner.checkpoints.peers import Peer, PeerClient
-from tidemill.learner.checkpoints.server import CheckpointServer
 from tidemill.learner.errors import CheckpointCorrupt
 from tidemill.weightstore.access import RunAccess
 from tidemill.weightstore.listener import Listener

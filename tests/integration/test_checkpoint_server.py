@@ -14,9 +14,9 @@ from aiohttp import web
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES
 from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
-from tidemill.learner.checkpoints.server import CheckpointServer
 from tidemill.learner.errors import CheckpointCorrupt
 from tidemill.weightstore.access import RunAccess
 from tidemill.weightstore.listener import Listener

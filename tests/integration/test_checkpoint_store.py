@@ -24,8 +24,7 @@ from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE
 from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore
 from tidemill.learner.checkpoints.peers import PeerClient
-from tidemill.learner.checkpoints.stored import survey
-from tidemill.learner.checkpoints.uploads import Uploads, identity_of, uploaded
+from tidemill.learner.checkpoints.uploads import Uploads, identity_of, survey, uploaded
 from tidemill.learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig

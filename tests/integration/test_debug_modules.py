@@ -30,7 +30,7 @@ from tidemill.actors.serving.builtin.scoring import score_directory
 from tidemill.launch.cli.debug_weights import between_tensors, tensors_of
 from tidemill.launch.cli.main import main
 from tidemill.learner.debug.comparison import Comparison, compare_modules
-from tidemill.learner.debug.module_file import ModuleDump, read_modules, write_modules
+from tidemill.learner.debug.train_file import ModuleDump, read_modules, write_modules
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import build_policy

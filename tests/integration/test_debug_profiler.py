@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tidemill.launch.cli.main import main
-from tidemill.learner.debug.config import DebugConfig
-from tidemill.learner.debug.profile_request import ProfileRequest, request_file, take_request, write_request
+from tidemill.learner.debug.config import DebugConfig, ProfileRequest, request_file, take_request, write_request
 from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.model import build_policy

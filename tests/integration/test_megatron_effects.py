@@ -12,7 +12,7 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.bus import exit_codes
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.bridges.qwen3 import Qwen3
+from tidemill.learner.megatron.bridges.families import Qwen3
 from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.settings.megatron_arguments import TRIED

@@ -29,7 +29,7 @@ from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done, Plan, Sample, Task
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.checkpoints.disk import listed
-from tidemill.learner.debug.profile_request import ProfileRequest, write_request
+from tidemill.learner.debug.config import ProfileRequest, write_request
 from tidemill.learner.debug.train_file import read_train
 from tidemill.learner.errors import RankFailed, RanksLeft
 from tidemill.learner.feed.restart import CHECKPOINT_KEY

@@ -9,7 +9,7 @@ import torch
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.layout.parallel import Replicas
-from tidemill.learner.megatron import torch_optimizers
+from tidemill.learner.megatron import optimizer
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
@@ -25,7 +25,7 @@ class FusedAdam(torch.optim.Adam):
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave Megatron as it is after the import of another package's optimizers."""
-    for module, name, wanted in torch_optimizers.NAMES:
+    for module, name, wanted in optimizer.NAMES:
         assert getattr(module, name) is wanted, f"{module.__name__}.{name}: Megatron has changed; correct torch_optimizers.py"
         monkeypatch.setattr(module, name, {"Adam": FusedAdam, "SGD": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}[name])
 
@@ -41,5 +41,5 @@ def test_the_optimizer_is_torchs(tmp_path: Path, family: str) -> None:
                 policy = build_policy(model_dir, dtype="bfloat16", parallel=here, replicas=Replicas(distributed_optimizer=shares))
                 inner = PolicyOptimizer(policy, OptimizerConfig(name=name), steps=3).inner
                 assert {type(each.optimizer) for each in inner.chained_optimizers} == {kind}
-    for module, name, _ in torch_optimizers.NAMES:
+    for module, name, _ in optimizer.NAMES:
         assert getattr(module, name) in (FusedAdam, False), "changed inside the context only"

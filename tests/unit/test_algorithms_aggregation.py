@@ -13,7 +13,7 @@ from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from tidemill.learner.algorithms.choices import AGGREGATIONS
 from tidemill.learner.algorithms.policy_losses import Clip, ppo
-from tidemill.learner.algorithms.supervised import Supervised, sft_loss
+from tidemill.learner.algorithms.shaping import Supervised, sft_loss
 
 CONSTANT = 7.5
 DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]

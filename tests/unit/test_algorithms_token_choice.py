@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.examples import examples
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
-from tidemill.learner.algorithms.token_choice import draws, last_draw, top_cut
+from tidemill.learner.algorithms.policy_losses import draws, last_draw, top_cut
 
 N, EACH = 5, 8
 

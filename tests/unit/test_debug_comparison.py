@@ -9,8 +9,17 @@ import pytest
 
 from tidemill.launch.cli.main import main
 from tidemill.learner.debug.comparison import compare_modules, compare_train
-from tidemill.learner.debug.module_file import ModuleDump, read_modules, write_modules
-from tidemill.learner.debug.train_file import RECORD, TRAIN, read_train, record_path, train_dump, write
+from tidemill.learner.debug.train_file import (
+    RECORD,
+    TRAIN,
+    ModuleDump,
+    read_modules,
+    read_train,
+    record_path,
+    train_dump,
+    write,
+    write_modules,
+)
 from tidemill.learner.errors import DebugFileRefused
 
 ORDER = ("embedding", "layers.0.attention.qkv", "layers.0.mlp", "layers.0", "layers.1.attention.core", "log_probs")

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tidemill.learner.debug.excerpt import Excerpt
-from tidemill.learner.debug.report import Facts, Line, report
+from tidemill.learner.debug.report import Excerpt, Facts, Line, report
 
 GOOD = {
     "train/entropy": 0.4,

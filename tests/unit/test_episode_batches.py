@@ -24,9 +24,9 @@ from tidemill.learner.algorithms.advantages import ADVANTAGES
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.credit import turn_advantages, turn_returns
 from tidemill.learner.algorithms.objective import Objective, Tokens
 from tidemill.learner.algorithms.objective import Turns as StepTurns
+from tidemill.learner.algorithms.token_returns import turn_advantages, turn_returns
 from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.data.batch_frames import decode, encode
 from tidemill.learner.data.batching import build_batches

@@ -12,7 +12,7 @@ from tidemill.bus.wire.routed_experts import sparse_layers
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.sizes import FAMILIES, refusals
-from tidemill.learner.megatron.flops import StepFlops
+from tidemill.learner.megatron.meter import StepFlops
 from tidemill.learner.settings.config import LearnerConfig
 
 YARN = {"rope_type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}

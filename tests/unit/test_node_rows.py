@@ -13,7 +13,7 @@ from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.agreement import refuse_public, refuse_unlike
 from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, attempt_of, cut, node_of, row_value
-from tidemill.learner.nodes.silence import GRACE_S, Silences
+from tidemill.learner.nodes.view import GRACE_S, Silences
 
 KEY = FeedKeys.new().feeder_public
 ROW = NodeRow(

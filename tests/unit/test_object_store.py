@@ -17,8 +17,7 @@ from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA
 from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
 from tidemill.learner.checkpoints.peers import CheckpointFiles, PeerClient
-from tidemill.learner.checkpoints.stored import survey
-from tidemill.learner.checkpoints.uploads import Silence, in_daemon
+from tidemill.learner.checkpoints.uploads import Silence, in_daemon, survey
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 from tidemill.learner.settings.checkpoint_store import CheckpointConfig, masked
 

@@ -24,8 +24,8 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.distillation import top_k_divergence
 from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.shaping import top_k_divergence
 from tidemill.learner.data.batch import MicroBatch
 from tidemill.learner.data.batch_frames import decode, encode
 from tidemill.learner.data.datasource import DataSource

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from tests.whole.running import assert_books_balance, up
 from tidemill.learner.debug.comparison import compare_train
-from tidemill.learner.debug.module_file import read_modules
-from tidemill.learner.debug.profile_request import ProfileRequest, write_request
+from tidemill.learner.debug.config import ProfileRequest, write_request
 from tidemill.learner.debug.rollout_file import load_rollout
-from tidemill.learner.debug.train_file import read_train, record_path
+from tidemill.learner.debug.train_file import read_modules, read_train, record_path
 
 STEPS = 3
 

@@ -14,7 +14,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.stored import survey
+from tidemill.learner.checkpoints.uploads import survey
 
 STEPS = 12
 

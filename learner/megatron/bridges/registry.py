@@ -14,16 +14,8 @@ from tidemill.learner.algorithms.own_functions import imported
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
-from tidemill.learner.megatron.bridges.deepseek_v3 import DeepSeekV3
-from tidemill.learner.megatron.bridges.glm4 import Glm4
-from tidemill.learner.megatron.bridges.glm4_moe import Glm4MoE
-from tidemill.learner.megatron.bridges.llama import Llama, Mistral
+from tidemill.learner.megatron.bridges.families import DeepSeekV3, Glm4, Glm4MoE, Llama, Mistral, Mixtral, Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
 from tidemill.learner.megatron.bridges.local_layers import LocalLayers
-from tidemill.learner.megatron.bridges.mixtral import Mixtral
-from tidemill.learner.megatron.bridges.qwen2 import Qwen2
-from tidemill.learner.megatron.bridges.qwen2_moe import Qwen2MoE
-from tidemill.learner.megatron.bridges.qwen3 import Qwen3
-from tidemill.learner.megatron.bridges.qwen3_moe import Qwen3MoE
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
 

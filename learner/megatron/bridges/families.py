@@ -1,0 +1,236 @@
+"""The bridges of the model families, each with mbridge's layout of the family.
+
+Dense: Llama, Mistral (Llama's layout where its window is off, ``sizes.refusals``), Qwen2, Qwen3, GLM-4. With experts: Mixtral, Qwen2-MoE,
+Qwen3-MoE, GLM-4.5 and 4.6, DeepSeek-V3.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from mbridge.models.glm4moe import GLM4MoEBridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.mixtral import MixtralBridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen2moe import Qwen2MoEBridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from tidemill.learner.megatron.bridges.experts import Experts
+from tidemill.learner.megatron.bridges.layers import NormedAttention, NormedMLP
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.layers.attention import Group, PackedRotary, PackedRow
+from tidemill.learner.megatron.layers.kernels import Arguments
+
+
+class WholeLinear(torch.nn.Linear):
+    """A projection that every tensor-parallel rank has whole; with split sequences it sees this rank's tokens."""
+
+    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the product and no bias, as Megatron's linears do."""
+        return super().forward(x), None
+
+
+class LatentRotary(PackedRotary):
+    """Rotary positions for latent attention, which drops the batch dimension of packed rows."""
+
+    def forward(self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None) -> Tensor:
+        """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
+        angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
+        return angles[:, 0] if isinstance(max_seq_len, PackedRow) else angles
+
+
+class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
+    """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
+
+    def get_rotary_seq_len(self, *arguments: Any, **more: Any) -> Any:
+        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""
+        if arguments and isinstance(arguments[-1], PackedRow):
+            return arguments[-1]
+        return super().get_rotary_seq_len(*arguments, **more)
+
+    def forward(
+        self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
+    ) -> tuple[Tensor, float]:
+        """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1, and the scale."""
+        if not isinstance(max_seq_len, PackedRow):
+            found: tuple[Tensor, float] = super().forward(max_seq_len, offset, packed_seq, cp_group)
+            return found
+        angles, scale = self.get_emb(max_seq_len.max_seqlen_q)
+        return angles[max_seq_len.position_ids_T][:, 0], scale
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's multi-head latent attention with whole projections to the latents, for packed rows."""
+
+    def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
+        with _without_transformer_engine():
+            super().__init__(config, *arguments, **more)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        self.rotary_pos_emb.__class__ = LatentYarn if config.rope_type == "yarn" else LatentRotary
+
+
+@contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with no class then."""
+    had = multi_latent_attention.HAVE_TE
+    multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
+    try:
+        yield
+    finally:
+        multi_latent_attention.HAVE_TE = had
+
+
+def grouped_choice(hf_config: Any) -> Arguments:
+    """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which mbridge ignores."""
+    if hf_config.n_group == 1:
+        return {}
+    return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
+
+
+class Glm4MoE(Experts, GLM4MoEBridge):
+    """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are there or not."""
+
+    def _arguments(self) -> Arguments:
+        config = self.hf_config
+        return super()._arguments() | {
+            "add_qkv_bias": config.attention_bias,
+            "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+            **grouped_choice(config),
+        }
+
+    def _get_gptmodel_args(self) -> Arguments:
+        return super()._get_gptmodel_args() | {"rotary_percent": self.hf_config.partial_rotary_factor}
+
+
+_LAYER = "model.layers.{layer_number}."
+
+
+class Glm4(LocalLayers, Qwen2Bridge):
+    """Bridge of ``model_type: glm4``, which mbridge does not have; gate and up projection are one tensor in the files already."""
+
+    _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
+        **Qwen2Bridge._ATTENTION_MAPPING,
+        "self_attention.post_norm.weight": [_LAYER + "post_self_attn_layernorm.weight"],
+    }
+    _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
+        "mlp.linear_fc1.weight": [_LAYER + "mlp.gate_up_proj.weight"],
+        "mlp.linear_fc2.weight": [_LAYER + "mlp.down_proj.weight"],
+        "mlp.post_norm.weight": [_LAYER + "post_mlp_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        return self._build_base_config(add_qkv_bias=self.hf_config.attention_bias, qk_layernorm=False, rotary_interleaved=True)
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        spec = super()._spec(vp_stage)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = NormedAttention
+            layer.submodules.mlp.module = NormedMLP
+        return spec
+
+    def _get_gptmodel_args(self) -> Arguments:
+        return super()._get_gptmodel_args() | {"rotary_percent": self.hf_config.partial_rotary_factor}
+
+
+class Qwen3MoE(Experts, Qwen3MoEBridge):
+    """Bridge of ``model_type: qwen3_moe``. mbridge ignores ``norm_topk_prob: false``, which changes the logits."""
+
+    def _arguments(self) -> Arguments:
+        return super()._arguments() | {"moe_router_pre_softmax": not self.hf_config.norm_topk_prob}
+
+
+class Qwen3(LocalLayers, Qwen3Bridge):
+    """Bridge of ``model_type: qwen3``."""
+
+
+class Qwen2MoE(Experts, Qwen2MoEBridge):
+    """Bridge of ``model_type: qwen2_moe``. mbridge leaves out the gate of the shared expert, and always normalises as Qwen1.5-MoE does."""
+
+    def _arguments(self) -> Arguments:
+        return super()._arguments() | {
+            "moe_shared_expert_gate": True,
+            "moe_router_pre_softmax": not self.hf_config.norm_topk_prob,
+            "add_qkv_bias": getattr(self.hf_config, "qkv_bias", True),
+        }
+
+
+class Qwen2(LocalLayers, Qwen2Bridge):
+    """Bridge of ``model_type: qwen2``."""
+
+
+class Mixtral(Experts, MixtralBridge):
+    """Bridge of ``model_type: mixtral``. Its softmax is over the chosen experts; mbridge takes it over all of them."""
+
+    def _arguments(self) -> Arguments:
+        return super()._arguments() | {"moe_router_pre_softmax": False}
+
+
+class Llama(LocalLayers, LLaMABridge):
+    """Bridge of ``model_type: llama``."""
+
+
+class Mistral(Llama):
+    """Bridge of ``model_type: mistral``."""
+
+
+_LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layernorm\.weight")
+
+
+class DeepSeekV3(Experts, DeepseekV3Bridge):
+    """Bridge of ``model_type: deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and bfloat16."""
+
+    _FLASH_HEADS = False
+    _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
+    """Tensors that the layers for multi-token prediction share; models with such layers are refused."""
+
+    def __init__(self, hf_config: Any, *arguments: Any, **more: Any) -> None:
+        # mbridge reads the kind of scaling from the older of its two names.
+        if scaling := getattr(hf_config, "rope_scaling", None):
+            kind = scaling.get("rope_type", scaling.get("type", "default"))
+            hf_config.rope_scaling = None if kind == "default" else {**scaling, "type": kind}
+        super().__init__(hf_config, *arguments, **more)
+
+    def _build_base_config(self, **arguments: Any) -> Any:
+        arguments["original_max_position_embeddings"] = arguments.pop("max_position_embeddings")
+        del arguments["attention_backend"]
+        arguments["mtp_num_layers"] = None
+        return super()._build_base_config(**arguments)  # type: ignore[misc]
+
+    def _arguments(self) -> Arguments:
+        return super()._arguments() | grouped_choice(self.hf_config)
+
+    def _get_gptmodel_args(self) -> Arguments:
+        config = self.hf_config  # attention has the rotary positions itself
+        return {
+            "vocab_size": config.vocab_size,
+            "max_sequence_length": config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": config.rope_theta,
+        }
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        spec = super()._spec(vp_stage)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = LatentAttention
+        return spec
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if norm := _LATENT_NORM.fullmatch(name):
+            return [f"model.layers.{norm[1]}.self_attn.{norm[2]}_a_layernorm.weight"]
+        return super()._weight_name_mapping_mcore_to_hf(name)
