@@ -50,7 +50,8 @@ class Cost:
         total_s = spent_s() + self._workers_s
         terminalreporter.section(f"{total_s:.0f} processor seconds; the costliest {SHOWN} tests")
         for nodeid, seconds in self._tests.most_common(SHOWN):
-            terminalreporter.write_line(f"{seconds:7.1f} s  {nodeid}")
+            if seconds > 0.1:
+                terminalreporter.write_line(f"{seconds:7.1f} s  {nodeid}")
 
 
 def spent_s() -> float:

@@ -1,4 +1,7 @@
-"""Losses and rewards beside the policy gradient: supervised, distilled from a teacher, penalties of length. Pure functions; T = tokens, N = samples."""
+"""Losses and rewards beside the policy gradient: supervised, distilled from a teacher, penalties of length.
+
+Pure functions; T = tokens, N = samples.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""Returns by token without a critic: REINFORCE++, and estimators with a group baseline whose divergence is in the reward of tokens; the credit of turns.
+"""Returns by token without a critic: REINFORCE++, and estimators with a group baseline whose divergence is in the reward of tokens; the
+credit of turns.
 
 Pure functions; T = tokens of a packed row, N = samples (episodes) of the step, M = their token sequences. A token's reward is
 ``-coef (log pi - log pi_ref)``, and the outcome comes at the last trainable token of the episode. A token gets the outcome and is charged

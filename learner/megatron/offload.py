@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
-from tidemill.learner.megatron.optimizer import clip_factor, norm_over_ranks
+from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
 from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, Piece
 
 _SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
