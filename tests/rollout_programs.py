@@ -245,6 +245,12 @@ class Script:
         print("from a program")
         return 1
 
+    async def loud(self, data):
+        for file in (sys.stdout, sys.stderr):
+            print("from a program" * 1000, file=file, flush=True)
+        await asyncio.to_thread(print, "from a thread", file=sys.stderr, flush=True)
+        return 1
+
 
 def plain(data, *, base_url, api_key, scale=1.0):
     """A plain function."""

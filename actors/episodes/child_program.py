@@ -8,6 +8,7 @@ Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket wi
           {"type": "cancel", "episode": ID}
     out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" or "unusable" it is to be killed
           {"type": "hung", "text": TEXT}                                                              a call of a tool that hangs
+          {"type": "lost", "text": TEXT}                                          output that could not be written, once for a process
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
@@ -23,6 +24,7 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import mmap
@@ -35,6 +37,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_RESULT_BYTES = 1 << 20
@@ -52,6 +55,28 @@ class PolicyFault(Exception):
     def __init__(self, reward: float = 0.0) -> None:
         super().__init__(reward)
         self.reward = reward
+
+
+class Output(io.FileIO):
+    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program that prints it."""
+
+    def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._report_lost = report_lost
+
+    def write(self, data: Any) -> int:
+        """Write what can be written; all of it counts as written, because a buffer would keep the rest and fail again."""
+        try:
+            return super().write(data) or len(data)
+        except OSError as error:
+            self._report_lost(str(error))
+            return len(data)
+
+
+def text_file(descriptor: int, report_lost: Callable[[str], None]) -> io.TextIOWrapper:
+    """Return a text file on an open descriptor: a line is written at once, or lost."""
+    file = io.BufferedWriter(Output(descriptor, report_lost))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def arrange(parent: int) -> None:
@@ -202,6 +227,7 @@ class Child:
         self.memory_mb = 0
         self.running: dict[str, asyncio.Future[None]] = {}
         self._client: Any = None
+        self._loop, self._lost = asyncio.get_running_loop(), False
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message; a result that is too large is an error of its episode."""
@@ -241,6 +267,13 @@ class Child:
     def report_hung(self, text: str) -> None:
         """Report a call that hangs, to the actor's log and status row."""
         self.send({"type": "hung", "text": str(text)[:MAX_REASON]})
+
+    def report_lost(self, reason: str) -> None:
+        """Report, once, that output could not be written, to the actor's log. Called from any thread that prints."""
+        if not self._lost:
+            self._lost = True
+            with suppress(RuntimeError):  # the loop is closed: the actor has ended this process
+                self._loop.call_soon_threadsafe(self.send, {"type": "lost", "text": reason[:MAX_REASON]})
 
     async def episode(self, message: dict[str, Any]) -> None:
         """Run one episode and send its result."""
@@ -348,6 +381,10 @@ async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     child = Child(writer)
     sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
+    if sys.stdout is not None:  # None: its descriptor is closed, and print does nothing
+        sys.stdout = text_file(1, child.report_lost)
+    if sys.stderr is not None:
+        sys.stderr = text_file(2, child.report_lost)
     while True:
         try:
             (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))

@@ -288,6 +288,9 @@ class Children:
             text = str(message.get("text"))[:2000]
             self._repeated("a call of a tool hangs", f"use={self._use} pid={child.process.pid} {text}")
             self._note_hung(text)
+        elif kind == "lost":
+            reason = str(message.get("text"))[:2000]
+            self._repeated("output of a rollout program is lost", f"use={self._use} pid={child.process.pid} {reason}")
         else:
             raise frames.BadFrame(f"a message of type {str(kind)[:80]!r}, want a result")
 
