@@ -147,7 +147,7 @@ def test_a_directory_of_the_real_library_is_read() -> None:
     rows = list(read_rows(source))
     assert [row.label for row in rows] == ["1", "2", "3", "4", "5"]
     assert rows[0].prompt == [{"role": "user", "content": "what is 1?"}]
-    assert [[tool["name"] for tool in row.tools] for row in rows] == [["plus"], [], ["plus"], [], ["plus"]]
+    assert [[tool["function"]["name"] for tool in row.tools] for row in rows] == [["plus"], [], ["plus"], [], ["plus"]]
 
 
 def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:

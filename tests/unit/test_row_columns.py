@@ -278,7 +278,12 @@ def test_tools_reach_the_tokenizer_and_the_metadata_and_may_be_json_text(tmp_pat
     prompts = PromptFile(data.used, tokenize=lambda prompt, tools=(): [7] * (1 + len(tools)), max_tokens=100, shuffle=False)
     drawn = [prompts.at(0, offset) for offset in range(4)]
     assert [len(one.tokens) for one in drawn] == [2, 2, 1, 1]
-    assert [one.row.metadata for one in drawn] == [{"tools": [TOOL]}, {"tools": [{"name": "add"}]}, {}, {}]
+    assert [one.row.metadata for one in drawn] == [
+        {"tools": [TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "add"}}]},
+        {},
+        {},
+    ]
 
 
 @pytest.mark.parametrize(

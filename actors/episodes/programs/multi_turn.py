@@ -26,7 +26,7 @@ from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 from bus.system.coroutines import to_the_end
-from bus.wire.chat_messages import chat_messages
+from bus.wire.chat_messages import chat_messages, chat_tools
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -181,9 +181,8 @@ class MultiTurn:
         if not isinstance(named, list) or not all(isinstance(one, Mapping) for one in named):
             return self._tools
         found = {}
-        for one in named:
-            schema = one if isinstance(one.get("function"), Mapping) else {"type": "function", "function": one}
-            name = schema["function"].get("name")
+        for schema in chat_tools(named, "tools of the data row"):
+            name = schema["function"]["name"]
             if name not in self._tools:
                 raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
             found[name] = replace(self._tools[name], schema=schema)
