@@ -3,7 +3,7 @@
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
 
     in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
-           "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}                               then {"type": "ready"} or "refused"
+           "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}               then {"type": "ready", "tools": [NAME]} or "refused"
           {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
           {"type": "cancel", "episode": ID}
     out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" or "unusable" it is to be killed
@@ -14,7 +14,8 @@ MODULE is a name, or the path of a file that ends in ``.py``.
 
 The program is a class, made once with the options, with ``run(data, **extra)`` called for each episode, or a function that is called
 as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
-class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state".
+class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state". Its attribute ``chat_tools``, if it
+has one, names the tools that it offers in chats: the model's chat template must write them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_REASON = 2000
@@ -139,8 +140,19 @@ def imported(module: str) -> Any:
     return found
 
 
-def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
-    """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
+class Loaded(NamedTuple):
+    """A program."""
+
+    run: Callable[..., Any]
+    """Function of (data, extra)."""
+    resume: Callable[..., Any] | None
+    options: dict[str, Any]
+    """Further arguments of ``run``."""
+    tools: list[str]
+
+
+def load(message: dict[str, Any]) -> Loaded:
+    """Return the program. Raises whatever the user's module raises."""
     limit_memory(message["memory_mb"])
     limit_others(message["limits"])
     for entry in message["path"]:
@@ -159,10 +171,10 @@ def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any
         resume = getattr(program, "resume", None) if message["resumes"] else None
         if message["resumes"] and not callable(resume):
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
-        return run, resume, {}
+        return Loaded(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
     if message["resumes"] or not callable(found):
         raise TypeError(f"want a class{' with again: resume' if message['resumes'] else ' or a function'}, got {type(found).__name__}")
-    return found, None, options
+    return Loaded(found, None, options, [])
 
 
 def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -254,15 +266,15 @@ class Child:
         """Import the program."""
         self.memory_mb = message["memory_mb"]
         try:
-            self.run, self.resume, self.options = load(message)
+            loaded = load(message)
         except MemoryError as error:
             self.send({"type": "refused", "reason": self.out_of_memory(error)})
             return
         except BaseException as error:  # the module is the user's, and may raise anything
             self.send({"type": "refused", "reason": reason_of(error)})
             return
-        self.alone = message["alone"]
-        self.send({"type": "ready"})
+        self.run, self.resume, self.options, self.alone = loaded.run, loaded.resume, loaded.options, message["alone"]
+        self.send({"type": "ready", "tools": loaded.tools})
 
     def report_hung(self, text: str) -> None:
         """Report a call that hangs, to the actor's log and status row."""

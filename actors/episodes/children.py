@@ -125,6 +125,8 @@ class Children:
         self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
         self._repeated = Repeated(logger)
         self.counters = ChildCounters()
+        self.chat_tools: tuple[str, ...] = ()
+        """Tools that the loaded program offers in chats, which the model's chat template must write."""
         self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()
         self._changed = Waiter()
@@ -271,6 +273,8 @@ class Children:
     def _take(self, child: _Child, message: JsonMapping) -> None:
         kind = message.get("type")
         if kind == "ready" and not child.loaded.done():
+            tools = message.get("tools")
+            self.chat_tools = tuple(map(str, tools)) if isinstance(tools, list) else ()
             child.loaded.set_result(None)
         elif kind == "refused" and not child.loaded.done():
             child.loaded.set_exception(ProgramFailed(f"{self._use}: {str(message.get('reason'))[:2000]}"))

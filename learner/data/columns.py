@@ -112,7 +112,7 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
-    """Return the tools in column ``key``, a list or JSON text of one, in the form that templates read; none for null. Raises PromptError."""
+    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if found is None:
         return []

@@ -129,6 +129,11 @@ class MultiTurn:
         if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
             self.resume = self._resume  # an environment that cannot return its state has none
 
+    @property
+    def chat_tools(self) -> Sequence[str]:
+        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes them."""
+        return tuple(self._tools) if self.protocol == "chat" else ()
+
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
         """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
