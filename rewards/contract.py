@@ -3,11 +3,11 @@
 There is one contract for rewards (``rewards/registry.py``) and one for the filters of the learner (``learner/data/filters.py``).
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bus.system.functions import find_object
 from bus.wire.json_object import JsonMapping
 
 
@@ -35,6 +35,5 @@ class Contract:
 
 def contract_at(path: str) -> Contract:
     """Return the contract at an import path."""
-    module, _, name = path.partition(":")
-    found: Contract = getattr(importlib.import_module(module), name)
-    return found
+    contract: Contract = find_object(path)
+    return contract

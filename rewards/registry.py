@@ -5,7 +5,6 @@ Knows how a reward is called, not its computation.
 
 import asyncio
 import contextlib
-import difflib
 import importlib
 import inspect
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bus.errors import WireError
 from bus.system.foreign import described, errors_as, repr_at
+from bus.system.functions import Defect, FunctionRefused, find_function, nearest
 from bus.wire.invariants import check_reward
 from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
@@ -174,22 +174,13 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _find(name: str, contract: Contract) -> Callable[..., Any]:
     table, word = contract.table, contract.word
-    path = table.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise UnknownReward(name, f"want one of {sorted(table)}{_nearest(name, table)}, or an import path package.module:function", word)
+    if ":" not in name and name not in table:
+        raise UnknownReward(name, f"want one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function", word)
     try:
-        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {described(error)}", word), but=(ImportError,)):
-            module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownReward(name, f"cannot import {module_name}: {error}", word) from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}", word)
-    if not callable(function):
-        raise UnknownReward(name, f"want a callable, {attribute} is {type(function).__name__}", word)
-    found: Callable[..., object] = function
-    return found
+        return find_function(table.get(name, name))
+    except FunctionRefused as error:
+        refused = RewardNotImported if error.defect is Defect.IMPORT else UnknownReward
+        raise refused(name, error.reason, word) from error
 
 
 def _check_options(name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract) -> None:
@@ -210,7 +201,7 @@ def _check_options(name: str, function: Callable[..., object], options: Mapping[
     for option in options:
         if option not in named and not takes_any:
             known = sorted([*named, *([IN_THREAD] if contract is REWARD else [])])
-            raise refused(option, f"no such option{_nearest(option, named)}; there are {known}")
+            raise refused(option, f"no such option{nearest(option, named)}; there are {known}")
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise refused(option, "missing, and it has no default")
@@ -236,11 +227,6 @@ def _wanted_instead(value: object, kind: Any) -> str:
     # bool is a subclass of int, but true is no number of a configuration.
     fits = kind is bool if isinstance(value, bool) else isinstance(value, (int, float) if kind is float else kind)
     return "" if fits else _KINDS[kind]
-
-
-def _nearest(word: str, words: Mapping[str, object]) -> str:
-    found = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
-    return f" (nearest: {found[0]!r})" if found else ""
 
 
 def checked(name: str, result: object) -> float | dict[str, float]:

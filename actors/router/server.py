@@ -8,7 +8,6 @@ A path that is not listed is refused: among those of an engine are commands, whi
 """
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from actors.router.forward import Asker, Forwarder
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
+from bus.system.functions import find_function
 from weightstore.access import Route, RunAccess
 from weightstore.bodies import BodyLimits, body_in
 from weightstore.listener import Listener
@@ -203,12 +203,8 @@ class Router:
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises ValueError when it does not exist."""
-    module, _, name = path.partition(":")
-    try:
-        factory: Callable[[RouterConfig], Middleware] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"middleware: want package.module:factory, got {path!r}: {error}") from error
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does not exist."""
+    factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bus.system.functions import check_call, find_function
 from learner.algorithms import policy_losses, rejection, token_choice, token_returns
 from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
 from learner.algorithms.aggregation import Denominators, Reducer, aggregate
@@ -35,7 +36,6 @@ from learner.algorithms.importance_weights import (
 )
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
-from learner.algorithms.own_functions import asked_for, imported
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.running_baseline import over_baselines, roles_of
@@ -207,9 +207,9 @@ class Objective:
         elif config.advantage in RUNNING:  # ``over_running_baselines`` makes the advantages
             self.asks = frozenset({"metadata"} if config.by_role else ())
         elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
-            self._advantages = imported(config.advantage, "advantage")
+            self._advantages = find_function(config.advantage, "advantage")
             given = ("rewards_N", "groups_N")
-            self.asks = asked_for(self._advantages, given, OFFERED, path=config.advantage, what="advantage")
+            self.asks = check_call(self._advantages, given, OFFERED, path=config.advantage, setting="advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
@@ -539,8 +539,8 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
 
 def _own(path: str, setting: str) -> Callable[..., Any]:
     """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the setting."""
-    function = imported(path, setting)
-    asked_for(function, _GIVEN[setting], (), path=path, what=setting)
+    function = find_function(path, setting)
+    check_call(function, _GIVEN[setting], path=path, setting=setting)
     return function
 
 

@@ -9,7 +9,6 @@
 Every request begins with the texts of the one before, so tokens are reused and results are context: they are never trained.
 """
 
-import importlib
 import inspect
 import json
 import re
@@ -26,6 +25,7 @@ from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 from bus.system.coroutines import to_the_end
+from bus.system.functions import find_object
 from bus.wire.chat_messages import chat_messages, chat_tools
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
@@ -334,10 +334,9 @@ def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
     if path in ENVIRONMENTS:
         ENVIRONMENTS[path](**options)  # it refuses impossible options
         return ENVIRONMENTS[path], dict(options)
-    module, colon, name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise ValueError(f"environment: want {', '.join(ENVIRONMENTS)} or module:Class, got {path!r}")
-    made = getattr(importlib.import_module(module), name)
+    made = find_object(path, "environment", want="module:Class")
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ValueError(f"environment: want a class with {method}, {path} has none")
