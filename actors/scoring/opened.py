@@ -3,7 +3,7 @@
 from contextlib import AsyncExitStack
 
 from actors.config import ActorConfig
-from rewards.children.limits import Limits
+from bus.processes.limits import ProcessLimits
 from rewards.part_settings import read_parts
 from rewards.port import Scorer
 from rewards.scorers.groups import GroupScorer, opened_group
@@ -16,7 +16,7 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
 
     Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
     """
-    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    limits = ProcessLimits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     score: Scorer | None = None
     if config.reward_parts:
         score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
+from bus.processes.limits import ProcessLimits
 from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
@@ -17,7 +18,6 @@ from learner.algorithms.choices import OFFERED
 from learner.data.buffer_filters import contract_of
 from learner.data.filter_settings import read_filters
 from learner.data.prompts import Row
-from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
 from rewards.part_settings import BY_ROLLOUT, read_parts
@@ -201,7 +201,7 @@ def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Ro
 
 
 async def _in_child(name: str, options: JsonObject, request: RewardRequest) -> float | dict[str, float]:
-    async with opened(name, options, Limits(timeout_s=CALL_S, workers=1)) as score:
+    async with opened(name, options, ProcessLimits(timeout_s=CALL_S, workers=1)) as score:
         return await score(request)
 
 

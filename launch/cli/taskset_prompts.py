@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from bus.processes.limits import environment
 from learner.errors import PromptError
-from rewards.children.keeper_process import environment
 
 PROGRAM = VERIFIERS.rpartition(":")[0]
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
+    from bus.processes.limits import ProcessLimits
     from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
-    from rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     from actors.engines.membership import default_id
     from actors.rollout import actor_process
     from actors.rollout_settings import RolloutPrograms
-    from rewards.children.limits import become_undumpable
+    from bus.processes.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
     run = run or await found_run(bus_url, "actor", draining)
@@ -235,7 +235,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     from actors.engines.membership import default_id
     from actors.scoring.scorer_process import ScorerPlace, run_scorer
     from bus.client.reach import AUTO
-    from rewards.children.limits import become_undumpable
+    from bus.processes.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -279,10 +279,12 @@ class ServedReward:
     """True for a reward of groups."""
 
 
-async def run_reward_server(reward: ServedReward, limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str) -> None:
+async def run_reward_server(
+    reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
+) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
     from actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from rewards.children.limits import become_undumpable
+    from bus.processes.limits import become_undumpable
     from rewards.scorers.groups import opened_group
     from rewards.scorers.single import opened
 

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
+from bus.processes.limits import ProcessLimits
 from rewards.errors import RewardFailed
 from rewards.group import ASKING, GROUP, TABLE, GroupRequest, Reward
+from rewards.processes.pool import FunctionProcesses
 from rewards.registry import bind
 
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
@@ -15,7 +15,7 @@ GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 
 
 @asynccontextmanager
-async def opened_group(name: str, options: Mapping[str, object], limits: Limits) -> AsyncIterator[GroupScorer]:
+async def opened_group(name: str, options: Mapping[str, object], limits: ProcessLimits) -> AsyncIterator[GroupScorer]:
     """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in child processes.
 
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
@@ -29,7 +29,7 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Limits)
 
         yield _of_all(name, call)
         return
-    async with Children(name, options, limits, GROUP) as pool:
+    async with FunctionProcesses(name, options, limits, GROUP) as pool:
         yield _of_all(name, pool.call)
 
 

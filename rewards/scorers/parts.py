@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from bus.processes.limits import ProcessLimits
 from bus.system.coroutines import first_error
 from bus.wire.messages import score_of
-from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.part_settings import SCORE, Part
 from rewards.port import RewardRequest, Scorer
@@ -18,7 +18,7 @@ from rewards.scorers.single import opened
 
 
 @asynccontextmanager
-async def opened_parts(parts: Sequence[Part], limits: Limits) -> AsyncIterator[Scorer]:
+async def opened_parts(parts: Sequence[Part], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
         yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])

@@ -36,10 +36,10 @@ import launch
 from actors.engines.server_pool import ServerStatus
 from actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from bus.liveness.keys import Keys, RunKeys
+from bus.processes.limits import ProcessLimits
 from bus.system.coroutines import beside
 from bus.wire.messages import Status
 from rewards import group
-from rewards.children.limits import Limits
 from rewards.part_settings import BY_ROLLOUT
 from rewards.port import RewardRequest
 from rewards.registry import bind
@@ -306,7 +306,7 @@ def nothing(request: RewardRequest) -> float:
 async def children(size: int, at_once: int, seconds: float) -> tuple[float, float]:
     """Return the calls of ``nothing`` in children per second, and the seconds of this process's core that each takes."""
     request = _request("x" * size, "7")
-    async with opened("tests.bench.rewards:nothing", {}, Limits(workers=min(at_once, 2))) as score:
+    async with opened("tests.bench.rewards:nothing", {}, ProcessLimits(workers=min(at_once, 2))) as score:
         await asyncio.gather(*(score(request) for _ in range(2)))
         begin, cpu_s, done = time.monotonic(), time.process_time(), 0
         while (took := time.monotonic() - begin) < seconds or not done:

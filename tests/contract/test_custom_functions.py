@@ -19,6 +19,7 @@ from actors.episodes.children import Children
 from actors.episodes.programs.call_threads import CallThreads
 from actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from actors.episodes.rollouts import ProgramRollout
+from bus.processes.limits import ProcessLimits
 from bus.wire.codec import check_sample
 from bus.wire.episodes import SequenceSize
 from bus.wire.messages import Status, score_of
@@ -27,7 +28,6 @@ from launch.metrics.port import SINK, StepMetrics
 from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
 from learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
 from learner.data.row_functions import PREFIX, add_rows, rows_of
-from rewards.children.limits import Limits
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest
 from rewards.registry import Bound, bind
@@ -49,7 +49,7 @@ OURS: dict[str, list[str]] = {
     "sink": ["jsonl", EXAMPLES + "my_sink:hook"],
 }
 """Functions of each kind that are held to its contract: those that ship and need no options, and the examples."""
-LIMITS = Limits(timeout_s=60.0)
+LIMITS = ProcessLimits(timeout_s=60.0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -16,13 +16,13 @@ from actors.errors import BadRow
 from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.liveness.heartbeats import LiveView
+from bus.processes.limits import children_of
 from bus.server.nats_server import EmbeddedServer
 from bus.streams import episode_turns
 from bus.system.coroutines import first_of
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Status
 from launch.cli.status import unserved
-from rewards.children.limits import children_of
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 

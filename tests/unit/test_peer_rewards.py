@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
-from rewards.children.limits import Limits
 from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import load
@@ -52,7 +52,7 @@ async def test_an_empty_response_has_no_ids() -> None:
 
 async def test_in_a_child_of_an_actor() -> None:
     for name, options, reward in (REWARDS[0], REWARDS[2], REWARDS[4]):
-        async with opened(name, options, Limits(timeout_s=60.0, workers=1)) as score:
+        async with opened(name, options, ProcessLimits(timeout_s=60.0, workers=1)) as score:
             assert await score(REQUEST) == pytest.approx(reward)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
-from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.math_boxed import math
 from rewards.port import RewardRequest
@@ -86,10 +86,10 @@ def test_with_the_rest_it_runs_in_child_processes_and_without_in_the_event_loop(
 
 
 async def test_an_answer_that_takes_the_library_for_ever_ends_with_its_process() -> None:
-    async with opened("math", {"rest": "math_verify"}, Limits(timeout_s=1.0, workers=1)) as score:
+    async with opened("math", {"rest": "math_verify"}, ProcessLimits(timeout_s=1.0, workers=1)) as score:
         with pytest.raises((TimeoutError, RewardFailed)):
             await score(asked(r"\boxed{9^{9^{9^{9}}} + 1}", r"\int_0^1 x^{x^{x}} dx"))
-    async with opened("math", {"rest": "math_verify"}, Limits(workers=1)) as score:
+    async with opened("math", {"rest": "math_verify"}, ProcessLimits(workers=1)) as score:
         assert await score(asked(r"\boxed{5!}", "120")) == 1.0
 
 

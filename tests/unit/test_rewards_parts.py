@@ -9,11 +9,11 @@ import pytest
 from actors.allowed import refuse_foreign
 from actors.config import ActorConfig
 from actors.errors import NotAllowed
+from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load
 from launch.settings.run_config import RunConfig
-from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest
@@ -39,7 +39,7 @@ def request(response: str, label: Any = "7", *, length: int = 5, **metadata: Any
 
 
 async def score(parts: dict[str, Any], of: RewardRequest) -> float | dict[str, float]:
-    async with opened_parts(read_parts(parts), Limits()) as scorer:
+    async with opened_parts(read_parts(parts), ProcessLimits()) as scorer:
         return await scorer(of)
 
 
